@@ -1,0 +1,63 @@
+"""fp8bench: does low precision pay here, what does it cost in numbers, has it changed, and can I believe it?
+
+From Python: `fp8bench.run("transformer", dtypes=["fp8", "bf16"])` returns the Run; `fp8bench.table(run)` is what the
+command line prints; `fp8bench.load("last")` reads a stored one. Importing fp8bench is cheap: torch is only ever
+imported by the worker (or, with isolation=False, by the call that measures).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fp8bench.api import findings, load, run, table
+    from fp8bench.errors import Fp8benchError
+    from fp8bench.model import Case, Finding, Label, Phase, Record, Run, Verdict
+
+_HOME = {
+    "Case": "model",
+    "Finding": "model",
+    "Fp8benchError": "errors",
+    "Label": "model",
+    "Phase": "model",
+    "Record": "model",
+    "Run": "model",
+    "Verdict": "model",
+    "findings": "api",
+    "load": "api",
+    "run": "api",
+    "table": "api",
+}
+
+__all__ = [
+    "Case",
+    "Finding",
+    "Fp8benchError",
+    "Label",
+    "Phase",
+    "Record",
+    "Run",
+    "Verdict",
+    "__version__",
+    "findings",
+    "load",
+    "run",
+    "table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used, so that `import fp8bench` costs next to nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fp8bench' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"fp8bench.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,82 @@
+"""The same as the command line, from Python and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fp8bench.environment import command_line
+from fp8bench.history.runs import find_run, load_run
+from fp8bench.model import Finding, Request, Run
+from fp8bench.pipeline import execute
+from fp8bench.pipeline import findings as findings_of
+from fp8bench.protocols import Observer, SilentObserver
+from fp8bench.report.text import render
+
+DEFAULT_STORE = ".fp8bench"
+
+
+def run(
+    suite: str,
+    *,
+    dtypes: Iterable[str] = (),
+    devices: Iterable[str] = (),
+    reference: str | None = None,
+    set: Mapping[str, object] | None = None,
+    precision_map: Mapping[str, str] | None = None,
+    data: str | Path | None = None,
+    quick: bool = False,
+    budget: float | None = None,
+    rounds: int | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    imports: Iterable[str] = (),
+    isolation: bool = True,
+    store: str | Path = DEFAULT_STORE,
+    observer: Observer | None = None,
+) -> Run:
+    """Plan, measure and keep a suite; returns the Run.
+
+    Arguments are the command line's options. `set` maps an axis to a value or a list of values. With
+    `isolation=False` everything runs in this process, so that workloads defined in a notebook can be measured; then
+    a crash cannot be survived. Raises Fp8benchError with a sentence for what cannot be done; cases that fail are
+    records with a reason.
+    """
+    request = Request(
+        suite=suite,
+        dtypes=tuple(dtypes),
+        devices=tuple(devices),
+        reference=reference,
+        axes=tuple((name, _texts(value)) for name, value in (set or {}).items()),
+        precision_map=tuple((precision_map or {}).items()),
+        data=None if data is None else str(data),
+        quick=quick,
+        budget=budget,
+        rounds=rounds,
+        seed=seed,
+        threads=threads,
+        imports=tuple(imports),
+        isolation=isolation,
+    )
+    return execute(request, Path(store), observer or SilentObserver(), command_line())
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return (str(value),)
+    return tuple(str(one) for one in value)
+
+
+def load(run: str | Path, store: str | Path = DEFAULT_STORE) -> Run:
+    """A stored run by id, file stem, path, or 'last'."""
+    return load_run(find_run(str(run), Path(store)))
+
+
+def findings(run: Run) -> dict[str, Finding]:
+    """Verdicts, ratios, best-case times and labels by case id, from the run's raw samples."""
+    return findings_of(run)
+
+
+def table(run: Run, width: int = 100) -> str:
+    """The run as the table the command line prints."""
+    return render(run, findings_of(run), width)

@@ -1,0 +1,86 @@
+"""The text a run trains on, as a token file to map into memory: one 16-bit token a byte.
+
+By default it is the source of Python's own standard library, found on the machine: real text that every machine with
+this Python has in the same words. Its hash is part of every case that reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.errors import StoreError, UsageError
+
+MOST_BYTES = 8 << 20
+LEAST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A token file: where it is, what to call it, and the hash of its text."""
+
+    path: str
+    name: str
+    digest: str
+    num_tokens: int
+
+    @property
+    def identity(self) -> str:
+        """What goes into the case: 'python-3.11.7:1a2b3c4d'."""
+        return f"{self.name}:{self.digest[:8]}"
+
+
+def standard_library_text() -> bytes:
+    """The first 8 MiB of the standard library's modules, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts, total = [], 0
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("asyncio/*.py")) + sorted(root.glob("email/*.py")):
+        parts.append(path.read_bytes())
+        total += len(parts[-1])
+        if total >= MOST_BYTES:
+            break
+    return b"".join(parts)[:MOST_BYTES]
+
+
+def given_text(path: Path) -> bytes:
+    """The text of a user's file; what cannot be trained on is refused with a sentence."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES)
+    except OSError as error:
+        raise UsageError(f"--data {path} cannot be read ({error.strerror}). Give a text file.") from None
+    if len(text) < LEAST_BYTES:
+        raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
+    if b"\0" in text:
+        raise UsageError(f"--data {path} has zero bytes, so it is no text. Give a text file.")
+    return text
+
+
+def prepare_corpus(data: str | None, folder: Path) -> Corpus:
+    """The corpus for a run; its token file is made in `folder` once for each text."""
+    if data is None:
+        text, name = standard_library_text(), f"python-{platform.python_version()}"
+    else:
+        text, name = given_text(Path(data)), Path(data).stem
+    if len(text) < LEAST_BYTES:
+        raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
+    digest = hashlib.sha256(text).hexdigest()
+    path = folder / f"{digest[:16]}.tokens"
+    if not path.is_file() or path.stat().st_size != 2 * len(text):
+        _write(path, text)
+    return Corpus(str(path.resolve()), name, digest, len(text))
+
+
+def _write(path: Path, text: bytes) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(array("H", text).tobytes())
+        partial.replace(path)  # in one step: another run may be reading or making the same file
+    except OSError as error:
+        raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

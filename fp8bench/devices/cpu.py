@@ -1,0 +1,57 @@
+"""The processor, timed by the host's monotonic clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8bench.model import DeviceFacts
+from fp8bench.protocols import Device, Stamper
+from fp8bench.registry import devices
+
+
+class HostStamper(Stamper):
+    """Stamps are integer nanoseconds."""
+
+    def source(self) -> Callable[[], Any]:
+        return time.perf_counter_ns
+
+    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        return [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+
+
+@devices.register("cpu")
+class Cpu(Device):
+    """The processor of this machine; always there, always one."""
+
+    kind = "cpu"
+
+    def available(self) -> tuple[DeviceFacts, ...]:
+        import torch
+
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return (DeviceFacts("cpu", 0, processor_name(), memory, torch.__version__, arch=platform.machine()),)
+
+    def stamper(self, index: int) -> Stamper:
+        return HostStamper()
+
+    def synchronise(self, index: int) -> None:
+        return None
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def processor_name() -> str:
+    """The processor as the system names it, 'unknown processor' if it does not."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown processor"

@@ -1,0 +1,79 @@
+"""What a run was made under: machine, system, Python, commit, load. torch's part comes from the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fp8bench.model import Environment, Scalar
+
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+
+def gather(software: Mapping[str, Scalar | None], version: str, threads: int) -> Environment:
+    """Everything that may explain a number; None where the system does not say."""
+    facts: dict[str, Scalar | None] = {
+        "fp8bench": version,
+        "machine": platform.node() or "unknown",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "python_implementation": platform.python_implementation(),
+        "cpu_count": os.cpu_count(),
+        "cpu_affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_turbo_off": _read("/sys/devices/system/cpu/intel_pstate/no_turbo"),
+        "smt": _read("/sys/devices/system/cpu/smt/active"),
+        "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
+        "load_1min": _load(),
+        "threads": threads,
+        **_commit(Path.cwd()),
+        **{f"env_{name}": os.environ[name] for name in _VARIABLES if name in os.environ},
+        **software,
+    }
+    return Environment(facts)
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _read(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return None
+
+
+def _commit(folder: Path) -> dict[str, Scalar | None]:
+    """The commit the working directory is at, and whether it differs from it; None outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changes) if changes is not None else None}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def command_line() -> str:
+    """How this process was called, as a person would type it."""
+    words = list(sys.argv)
+    if words and words[0].endswith("__main__.py"):
+        words[0:1] = ["python", "-m", "fp8bench"]
+    elif words:
+        words[0] = Path(words[0]).name or "python"
+    return shlex.join(words)

@@ -1,0 +1,94 @@
+"""Everything fp8bench raises for a person to read, and the exit code each one ends with.
+
+    Fp8benchError                 2
+    |-- UsageError                2   the command line or a call asks for something that cannot be
+    |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
+    |   `-- ImportFailed          2   a module given to --import does not import
+    |-- StoreError                2   the store cannot be read or written
+    |   `-- RunNotFound           2   no run by that id, stem or path
+    |-- WorkerError               3   the measuring process cannot be used at all
+    |   |-- WorkerLost            3   it crashed or was killed
+    |   |-- WorkerHung            3   it did not answer in time
+    |   `-- WorkerFault           3   it answered with an exception (kept as type, text, traceback)
+    `-- NothingMeasured           3   the run ended without one measured case
+
+A message says what was given, what was expected and what to do. 1 (regression) and 4 (baseline) are kept for later.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_FAILED = 3
+EXIT_INTERRUPTED = 130
+
+
+class Fp8benchError(Exception):
+    """Base of all errors whose text is meant for the user."""
+
+    exit_code = EXIT_USAGE
+
+
+class UsageError(Fp8benchError):
+    """The command line or a call asks for something that cannot be."""
+
+
+class UnknownName(UsageError):
+    """A name nobody registered."""
+
+    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}.")
+        self.given = given
+        self.known = names
+        self.nearest = near[0] if near else None
+
+
+class ImportFailed(UsageError):
+    """A module given to --import does not import."""
+
+
+class StoreError(Fp8benchError):
+    """The store cannot be read or written."""
+
+
+class RunNotFound(StoreError):
+    """No run by that id, file stem or path."""
+
+
+class WorkerError(Fp8benchError):
+    """The measuring process cannot be used."""
+
+    exit_code = EXIT_FAILED
+
+
+class WorkerLost(WorkerError):
+    """The measuring process crashed or was killed."""
+
+
+class WorkerHung(WorkerError):
+    """The measuring process did not answer in time."""
+
+
+class WorkerFault(WorkerError):
+    """The measuring process answered with an exception.
+
+    `out_of_memory` is what the device said of it; `trace` is the traceback's text.
+    """
+
+    def __init__(self, kind: str, text: str, trace: str = "", out_of_memory: bool = False) -> None:
+        super().__init__(f"{kind}: {text}" if text else kind)
+        self.kind = kind
+        self.trace = trace
+        self.out_of_memory = out_of_memory
+
+
+class NothingMeasured(Fp8benchError):
+    """The run ended without one measured case."""
+
+    exit_code = EXIT_FAILED

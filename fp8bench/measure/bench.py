@@ -1,0 +1,193 @@
+"""The worker's side of measuring: states, steps and slots. It answers; it decides nothing.
+
+Runs in a process of its own (worker.py) or in the caller's (handle.LocalWorker). Only here, in what it calls, is
+torch imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import Case, DeviceFacts, Overheads, Scalar
+from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
+from fp8bench.registry import devices, import_user_modules, precisions, workloads
+
+_HIGH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker is started with."""
+
+    threads: int = 1
+    seed: int = 0
+    imports: tuple[str, ...] = ()
+    corpus: str | None = None
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """One timed step: codes[i] is the phase of intervals_ns[i]."""
+
+    codes: tuple[int, ...]
+    intervals_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RawSlot:
+    """The timed steps of a slot, with host and process clocks over all of them."""
+
+    steps: tuple[RawStep, ...]
+    wall_seconds: float
+    cpu_seconds: float
+    host_seconds: float
+
+
+@dataclass
+class _Prepared:
+    workload: Workload
+    precision: Precision
+    device: Device
+    index: int
+    state: Any
+    clock: PhaseClock
+    stamper: Stamper
+
+
+class Bench:
+    """States by key, and what can be asked of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+
+        self._settings = settings
+        self._prepared: dict[str, _Prepared] = {}
+        torch.set_num_threads(settings.threads)
+        import_user_modules(settings.imports)
+
+    def probe(self) -> tuple[DeviceFacts, ...]:
+        """Every device on this machine."""
+        return tuple(facts for kind in devices.names() for facts in devices.get(kind).available())
+
+    def software(self) -> dict[str, Scalar | None]:
+        """torch's build and the switches that change what it measures."""
+        import torch
+
+        return {
+            "torch": torch.__version__,
+            "torch_git": torch.version.git_version,
+            "torch_config": torch.__config__.show().strip(),
+            "torch_threads": torch.get_num_threads(),
+            "torch_interop_threads": torch.get_num_interop_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+            if torch.cuda.is_available()
+            else None,
+        }
+
+    def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
+        """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""
+        device = devices.get(facts.kind)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with precision.scope():
+            state = workload.prepare(self._setup(case, facts))
+            workload.step(state, SilentPhases())
+        device.synchronise(facts.index)
+        stamper = device.stamper(facts.index)
+        self._prepared[key] = _Prepared(workload, precision, device, facts.index, state, PhaseClock(stamper), stamper)
+        gc.collect()
+
+    def slot(self, key: str, calls: int, discard: int) -> RawSlot:
+        """Run `discard` calls and then `calls` timed ones, back to back."""
+        one = self._prepared[key]
+        clock, step, state = one.clock, one.workload.step, one.state
+        marks = []
+        gc_was_on = gc.isenabled()
+        gc.disable()
+        try:
+            with one.precision.scope():
+                for _ in range(discard):
+                    clock.begin()
+                    step(state, clock)
+                    clock.end()
+                one.device.synchronise(one.index)
+                cpu, wall = time.process_time(), time.perf_counter()
+                for _ in range(calls):
+                    clock.begin()
+                    step(state, clock)
+                    marks.append(clock.end())
+                host = time.perf_counter() - wall
+                one.device.synchronise(one.index)
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        finally:
+            if gc_was_on:
+                gc.enable()
+        steps = tuple(RawStep(tuple(codes), tuple(one.stamper.intervals_ns(stamps))) for codes, stamps in marks)
+        one.stamper.recycle()
+        return RawSlot(steps, wall, cpu, host / calls)
+
+    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
+        """The workload's numerical errors for one case, in a pass of its own."""
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with precision.scope():
+            return dict(workload.error(self._setup(case, facts)))
+
+    def release(self, key: str) -> None:
+        """Forget a state and give its memory back. Unknown keys are fine."""
+        one = self._prepared.pop(key, None)
+        if one is not None:
+            device = one.device
+            del one
+            gc.collect()
+            device.empty_cache()
+
+    def overheads(self, facts: DeviceFacts) -> Overheads:
+        """What looking costs with that device's clock."""
+        from fp8bench.measure.calibration import calibrate
+
+        device = devices.get(facts.kind)
+        return calibrate(device, facts.index)
+
+    def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
+        """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""
+        from fp8bench.measure.calibration import loop_pairs
+
+        key = f"bare-loop:{case.id}"
+        self.prepare(key, case, facts)
+        try:
+            one = self._prepared[key]
+            with one.precision.scope():
+                silent = SilentPhases()
+                return loop_pairs(
+                    lambda: one.workload.step(one.state, silent), lambda: self.slot(key, steps, 0), steps, rounds
+                )
+        finally:
+            self.release(key)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether any device calls that exception an exhausted memory."""
+        return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())
+
+    def recover(self) -> None:
+        """Give back what an aborted request may have left behind."""
+        gc.collect()
+        for kind in devices.names():
+            if kind in {one.device.kind for one in self._prepared.values()}:
+                devices.get(kind).empty_cache()
+
+    def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
+        precision = precisions.get(case.precision)
+        arithmetic = precision.arithmetic(facts)
+        layers: Mapping[str, Arithmetic] = {
+            kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map
+        }
+        high = precisions.get(_HIGH[str(arithmetic.carrier).removeprefix("torch.")]).arithmetic(facts)
+        settings = self._settings
+        return Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)

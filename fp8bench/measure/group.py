@@ -1,0 +1,185 @@
+"""One group from plan to records: who sits together, what a fault costs, and the error pass.
+
+A case that fails becomes a record and leaves; the others go on. If the worker itself is lost, the group starts again
+in a fresh one without the culprit. Cases that do not fit into memory together are measured with the reference one by
+one, and alone (label `unpaired`) if even that does not fit.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.measure.handle import Worker, first_limit
+from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
+from fp8bench.measure.stopping import StoppingRule
+from fp8bench.model import DeviceFacts, Group, Level, Measurement, PlannedCase, Provenance, Record, Status, Timing
+from fp8bench.protocols import Observer
+
+
+@dataclass
+class _Outcome:
+    """What one case has come to so far."""
+
+    planned: PlannedCase
+    timing: Timing | None = None
+    control: Timing | None = None
+    paired_with: Timing | None = None
+    paired: bool = True
+    stopped: str = ""
+    failure: str = ""
+    detail: str = ""
+    measurements: list[Measurement] = field(default_factory=list)
+
+
+class GroupMeasurement:
+    """The state of measuring one group; `run` is the whole of it."""
+
+    def __init__(
+        self, group: Group, facts: Mapping[str, DeviceFacts], worker: Worker, rule: StoppingRule, judge: Judge,
+        seed: int, observer: Observer, with_error: bool = True,
+    ) -> None:
+        self._group = group
+        self._facts = facts
+        self._worker = worker
+        self._rule = rule
+        self._judge = judge
+        # The order of rounds depends on the group, but not on its place in the run.
+        self._seed = random.Random(f"{seed}:{group.setting}").getrandbits(32)
+        self._start = time.monotonic()
+        self._observer = observer
+        self._with_error = with_error
+        self._outcomes = [_Outcome(planned) for planned in group.cases]
+
+    def run(self) -> tuple[Record, ...]:
+        """Measure, then the error pass, then records in the order of the plan."""
+        while self._time() == "again":
+            for outcome in self._outcomes:
+                outcome.timing = outcome.control = outcome.paired_with = None
+        if self._with_error:
+            self._errors()
+        reference = self._reference()
+        return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
+
+    def _alive(self) -> list[_Outcome]:
+        return [one for one in self._outcomes if one.planned.runs and not one.failure]
+
+    def _reference(self) -> _Outcome | None:
+        """The planned reference, or the highest precision left where it cannot run."""
+        planned = self._outcomes[self._group.reference]
+        alive = self._alive()
+        if planned in alive or not alive:
+            return planned if planned in alive else None
+        native = [one for one in alive if one.planned.support.level is Level.NATIVE]
+        return (native or alive)[0]
+
+    def _time(self) -> str:
+        """All sittings of the group; 'again' if a fault means that it must start over."""
+        reference = self._reference()
+        if reference is None:
+            return "done"
+        others = [one for one in self._alive() if one is not reference]
+        waiting: list[tuple[_Outcome | None, bool, list[_Outcome]]] = [(reference, True, others)]
+        while waiting:
+            leader, with_control, candidates = waiting.pop(0)
+            sitting = self._sitting(leader, with_control, candidates)
+            try:
+                self._sit(sitting, leader, candidates)
+            except ArmFailed as failed:
+                smaller = self._smaller(leader, with_control, candidates) if _exhausted(failed.cause) else []
+                if smaller:
+                    waiting[:0] = smaller
+                    continue
+                self._fail(failed)
+                return "again"
+            finally:
+                self._release(sitting)
+        return "done"
+
+    def _sitting(self, leader: _Outcome | None, with_control: bool, candidates: list[_Outcome]) -> Sitting:
+        def arm(outcome: _Outcome, suffix: str = "") -> Arm:
+            case = outcome.planned.case
+            return Arm(case.id + suffix, outcome.planned, self._facts[case.device])
+
+        control = leader is not None and with_control and leader.planned.support.level is Level.NATIVE
+        return Sitting(
+            arm(leader) if leader is not None else None,
+            arm(leader, "'") if leader is not None and control else None,
+            [arm(one) for one in candidates],
+        )
+
+    def _sit(self, sitting: Sitting, leader: _Outcome | None, candidates: list[_Outcome]) -> None:
+        for arm in sitting.arms:
+            self._observer.working(arm.planned.case, "preparing", 0.0)
+        sitting.prepare(self._worker)
+        stopped = sitting.run(
+            self._worker, self._rule.after(time.monotonic() - self._start), self._judge, self._seed,
+            lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
+        )  # fmt: skip
+        reference = sitting.reference.timing() if sitting.reference else None
+        control = sitting.control.timing() if sitting.control else None
+        shared = leader is None or leader.timing is None
+        if leader is not None and leader.timing is None:
+            leader.timing, leader.control, leader.stopped = reference, control, stopped
+        for outcome, arm in zip(candidates, sitting.candidates, strict=True):
+            outcome.timing, outcome.stopped = arm.timing(), stopped
+            outcome.paired = leader is not None
+            if not shared:  # a sitting of its own: its reference samples belong to this comparison
+                outcome.paired_with, outcome.control = reference, control
+
+    def _smaller(
+        self, leader: _Outcome | None, with_control: bool, candidates: list[_Outcome]
+    ) -> list[tuple[_Outcome | None, bool, list[_Outcome]]]:
+        """The next smaller sittings to try when memory did not suffice; empty when there is none."""
+        if leader is None:
+            return []
+        if len(candidates) > 1:
+            return [(leader, with_control, [one]) for one in candidates]
+        if with_control:
+            return [(leader, False, candidates)]
+        if candidates:
+            return [(leader, False, [])] * (leader.timing is None) + [(None, False, candidates)]
+        return []
+
+    def _fail(self, failed: ArmFailed) -> None:
+        outcome = next(one for one in self._outcomes if one.planned is failed.arm.planned)
+        cause = failed.cause
+        outcome.failure = "out of memory, even alone" if _exhausted(cause) else str(cause)
+        outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
+
+    def _release(self, sitting: Sitting) -> None:
+        try:
+            sitting.release(self._worker)
+        except WorkerError:
+            self._worker.restart()
+
+    def _errors(self) -> None:
+        for outcome in self._alive():
+            case = outcome.planned.case
+            self._observer.working(case, "checking numbers", 1.0)
+            limit = 4 * first_limit(outcome.planned.work.flops)
+            try:
+                errors = self._worker.error(case, self._facts[case.device], limit)
+            except WorkerError as cause:
+                # The times stand; only this number is missing, and the record says why.
+                outcome.detail = f"no numerical error: {cause}"
+                continue
+            outcome.measurements += [
+                Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
+            ]
+
+    def _record(self, outcome: _Outcome, is_reference: bool) -> Record:
+        planned = outcome.planned
+        status = Status.SKIPPED if planned.skip else Status.FAILED if outcome.failure else Status.OK
+        return Record(
+            planned.case, planned.support, status, planned.work, is_reference, planned.skip or outcome.failure,
+            outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
+            outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped,
+        )  # fmt: skip
+
+
+def _exhausted(cause: WorkerError) -> bool:
+    return isinstance(cause, WorkerFault) and cause.out_of_memory

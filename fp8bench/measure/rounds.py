@@ -1,0 +1,209 @@
+"""The referee: rounds over the arms of a group, until the question is answered.
+
+A round runs every arm's slot once, in random order. The reference is entered twice, with tensors of its own, so that
+every group carries its A/A control. An arm leaves when its question is answered; emulated arms get a few fixed
+rounds, since their time is no speed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fp8bench.errors import WorkerError
+from fp8bench.measure.bench import RawSlot
+from fp8bench.measure.handle import Worker, first_limit, hang_limit
+from fp8bench.measure.segments import Segmentation, by_phase, segment
+from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.model import CELL_PHASES, DeviceFacts, Level, PlannedCase, Segments, SlotSample, Timing
+
+SLOT_SECONDS = 8e-3
+REPEAT_BELOW_SECONDS = 4e-3
+_CALIBRATING_CALLS = 3
+
+
+class Judge(Protocol):
+    """Says whether a candidate's question is answered by what there is so far."""
+
+    def __call__(self, case: Timing, reference: Timing, control: Timing | None) -> bool: ...
+
+
+@dataclass
+class Arm:
+    """One entry in the rounds: a state in the worker and what it has given so far."""
+
+    key: str
+    planned: PlannedCase
+    facts: DeviceFacts
+    calls: int = 1
+    discard: int = 0
+    step_seconds: float = 0.0
+    segmentation: Segmentation | None = None
+    varying: bool = False
+    slots: list[SlotSample] = field(default_factory=list)
+
+    @property
+    def emulated(self) -> bool:
+        return self.planned.support.level is Level.EMULATED
+
+    def prepare(self, worker: Worker) -> None:
+        """Build the state, then time a few steps to size the slots and cut the cells."""
+        limit = first_limit(self.planned.work.flops)
+        worker.prepare(self.key, self.planned.case, self.facts, limit)
+        first = worker.slot(self.key, 1, 0, limit)
+        again = worker.slot(self.key, _CALIBRATING_CALLS, 0, hang_limit(_seconds(first), _CALIBRATING_CALLS))
+        best = min(again.steps, key=lambda step: sum(step.intervals_ns))
+        self.step_seconds = max(sum(best.intervals_ns) * 1e-9, 1e-7)
+        self.segmentation = segment(best.codes, best.intervals_ns)
+        if self.step_seconds < REPEAT_BELOW_SECONDS:
+            self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
+
+    def run(self, worker: Worker, round_number: int) -> None:
+        """One slot of this arm."""
+        raw = worker.slot(self.key, self.calls, self.discard, hang_limit(self.step_seconds, self.calls + self.discard))
+        self.add(raw, round_number)
+
+    def add(self, raw: RawSlot, round_number: int) -> None:
+        """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
+        assert self.segmentation is not None
+        rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
+        if self.varying or any(row is None for row in rows):
+            self._vary()
+            rows = [by_phase_totals(step.codes, step.intervals_ns) for step in raw.steps]
+        calls = tuple(row for row in rows if row is not None)
+        self.slots.append(SlotSample(round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds))
+
+    def _vary(self) -> None:
+        if self.varying:
+            return
+        assert self.segmentation is not None
+        phases = self.segmentation.segments.phases
+        self.slots = [
+            SlotSample(
+                slot.round, tuple(_fold(phases, call) for call in slot.calls_ns), slot.wall_seconds,
+                slot.cpu_seconds, slot.host_seconds,
+            )
+            for slot in self.slots
+        ]  # fmt: skip
+        self.segmentation = by_phase(self.segmentation.codes)
+        self.varying = True
+
+    def timing(self) -> Timing:
+        """What the arm has given so far, frozen."""
+        segments = self.segmentation.segments if self.segmentation else Segments((), ())
+        marks = len(self.segmentation.codes) if self.segmentation else 0
+        return Timing(segments, tuple(self.slots), marks, self.varying)
+
+
+def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
+    """Total nanoseconds of each phase of CELL_PHASES."""
+    totals = [0] * len(CELL_PHASES)
+    for code, interval in zip(codes, intervals_ns, strict=True):
+        totals[code] += interval
+    return tuple(totals)
+
+
+def _fold(phases: Sequence[str], call: Sequence[int]) -> tuple[int, ...]:
+    return by_phase_totals([CELL_PHASES.index(phase) for phase in phases], call)
+
+
+def _seconds(raw: RawSlot) -> float:
+    return sum(raw.steps[0].intervals_ns) * 1e-9
+
+
+class ArmFailed(Exception):
+    """An arm could not be prepared or run; `cause` is the worker's error."""
+
+    def __init__(self, arm: Arm, cause: WorkerError) -> None:
+        super().__init__(str(cause))
+        self.arm = arm
+        self.cause = cause
+
+
+@dataclass
+class Sitting:
+    """Arms that are in memory together and take turns.
+
+    `reference` and `control` are None where memory did not admit them; candidates are judged against the reference.
+    """
+
+    reference: Arm | None
+    control: Arm | None
+    candidates: list[Arm]
+
+    @property
+    def arms(self) -> list[Arm]:
+        return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
+
+    def prepare(self, worker: Worker) -> None:
+        for arm in self.arms:
+            _guarded(arm, lambda arm=arm: arm.prepare(worker))  # type: ignore[misc]
+
+    def release(self, worker: Worker) -> None:
+        for arm in self.arms:
+            worker.release(arm.key)
+
+    def run(
+        self, worker: Worker, rule: StoppingRule, judge: Judge, seed: int,
+        tick: Callable[[Arm, float], None], clock: Callable[[], float] = time.monotonic,
+    ) -> str:
+        """Rounds until every candidate is decided or the rule says stop; returns why it ended."""
+        order = random.Random(seed)
+        start = clock()
+        rounds = 0
+        undecided = self._questions()
+        while True:
+            turn = self._turn(rounds, undecided, rule)
+            if not turn:
+                return f"answered after {rounds} rounds"
+            order.shuffle(turn)
+            for arm in turn:
+                tick(arm, self._share(rounds, clock() - start, rule))
+                _guarded(arm, lambda arm=arm: arm.run(worker, rounds))  # type: ignore[misc]
+            rounds += 1
+            if rule.looks(rounds):
+                undecided = [arm for arm in undecided if not self._decided(arm, judge)]
+            why = rule.ended(rounds, clock() - start)
+            if why:
+                return why
+
+    def _questions(self) -> list[Arm]:
+        """The arms whose comparison with the reference is open: native candidates, else the control."""
+        native = [arm for arm in self.candidates if not arm.emulated]
+        if native or self.reference is None:
+            return native
+        return [self.control] if self.control is not None and not self.reference.emulated else []
+
+    def _turn(self, rounds: int, undecided: Sequence[Arm], rule: StoppingRule) -> list[Arm]:
+        """The arms of the next round; empty when there is nothing left to ask."""
+        emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
+        timed = [arm for arm in self.arms if not arm.emulated]
+        if rule.fixed is not None:
+            return timed + emulated
+        if undecided:
+            return [arm for arm in timed if arm in (self.reference, self.control) or arm in undecided] + emulated
+        # Without a question (alone in memory) a native arm gets a fixed number of rounds.
+        alone = not self._questions() and rounds < 2 * rule.least
+        return (timed if alone else []) + emulated
+
+    def _decided(self, arm: Arm, judge: Judge) -> bool:
+        if self.reference is None:
+            return False
+        control = self.control.timing() if self.control is not None and arm is not self.control else None
+        return judge(arm.timing(), self.reference.timing(), control)
+
+    @staticmethod
+    def _share(rounds: int, seconds: float, rule: StoppingRule) -> float:
+        if rule.fixed is not None:
+            return rounds / rule.fixed
+        return min(1.0, seconds / rule.budget) if rule.budget > 0 else 1.0
+
+
+def _guarded(arm: Arm, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except WorkerError as error:
+        raise ArmFailed(arm, error) from error

@@ -1,0 +1,148 @@
+"""A decoder-only transformer, in the manner of GPT-2 or of Llama, its parts under their phases.
+
+Which arithmetic a layer takes comes from the caller by layer kind: `attn` (the products before and after attention),
+`mlp` and `head`. Embedding, norms, attention scores, softmax and loss stay in high precision: the residual stream
+has the carrier's dtype, norms and loss are computed in fp32 (fp64 for the reference).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.region import region
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Arithmetic, Phases
+
+
+@dataclass(frozen=True)
+class LayerArithmetic:
+    """An arithmetic for each layer kind."""
+
+    attn: Arithmetic
+    mlp: Arithmetic
+    head: Arithmetic
+
+
+class Norm(nn.Module):
+    """Layer norm or RMS norm, computed in at least fp32 and handed back in the input's dtype."""
+
+    def __init__(self, width: int, root_mean_square: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.root_mean_square = root_mean_square
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        shape = self.weight.shape
+        if self.root_mean_square:
+            return F.rms_norm(wide, shape, self.weight, 1e-5).to(x.dtype)
+        return F.layer_norm(wide, shape, self.weight, None, 1e-5).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the scores stay in the carrier's precision."""
+
+    def __init__(self, config: GPTConfig, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.config = config
+        self.sizes = (config.width, config.key_heads * config.head_width, config.key_heads * config.head_width)
+        self.qkv = Linear(config.width, sum(self.sizes), arithmetic)
+        self.out = Linear(config.width, config.width, arithmetic, 1 / math.sqrt(2 * config.layers))
+
+    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, -1, self.config.head_width).transpose(1, 2)
+            for part in self.qkv(x, phase).split(self.sizes, dim=-1)
+        )
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        mixed = region(
+            phase.attention, F.scaled_dot_product_attention, q, k, v,
+            is_causal=True, enable_gqa=self.config.key_heads != self.config.heads,
+        )  # fmt: skip
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width), phase)
+        return y
+
+
+class FeedForward(nn.Module):
+    """GELU between two products, or Llama's gated form."""
+
+    def __init__(self, config: GPTConfig, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.gated = config.modern
+        self.up = Linear(config.width, config.hidden * (2 if self.gated else 1), arithmetic)
+        self.down = Linear(config.hidden, config.width, arithmetic, 1 / math.sqrt(2 * config.layers))
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        hidden = self.up(x, phase)
+        if self.gated:
+            gate, value = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * value
+        else:
+            hidden = F.gelu(hidden, approximate="tanh")
+        y: Tensor = self.down(hidden, phase)
+        return y
+
+
+class Block(nn.Module):
+    """Norm, attention, norm, feed-forward, each with its residual."""
+
+    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic) -> None:
+        super().__init__()
+        self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
+        self.attn = Attention(config, arithmetic.attn)
+        self.mlp = FeedForward(config, arithmetic.mlp)
+
+    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), phase, rotation)
+        y: Tensor = x + self.mlp(self.norm_mlp(x), phase)
+        return y
+
+
+class GPT(nn.Module):
+    """Tokens and targets in, mean loss out."""
+
+    rotation: Tensor | None
+
+    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic, carrier: torch.dtype) -> None:
+        super().__init__()
+        self.carrier = carrier
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
+        self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
+        self.blocks = nn.ModuleList(Block(config, arithmetic) for _ in range(config.layers))
+        self.norm = Norm(config.width, config.modern)
+        self.head = Linear(config.width, config.vocabulary, arithmetic.head)
+        self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
+
+    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        x = F.embedding(tokens, self.embedding)
+        if self.positions is not None:
+            x = x + self.positions[: tokens.shape[1]]
+        x = x.to(self.carrier)
+        rotation = None if self.rotation is None else self.rotation[: tokens.shape[1]].to(self.carrier)
+        for block in self.blocks:
+            x = block(x, phase, rotation)
+        logits = self.head(self.norm(x), phase)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))
+
+
+def rotations(context: int, head_width: int) -> Tensor:
+    """Cosines and sines of rotary positions, (context, 2, head_width / 2)."""
+    frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
+    angles = torch.outer(torch.arange(context), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn pairs of features (first half with second half) by their position's angles."""
+    cosine, sine = rotation[:, 0], rotation[:, 1]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

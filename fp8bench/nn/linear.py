@@ -1,0 +1,79 @@
+"""A linear layer whose three products run in a chosen arithmetic, with its casts and products under their phases.
+
+Forward contracts inputs and weights over the input features, the input gradient contracts gradients and weights over
+the output features, the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along
+the dimension of its product; the master weight stays fp32 and is cast in every forward, as autocast does.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _casting(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
+    """The CAST marker, or nothing where a cast changes nothing."""
+    return phase.cast if arithmetic.casts else _NOTHING
+
+
+class _Product(torch.autograd.Function):
+    """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+        with _casting(arithmetic, phase):
+            a, b = arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
+        sources = (x, weight) if arithmetic.keeps_source else (None, None)
+        ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
+        ctx.arithmetic, ctx.phase = arithmetic, phase
+        with phase.gemm:
+            return arithmetic.product(a, b, arithmetic.carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0]
+        arithmetic, phase = ctx.arithmetic, ctx.phase
+        a_data, a_scale, b_data, b_scale, x, weight = ctx.saved_tensors
+        a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
+        casting = _casting(arithmetic, phase)
+        with casting:
+            g = arithmetic.cast(gradient, Role.GRADIENT)
+        input_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            with casting:
+                b_turned = arithmetic.turn(b, weight, Role.WEIGHT)
+            with phase.gemm:
+                input_gradient = arithmetic.product(g, b_turned, arithmetic.carrier)
+        if ctx.needs_input_grad[1]:
+            with casting:
+                g_turned = arithmetic.turn(g, gradient, Role.GRADIENT)
+                a_turned = arithmetic.turn(a, x, Role.INPUT)
+            with phase.gemm:
+                weight_gradient = arithmetic.product(g_turned, a_turned, arithmetic.carrier)
+            with casting:  # the master weight is fp32, and autograd would convert outside any phase
+                weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
+        return input_gradient, weight_gradient, None, None
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias, in an arithmetic."""
+
+    def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic, gain: float = 1.0) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        nn.init.normal_(self.weight, std=gain / math.sqrt(inputs))
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y: Tensor = _Product.apply(flat.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)

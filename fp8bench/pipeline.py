@@ -1,0 +1,120 @@
+"""The whole flow on one screen: request -> facts -> plan -> measure -> history -> run.
+
+Analysis and reports start from the Run this returns, or from the file it was kept in. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.analysis.verdicts import decided, find
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.environment import gather
+from fp8bench.history.runs import RunWriter, check_store, start_run
+from fp8bench.measure.bench import Settings
+from fp8bench.measure.group import GroupMeasurement
+from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.stopping import rule_for
+from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Run
+from fp8bench.plan import check_names, make_plan
+from fp8bench.protocols import Observer
+from fp8bench.registry import import_user_modules, workloads
+
+
+def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+    """Plan, measure, keep. Every group is in the store before the next one starts.
+
+    An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False.
+    """
+    start = time.monotonic()
+    corpus = _prepared(request, store)
+    check_store(store)
+    with _worker(request, corpus) as worker:
+        run = _opened(request, corpus, worker, command)
+        observer.planned(run.plan)
+        writer = start_run(run, store)
+        run = replace(run, path=str(writer.path))
+        try:
+            for place, group in enumerate(run.plan):
+                budget = _share(request.budget, start, len(run.plan.groups) - place)
+                records = _measured(group, run, budget, worker, observer)
+                run = replace(run, records=(*run.records, *_kept(records, writer, observer)))
+        except KeyboardInterrupt:
+            writer.finish("interrupted")
+            return run
+        writer.finish("finished")
+    return replace(run, finished=True)
+
+
+def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
+    """What a run would do, and on which devices; measures nothing."""
+    corpus = _prepared(request, store)
+    with _worker(request, corpus) as worker:
+        facts = worker.probe()
+    return make_plan(request, facts, corpus.identity if corpus else None), facts
+
+
+def findings(run: Run) -> dict[str, Finding]:
+    """What the samples of a run say, by case id."""
+    groups: dict[str, list[Record]] = {}
+    for record in run.records:
+        groups.setdefault(record.case.setting, []).append(record)
+    overheads = dict(run.overheads)
+    return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
+
+
+def _prepared(request: Request, store: Path) -> Corpus | None:
+    """Everything that can be refused before a worker is started, and the text if the suite reads one."""
+    import_user_modules(request.imports)
+    check_names(request)
+    if not workloads.get(request.suite).uses_corpus:
+        return None
+    return prepare_corpus(request.data, store / "data")
+
+
+def _worker(request: Request, corpus: Corpus | None) -> Worker:
+    settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
+    return ProcessWorker(settings) if request.isolation else LocalWorker(settings)
+
+
+def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: str) -> Run:
+    """The run with its header, before anything is measured but the cost of looking."""
+    facts = worker.probe()
+    plan = make_plan(request, facts, corpus.identity if corpus else None)
+    used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
+    return Run(
+        id=secrets.token_hex(4),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        request=request,
+        plan=plan,
+        environment=gather(worker.software(), __version__, request.threads),
+        devices=facts,
+        overheads=tuple((one.key, worker.overheads(one)) for one in facts if one.key in used),
+    )
+
+
+def _share(budget: float | None, start: float, groups_left: int) -> float | None:
+    """This group's part of what is left of the run's budget, in seconds."""
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / groups_left
+
+
+def _measured(
+    group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer
+) -> tuple[Record, ...]:
+    rule = rule_for(run.request.quick, run.request.rounds, budget)
+    facts = {one.key: one for one in run.devices}
+    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer).run()
+
+
+def _kept(records: Sequence[Record], writer: RunWriter, observer: Observer) -> Sequence[Record]:
+    for record in records:
+        writer.append(record)
+        observer.finished(record)
+    return records

@@ -1,0 +1,54 @@
+"""tf32: float32 tensors, products of ten mantissa bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fp8bench.formats import hardware
+from fp8bench.formats.grids import TF32
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.protocols import Arithmetic, Precision, Role, float32_products
+from fp8bench.registry import precisions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@precisions.register("tf32")
+class Tf32(Precision):
+    """A switch more than a format: tensors stay float32, the tensor cores round what they read."""
+
+    name = "tf32"
+    summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
+    rank = 10
+
+    def support(self, facts: DeviceFacts) -> Support:
+        if hardware.is_cpu(facts):
+            return hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
+        if hardware.is_amd(facts):
+            return hardware.refused("torch gives no TF32 on AMD devices")
+        if hardware.is_nvidia(facts):
+            return hardware.from_capability(facts, hardware.AMPERE, "TF32")
+        return hardware.unknown_kind(facts, "TF32")
+
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        import torch
+
+        from fp8bench.formats.quantise import round_to
+        from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
+
+        if self.support(facts).level is Level.NATIVE:
+            return PlainArithmetic(torch.float32)
+
+        def rounded(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, TF32)
+
+        return EmulatedArithmetic(torch.float32, rounded)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """TF32 allowed. On a CPU it changes nothing: what is multiplied there are TF32 values already."""
+        with float32_products("high"):
+            yield

@@ -1,0 +1,338 @@
+"""The interfaces a leaf implements, and the small values that pass through them.
+
+Each has at most four abstract methods. torch appears in annotations only: a leaf imports it inside its methods, so
+that every name can be listed without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from fp8bench.errors import UsageError
+from fp8bench.model import PHASES, Case, DeviceFacts, Params, Plan, Record, Scalar, Support, Work
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Role(StrEnum):
+    """What a tensor is in a product; recipes give formats by role."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+
+
+class Phases(Protocol):
+    """The markers a workload sees: `with phase.gemm: ...`. Nested markers are exclusive."""
+
+    @property
+    def data_load(self) -> AbstractContextManager[None]: ...
+    @property
+    def cast(self) -> AbstractContextManager[None]: ...
+    @property
+    def gemm(self) -> AbstractContextManager[None]: ...
+    @property
+    def attention(self) -> AbstractContextManager[None]: ...
+    @property
+    def accumulate(self) -> AbstractContextManager[None]: ...
+    @property
+    def optimizer_step(self) -> AbstractContextManager[None]: ...
+    @property
+    def elementwise(self) -> AbstractContextManager[None]: ...
+
+
+class SilentMarker:
+    """A marker that marks nothing, for untimed passes."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+_SILENT = SilentMarker()
+
+
+class SilentPhases:
+    """Phases that mark nothing."""
+
+    __slots__ = ("accumulate", "attention", "cast", "data_load", "elementwise", "gemm", "optimizer_step")
+
+    data_load: SilentMarker
+    cast: SilentMarker
+    gemm: SilentMarker
+    attention: SilentMarker
+    accumulate: SilentMarker
+    optimizer_step: SilentMarker
+    elementwise: SilentMarker
+
+    def __init__(self) -> None:
+        for name in PHASES:
+            setattr(self, name, _SILENT)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor made ready for a product: its codes or rounded values, and the scale that gives the values back.
+
+    Two dimensions, contraction last. `scale` is None where the data are the values themselves.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+
+
+class Arithmetic(ABC):
+    """How a precision casts and multiplies on one device.
+
+    `casts` is False where a cast changes nothing, so that nobody opens a CAST phase around nothing; `keeps_source`
+    says that the second orientation of an operand must be cast from the source again (block scales run along the
+    contraction) and cannot be had by transposing the codes.
+    """
+
+    carrier: torch.dtype
+    casts: bool = True
+    keeps_source: bool = False
+
+    @abstractmethod
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        """`tensor` (2-D, contraction last) in this precision."""
+
+    @abstractmethod
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """a (M, K) times b (N, K) transposed, as (M, N) in `dtype`."""
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        """The operand with its dimensions swapped, for a product that contracts over the other one."""
+        return self.cast(source.t(), role)
+
+
+class Precision(ABC):
+    """A mode, not a dtype: formats by role, a scaling, and what a device makes of it.
+
+    `rank` orders precisions from the highest down: the default reference is the lowest rank of a run. `loss_scale`
+    multiplies the loss of a training step, for formats whose gradients would underflow.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    summary: ClassVar[str]
+    rank: ClassVar[int]
+    loss_scale: ClassVar[float] = 1.0
+    # Dimensions a native product needs as multiples: (of the contraction, of the columns).
+    multiples: ClassVar[tuple[int, int]] = (1, 1)
+
+    @abstractmethod
+    def support(self, facts: DeviceFacts) -> Support:
+        """Native, emulated or refused on that device, and why."""
+
+    @abstractmethod
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        """The operations for that device; only called where `support` does not refuse."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Global switches this precision needs, set and restored; plain IEEE fp32 products by default."""
+        with float32_products("highest"):
+            yield
+
+
+@contextmanager
+def float32_products(setting: str) -> Iterator[None]:
+    """torch's float32 matmul precision for the body; restored also when the body raises."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Stamper(ABC):
+    """A device's clock. A stamp is cheap to take and may be read only after `intervals_ns`."""
+
+    @abstractmethod
+    def source(self) -> Callable[[], Any]:
+        """The function that takes a stamp; fetched once, called on the hot path."""
+
+    @abstractmethod
+    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        """Nanoseconds between neighbouring stamps; waits for the device if it must."""
+
+    def recycle(self) -> None:
+        """Stamps taken so far will not be read any more."""
+
+
+class Device(ABC):
+    """A kind of device. CUDA events, synchronising and memory errors reach measuring through this only."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def available(self) -> tuple[DeviceFacts, ...]:
+        """The devices of this kind on this machine, none if there is none."""
+
+    @abstractmethod
+    def stamper(self, index: int) -> Stamper:
+        """A clock for one device."""
+
+    @abstractmethod
+    def synchronise(self, index: int) -> None:
+        """Wait until the device has nothing left to do."""
+
+    @abstractmethod
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an exception means that the device's memory did not suffice."""
+
+    def empty_cache(self) -> None:
+        """Give memory that nobody uses back."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parameter of a workload that `--set` can vary."""
+
+    name: str
+    description: str
+    default: tuple[str, ...]
+    parse: Callable[[str], Scalar]
+
+    def values(self, given: Sequence[str]) -> list[Scalar]:
+        """Parsed values in the order given, each once; errors name the axis."""
+        parsed: list[Scalar] = []
+        for text in given:
+            try:
+                value = self.parse(text)
+            except ValueError as error:
+                raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
+            if value not in parsed:
+                parsed.append(value)
+        return parsed
+
+
+def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("expected a whole number") from None
+        if not low <= value <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser that admits the given words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a workload gets to prepare a case.
+
+    `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
+    `layers` the exceptions of the precision map by layer kind; `corpus` is the token file, where the workload reads
+    one.
+    """
+
+    case: Case
+    facts: DeviceFacts
+    seed: int
+    arithmetic: Arithmetic
+    high: Arithmetic
+    layers: Mapping[str, Arithmetic]
+    loss_scale: float = 1.0
+    corpus: str | None = None
+
+    def layer(self, kind: str, default: Arithmetic) -> Arithmetic:
+        """The arithmetic of a layer kind."""
+        return self.layers.get(kind, default)
+
+
+class Workload(ABC):
+    """Something to measure. State lives in the worker; `step` is what is timed.
+
+    `layer_kinds` are the names a precision map may use. `error` runs once a case, apart from any timing.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    version: ClassVar[str] = "1"
+    uses_corpus: ClassVar[bool] = False
+    layer_kinds: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        """The parameters, with defaults for that class of device."""
+
+    @abstractmethod
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """FLOPs and tokens of one step."""
+
+    @abstractmethod
+    def prepare(self, setup: Setup) -> Any:
+        """Tensors and models for one case, from the seed alone."""
+
+    @abstractmethod
+    def step(self, state: Any, phase: Phases) -> None:
+        """One step, its parts under their phases."""
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """The cases one combination of axis values stands for."""
+        return (tuple(params.items()),)
+
+    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
+        """Why these parameters cannot run natively in that precision; '' if they can."""
+        return ""
+
+    def error(self, setup: Setup) -> Mapping[str, float]:
+        """Relative numerical errors of one case, by metric name."""
+        return {}
+
+
+class Observer(Protocol):
+    """Told how a run goes along; measuring code reports here and never prints."""
+
+    def planned(self, plan: Plan) -> None:
+        """The plan stands."""
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        """A case is being worked on; `share` of its group's time has gone."""
+
+    def finished(self, record: Record) -> None:
+        """A record is complete."""
+
+
+class SilentObserver:
+    """An observer that ignores everything."""
+
+    def planned(self, plan: Plan) -> None:
+        return None
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        return None
+
+    def finished(self, record: Record) -> None:
+        return None

@@ -1,0 +1,161 @@
+"""One matrix product with its casts: squares, rectangles, GEMV, and the shapes of named models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.model import DeviceFacts, Params, Scalar, Work
+from fp8bench.protocols import Arithmetic, Axis, Operand, Phases, Precision, Role, Setup, Workload, one_of, whole_number
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Layer: (output features, input features). Attention's input products are fused, as are gate and up.
+MODELS: dict[str, dict[str, tuple[int, int]]] = {
+    "gpt2": {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)},
+    "llama3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "llama3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "deepseek-v3": {
+        "q_a_kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512), "out": (7168, 16384),
+        "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048),
+    },
+}  # fmt: skip
+PRODUCTS = {
+    "forward": (Role.INPUT, Role.WEIGHT),
+    "input-gradient": (Role.GRADIENT, Role.WEIGHT),
+    "weight-gradient": (Role.GRADIENT, Role.INPUT),
+}
+LARGEST = 1 << 18
+_CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
+_GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
+
+
+@dataclass
+class State:
+    """The operands as they come (in the carrier's dtype), and cast if they are cast once."""
+
+    arithmetic: Arithmetic
+    a: Tensor
+    b: Tensor
+    roles: tuple[Role, Role]
+    ready: tuple[Operand, Operand] | None
+
+
+@workloads.register("gemm")
+class Gemm(Workload):
+    """a (m, k) times b (n, k) transposed, both contracted over their last dimension."""
+
+    name = "gemm"
+    summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
+        tokens = "8192" if facts.accelerated else "512"
+        return (
+            Axis("shape", f"M (a square), MxNxK, or a model: {', '.join(MODELS)}", shapes, parse_shape),
+            Axis("product", "auto (all three for a model), forward, input-gradient, weight-gradient", ("auto",),
+                 one_of("auto", *PRODUCTS)),
+            Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
+            Axis("operands", "cast in every step, or cast once before it", ("cast",), one_of("cast", "ready")),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        shape, product, operands = str(params["shape"]), str(params["product"]), str(params["operands"])
+        if shape not in MODELS:
+            m, n, k = (int(side) for side in shape.split("x"))
+            return (_params(m, n, k, "forward" if product == "auto" else product, operands),)
+        products = tuple(PRODUCTS) if product == "auto" else (product,)
+        return tuple(
+            (("layer", f"{shape}/{layer}"), *_params(*_sides(one, int(params["tokens"]), outputs, inputs), one, operands))
+            for layer, (outputs, inputs) in MODELS[shape].items()
+            for one in products
+        )
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(flops=2.0 * int(params["m"]) * int(params["n"]) * int(params["k"]))
+
+    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
+        along_k, along_n = precision.multiples
+        k, n = int(params["k"]), int(params["n"])
+        if k % along_k or n % along_n:
+            return (
+                f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
+                f"N={n}: pad it, or choose another shape"
+            )
+        return ""
+
+    def prepare(self, setup: Setup) -> State:
+        a, b, roles = _operands(setup)
+        arithmetic = setup.arithmetic
+        a, b = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
+        ready = None
+        if setup.case.param("operands") == "ready":
+            ready = arithmetic.cast(a, roles[0]), arithmetic.cast(b, roles[1])
+        return State(arithmetic, a, b, roles, ready)
+
+    def step(self, state: State, phase: Phases) -> None:
+        arithmetic = state.arithmetic
+        if state.ready is not None:
+            a, b = state.ready
+        elif arithmetic.casts:
+            with phase.cast:
+                a, b = arithmetic.cast(state.a, state.roles[0]), arithmetic.cast(state.b, state.roles[1])
+        else:
+            a, b = Operand(state.a), Operand(state.b)
+        with phase.gemm:
+            arithmetic.product(a, b, arithmetic.carrier)
+            del a, b  # giving memory back takes time too, and belongs to a phase
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Against the fp64 product of the unrounded operands, on as many rows as a few GFLOP of fp64 allow."""
+        from fp8bench.numerics.errors import relative_frobenius
+        from fp8bench.numerics.products import exact_product, rows_within
+
+        a, b, roles = _operands(setup)
+        arithmetic = setup.arithmetic
+        low = tuple(
+            arithmetic.cast(tensor.to(arithmetic.carrier), role) for tensor, role in zip((a, b), roles, strict=True)
+        )
+        product = arithmetic.product(low[0], low[1], arithmetic.carrier)
+        rows = rows_within(a.shape[0], b.shape[0], a.shape[1])
+        return {"product_error": relative_frobenius(product[list(rows)], exact_product(a, b, rows))}
+
+
+def parse_shape(text: str) -> str:
+    """'512' is a square, '1x2048x512' is M x N x K, or a model's name."""
+    if text in MODELS:
+        return text
+    sides = text.split("x")
+    if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
+        raise ValueError(f"expected a size, MxNxK, or one of {', '.join(MODELS)}")
+    numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
+    if not all(1 <= number <= LARGEST for number in numbers):
+        raise ValueError(f"expected sizes from 1 to {LARGEST}")
+    return "x".join(str(number) for number in numbers)
+
+
+def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
+    return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
+
+
+def _sides(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+    """M, N, K of a linear layer's product."""
+    if product == "forward":
+        return tokens, outputs, inputs
+    if product == "input-gradient":
+        return tokens, inputs, outputs
+    return outputs, inputs, tokens
+
+
+def _operands(setup: Setup) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
+    """Gaussian operands in fp32 from the seed: zeros or constants would run faster on a GPU held back by its power."""
+    import torch
+
+    m, n, k = (int(setup.case.param(name)) for name in "mnk")
+    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    a, b = (torch.randn(rows, k, generator=generator, device=setup.facts.key) for rows in (m, n))
+    return a, b, PRODUCTS[str(setup.case.param("product"))]

@@ -1,0 +1,41 @@
+"""Global switches: set inside, restored outside, whatever the body does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8bench.model import DeviceFacts
+from fp8bench.protocols import Role, float32_products
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
+
+
+@pytest.mark.parametrize("name", precisions.names())
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_scope_sets_and_restores(name: str, before: str) -> None:
+    with float32_products(before):
+        with precisions.get(name).scope():
+            assert torch.get_float32_matmul_precision() == ("high" if name == "tf32" else "highest")
+        assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("name", ["tf32", "fp32", "fp8"])
+def test_scope_restores_when_the_body_raises(name: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError, match="inside"), precisions.get(name).scope():
+        raise RuntimeError("inside")
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    arithmetic = precisions.get("tf32").arithmetic(CPU)
+    a = arithmetic.cast(torch.randn(96, 300, generator=generator), Role.INPUT)
+    b = arithmetic.cast(torch.randn(64, 300, generator=generator), Role.WEIGHT)
+    with precisions.get("fp32").scope():
+        plain = arithmetic.product(a, b, torch.float32)
+    with precisions.get("tf32").scope():
+        allowed = arithmetic.product(a, b, torch.float32)
+    assert torch.equal(plain, allowed)
