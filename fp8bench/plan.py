@@ -41,10 +41,12 @@ def check_names(request: Request) -> None:
 
 
 def _modes(request: Request) -> tuple[str, ...]:
+    """The precisions of the run, the reference first, the others as asked for."""
     names = [precisions.canonical(word) for word in (request.dtypes or DEFAULT_DTYPES)]
     if request.reference is not None:
         names.append(precisions.canonical(request.reference))
-    return tuple(dict.fromkeys(names))
+    lead = _reference(request, names)
+    return (lead, *(name for name in dict.fromkeys(names) if name != lead))
 
 
 def _reference(request: Request, modes: Sequence[str]) -> str:

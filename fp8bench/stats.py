@@ -13,6 +13,7 @@ Both look at the fast end on purpose: on a shared machine noise almost only adds
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +62,14 @@ def hodges_lehmann(values: Floats, level: float) -> tuple[float, float, float]:
     return point, float(averages[rank - 1]), float(averages[-rank])
 
 
-def paired_ratio(case: Floats, reference: Floats, level: float = 0.99) -> Interval:
-    """Ratio case / reference of positive values paired by position."""
-    point, low, high = hodges_lehmann(np.log(case) - np.log(reference), level)
+def paired_ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
+    """Ratio case / reference of positive values paired by position.
+
+    Several references of the same thing count by their geometric mean: two entries of the reference in the rounds
+    make its share of the interval narrower, and average over their luck with memory layout.
+    """
+    reference = np.mean([np.log(one) for one in references], axis=0)
+    point, low, high = hodges_lehmann(np.log(case) - reference, level)
     return Interval(math.exp(point), math.exp(low), math.exp(high) if high < 700 else math.inf, level)
 
 
@@ -72,19 +78,22 @@ def best_by_segment(samples: Floats) -> Floats:
     return samples.min(axis=0)
 
 
-def segment_ratio(case: Floats, reference: Floats, level: float = 0.99, seed: int = 0) -> Interval:
-    """Ratio of the sums of segment minima; rows are rounds, the same in both.
+def segment_ratio(case: Floats, references: Sequence[Floats], level: float = 0.99, seed: int = 0) -> Interval:
+    """Ratio of the sums of segment minima; rows are rounds, the same in all, columns the arm's own segments.
 
-    A bootstrap of a minimum is not textbook-clean (a resample's minimum is never below the sample's); in a ratio the
-    bias cancels, and the self-test's false-alarm rate is what licenses it.
+    Several references count by the geometric mean of their sums: pooling their rounds instead would give the
+    reference more rounds to find a minimum in, and so a bias. A bootstrap of a minimum is not textbook-clean (a
+    resample's minimum is never below the sample's); in a ratio the bias cancels, and the self-test's false-alarm
+    rate is what licenses it.
     """
-    rounds = min(len(case), len(reference))
-    case, reference = case[:rounds], reference[:rounds]
+    rounds = len(case)
     draws = np.random.default_rng(seed).integers(0, rounds, (BOOTSTRAPS, rounds))
     present = np.zeros((BOOTSTRAPS, rounds), dtype=bool)
     np.put_along_axis(present, draws, True, axis=1)
-    logs = np.log(_resampled_minima(case, present)) - np.log(_resampled_minima(reference, present))
-    point = math.log(best_by_segment(case).sum() / best_by_segment(reference).sum())
+    logs = np.log(_resampled_minima(case, present))
+    logs -= np.mean([np.log(_resampled_minima(one, present)) for one in references], axis=0)
+    point = math.log(best_by_segment(case).sum())
+    point -= float(np.mean([math.log(best_by_segment(one).sum()) for one in references]))
     tail = (1 - level) / 2
     low, high = np.quantile(logs, [tail, 1 - tail])
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), level)

@@ -6,63 +6,84 @@ Inside the program everything is seconds, bytes and plain ratios; one call here 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, never in exponent form below a million."""
+    """A number with so many significant digits; exponent form only from a million up and below a millionth."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
         return "0"
-    magnitude = math.floor(math.log10(abs(value)))
-    rounded = round(value, digits - 1 - magnitude)
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
-    return f"{rounded:.{decimals}f}"
+    text = f"{value:.{digits - 1}e}"
+    exponent = int(text.partition("e")[2])  # after rounding: 999.6 has become 1.00e+03
+    if not -6 <= exponent < 6:
+        return text
+    return f"{float(text):.{max(0, digits - 1 - exponent)}f}"
+
+
+def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit in which the rounded value is at least 1, so that 0.9996 ms is '1.00 ms', not '1000 us'."""
+    just_one = 1 - 0.5 * 10.0**-digits
+    return next((one for one in scales if abs(value) >= one[0] * just_one), scales[-1])
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
     """A duration: 0.0243 -> '24.3 ms'."""
     if value is None:
         return NONE
-    for scale, unit in _TIME:
-        if abs(value) >= scale * 0.9995:
-            return f"{significant(value / scale, digits)} {unit}"
-    return f"{significant(value / 1e-9, digits)} ns" if value else "0 s"
+    if value == 0 or math.isnan(value):
+        return f"{significant(value)} s"
+    scale, unit = _scale_of(value, digits, _TIME)
+    return f"{significant(value / scale, digits)} {unit}"
+
+
+def clock(value: float) -> str:
+    """A stretch of time as a person waits for it, in whole seconds: 192.4 -> '3 min 12 s'."""
+    whole = max(0, round(value))
+    minutes, rest = divmod(whole, 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def count(value: float | None, unit: str = "", digits: int = 3) -> str:
     """A count with an SI prefix: 84300 tok/s -> '84.3 ktok/s'."""
     if value is None:
         return NONE
-    for scale, prefix in _SI:
-        if abs(value) >= scale * 0.9995:
-            return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
-    return f"{significant(value, digits)} {unit}".rstrip()
+    scale, prefix = _scale_of(value, digits, _SI) if math.isfinite(value) else (1.0, "")
+    return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
-def size(value: int | None) -> str:
+def size(value: float | None) -> str:
     """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
     if value is None:
         return NONE
-    for scale, unit in _BINARY:
-        if abs(value) >= scale:
-            return f"{value} B" if unit == "B" else f"{significant(value / scale)} {unit}"
-    return "0 B"
+    if math.isnan(value) or abs(value) < 1 << 10:
+        return f"{value:.0f} B"
+    scale, unit = _scale_of(value, 3, _BINARY)
+    return f"{significant(value / scale)} {unit}"
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
     """A share as percent: 0.123 -> '12.3%'."""
-    return NONE if share is None else f"{100 * share:.{decimals}f}%"
+    if share is None:
+        return NONE
+    return f"{round(100 * share, decimals) + 0.0:.{decimals}f}%"  # + 0.0: never '-0.0%'
 
 
 def ratio(value: float | None) -> str:
-    """A ratio of times: 1.0312 -> '1.031x'."""
-    return NONE if value is None else f"{value:.3f}x"
+    """A ratio of times: 1.0312 -> '1.031x'; three significant digits below 0.1, four from 10 up."""
+    if value is None:
+        return NONE
+    if value == 0 or 0.1 <= abs(value) < 10:
+        return f"{value:.3f}x"
+    return f"{significant(value, 3 if abs(value) < 0.1 else 4)}x"
 
 
 def relative_error(value: float | None) -> str:

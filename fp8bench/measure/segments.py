@@ -6,13 +6,14 @@ marks of a calibrating step, so that the same cell means the same work in every 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8bench.model import CELL_PHASES, Segments
 
-LEAST_BLOCK_NS = 500_000
-MOST_BLOCKS = 64
+LEAST_BLOCK_NS = int(os.environ.get('LB',500_000))
+MOST_BLOCKS = int(os.environ.get('MB',64))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 

@@ -1,0 +1,150 @@
+"""What this machine can do: natively, emulated, or not at all and why; and what the harness itself costs here.
+
+Gathers and words its findings; the command line prints them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.corpus import prepare_corpus
+from fp8bench.environment import gather
+from fp8bench.measure.bench import Settings
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.model import DeviceFacts, Level, Request, Scalar
+from fp8bench.plan import make_plan
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.units import percent, seconds, size
+
+_LOOP_STEPS = 4
+_LOOP_ROUNDS = 25
+
+
+def examine(calibrate: bool) -> Iterator[str]:
+    """The doctor's report, line by line as it becomes known."""
+    with ProcessWorker(Settings()) as worker:
+        facts = worker.probe()
+        environment = gather(worker.software(), __version__, 1)
+        yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
+        yield f"machine   {environment.get('machine')}, {environment.get('system')}"
+        yield from _processor(environment.facts)
+        for one in facts:
+            yield ""
+            yield from _device(one)
+        if not any(one.accelerated for one in facts):
+            yield ""
+            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device"
+        yield f"NVML      {nvml_state()}"
+        if calibrate:
+            yield ""
+            for one in facts:
+                yield from _overheads(worker, one)
+            yield from _harness(facts)
+
+
+def _processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
+    load, count = facts["load_1min"], facts["cpu_count"]
+    busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
+    yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if busy else "")
+    governor = facts["cpu_governor"]
+    yield f"clocks    governor {governor}" if governor else "clocks    governor not readable (a virtual machine?)"
+    quota = facts["cgroup_cpu_max"]
+    if quota and not str(quota).startswith("max"):
+        yield f"quota     cgroup cpu.max is {quota}: slots may be cut short"
+
+
+def _device(facts: DeviceFacts) -> Iterator[str]:
+    details = [size(facts.memory_bytes)]
+    if facts.capability is not None:
+        details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
+    if facts.cuda or facts.hip:
+        details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
+    yield f"{facts.key}: {facts.name} ({', '.join(details)})"
+    for name in precisions.names():
+        support = precisions.get(name).support(facts)
+        yield f"  {name:<7} {support.level.value:<9} {support.reason}"
+
+
+def nvml_state() -> str:
+    """Whether NVML answers, in words."""
+    try:
+        import pynvml
+    except Exception as error:  # an optional package may fail in any way
+        return f"not usable: nvidia-ml-py does not import ({type(error).__name__}: {error})"
+    try:
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return f"not there: {error}"
+    return f"driver {driver}, {count} device(s)"
+
+
+def _overheads(worker: ProcessWorker, facts: DeviceFacts) -> Iterator[str]:
+    cost = worker.overheads(facts)
+    yield f"what looking costs on {facts.key} (best of many)"
+    yield f"  phase marker on    {seconds(cost.marker_on)}   (goal 600 ns on a CPU)"
+    yield f"  phase marker off   {seconds(cost.marker_off)}   (goal 200 ns)"
+    yield f"  one clock stamp    {seconds(cost.stamp)}"
+    if cost.event_pair is not None:
+        yield f"  event pair, device {seconds(cost.event_pair)}"
+
+
+def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    """The nano transformer's step inside the harness against the same step in a bare loop, as paired CPU time."""
+    cpu = next(one for one in facts if one.kind == "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepare_corpus(None, Path(folder))
+        request = Request("transformer", ("bf16",), ("cpu",), axes=(("size", ("nano",)),))
+        case = make_plan(request, facts, corpus.identity).groups[0].cases[0].case
+        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
+            pairs = worker.ask(START_SECONDS, "bare_loop", case, cpu, _LOOP_STEPS, _LOOP_ROUNDS)
+    ratios = sorted(inside / outside for inside, outside in zip(*pairs, strict=True))
+    quarter = len(ratios) // 4
+    yield (
+        f"nano transformer step in the harness against a bare loop: {percent(statistics.median(ratios) - 1, 2)} more "
+        f"CPU time (quartiles {percent(ratios[quarter] - 1, 2)} to {percent(ratios[-1 - quarter] - 1, 2)}, "
+        f"{len(ratios)} pairs; goal 1%)"
+    )
+
+
+def listing(what: str, imports: tuple[str, ...]) -> Iterator[str]:
+    """The lines of `list WHAT`; support and axes are those of this machine."""
+    if what == "suites":
+        for name in workloads.names():
+            yield f"{name:<14} {workloads.get(name).summary}"
+        return
+    with ProcessWorker(Settings(imports=imports)) as worker:
+        facts = worker.probe()
+    if what == "devices":
+        for one in facts:
+            yield f"{one.key:<8} {one.name}, {size(one.memory_bytes)}"
+        missing = [kind for kind in devices.names() if all(one.kind != kind for one in facts)]
+        yield from (f"{kind:<8} none on this machine" for kind in missing)
+    elif what == "dtypes":
+        yield from _dtypes(facts)
+    else:
+        chosen = next((one for one in facts if one.accelerated), facts[0])
+        yield f"{what}: {workloads.get(what).summary}"
+        yield f"axes, with the values {chosen.key} takes by default (--set AXIS=A,B):"
+        for axis in workloads.get(what).axes(chosen):
+            yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+
+
+def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    aliases: dict[str, list[str]] = {}
+    for alias, name in precisions.aliases().items():
+        aliases.setdefault(name, []).append(alias)
+    for name in precisions.names():
+        precision = precisions.get(name)
+        also = f" (also {', '.join(aliases[name])})" if name in aliases else ""
+        yield f"{name}{also}: {precision.summary}"
+        for one in facts:
+            support = precision.support(one)
+            note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
+            yield f"    on {one.key} {support.level.value}{note}"

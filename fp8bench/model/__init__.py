@@ -1,0 +1,73 @@
+"""Values, all frozen: what is asked, what will run, what was measured.
+
+Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name says so.
+Nothing here knows torch, files or text.
+"""
+
+from fp8bench.model.measured import (
+    Environment,
+    Finding,
+    Interval,
+    Measurement,
+    Overheads,
+    Record,
+    Run,
+    Segments,
+    SlotSample,
+    Timing,
+)
+from fp8bench.model.planned import (
+    Case,
+    DeviceFacts,
+    Group,
+    Params,
+    Plan,
+    PlannedCase,
+    Request,
+    Scalar,
+    Support,
+    Work,
+)
+from fp8bench.model.words import (
+    CELL_PHASES,
+    PHASES,
+    UNATTRIBUTED,
+    Label,
+    Level,
+    Phase,
+    Provenance,
+    Status,
+    Verdict,
+)
+
+__all__ = [
+    "CELL_PHASES",
+    "Case",
+    "DeviceFacts",
+    "Environment",
+    "Finding",
+    "Group",
+    "Interval",
+    "Label",
+    "Level",
+    "Measurement",
+    "Overheads",
+    "PHASES",
+    "Params",
+    "Phase",
+    "Plan",
+    "PlannedCase",
+    "Provenance",
+    "Record",
+    "Request",
+    "Run",
+    "Scalar",
+    "Segments",
+    "SlotSample",
+    "Status",
+    "Support",
+    "Timing",
+    "UNATTRIBUTED",
+    "Verdict",
+    "Work",
+]

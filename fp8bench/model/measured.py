@@ -1,0 +1,189 @@
+"""What was measured, under what, and what it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fp8bench.model.planned import Case, DeviceFacts, Plan, Request, Scalar, Support, Work
+from fp8bench.model.words import Label, Provenance, Status, Verdict
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw samples of one metric, in the metric's unit."""
+
+    metric: str
+    unit: str
+    samples: tuple[float, ...]
+    provenance: Provenance = Provenance.MEASURED
+    phase: str | None = None
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The cells of a step: the time one phase took within one stretch of the step.
+
+    `phases[i]` is the phase of cell i and `blocks[i]` the stretch it lies in.
+    """
+
+    phases: tuple[str, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlotSample:
+    """One slot: the calls of one case in one round.
+
+    `calls_ns[c][i]` is the time of cell i in call c; `cpu_seconds` is process CPU time over the slot, `wall_seconds`
+    the host clock over the same stretch, `host_seconds` what the host took to enqueue a step (0 where it is the
+    step itself).
+    """
+
+    round: int
+    calls_ns: tuple[tuple[int, ...], ...]
+    wall_seconds: float
+    cpu_seconds: float
+    host_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All raw samples of one arm; nothing is thrown away."""
+
+    segments: Segments
+    slots: tuple[SlotSample, ...]
+    marks: int = 0
+    varying: bool = False
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(len(slot.calls_ns) for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one case.
+
+    `control` is the second entry of the reference in the same rounds (the A/A control). `paired_with` holds the
+    reference's samples where this case sat with the reference apart from the rest of its group; None means the
+    samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
+    `stopped` says why measuring ended.
+    """
+
+    case: Case
+    support: Support
+    status: Status
+    work: Work = field(default_factory=Work)
+    is_reference: bool = False
+    reason: str = ""
+    detail: str = ""
+    timing: Timing | None = None
+    control: Timing | None = None
+    paired_with: Timing | None = None
+    paired: bool = True
+    measurements: tuple[Measurement, ...] = ()
+    stopped: str = ""
+
+    def measurement(self, metric: str) -> Measurement | None:
+        """The measurement of that name, if there is one."""
+        return next((m for m in self.measurements if m.metric == metric), None)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
+
+    point: float
+    low: float
+    high: float
+    level: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's width in log units, about the relative half-width."""
+        if self.low <= 0 or not math.isfinite(self.high):
+            return math.inf
+        return 0.5 * math.log(self.high / self.low)
+
+    @property
+    def reach(self) -> float:
+        """How far the interval reaches from 1, as a share."""
+        return max(abs(self.low - 1), abs(self.high - 1))
+
+    @property
+    def clearance(self) -> float:
+        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
+        return max(0.0, self.low - 1, 1 - self.high)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
+
+    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
+    the cost of their own markers. `floor` is how far the A/A interval reaches from 1.
+    """
+
+    case: Case
+    verdict: Verdict
+    best_seconds: float | None = None
+    median_seconds: float | None = None
+    spread: float | None = None
+    ratio: Interval | None = None
+    median_ratio: float | None = None
+    floor: float | None = None
+    phases: tuple[tuple[str, float], ...] = ()
+    below_floor: tuple[str, ...] = ()
+    labels: tuple[Label, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What looking costs on this machine, in seconds; None where it could not be measured."""
+
+    marker_on: float
+    marker_off: float
+    stamp: float
+    event_pair: float | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, the software and the settings a run was made under: names to plain values."""
+
+    facts: Mapping[str, Scalar | None]
+
+    def get(self, name: str) -> Scalar | None:
+        return self.facts.get(name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: header and records. `path` is where it is stored ('' if it is not)."""
+
+    id: str
+    started: str
+    command: str
+    request: Request
+    plan: Plan
+    environment: Environment
+    devices: tuple[DeviceFacts, ...]
+    overheads: tuple[tuple[str, Overheads], ...] = ()
+    records: tuple[Record, ...] = ()
+    path: str = ""
+    finished: bool = False
+    troubles: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was measured and nothing failed."""
+        statuses = {record.status for record in self.records}
+        return Status.OK in statuses and Status.FAILED not in statuses

@@ -1,0 +1,154 @@
+"""What is asked and what will run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fp8bench.model.words import Level
+
+Scalar = int | float | str | bool
+Params = tuple[tuple[str, Scalar], ...]
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a device does a precision, and why."""
+
+    level: Level
+    reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step does, by count: 0 where the notion does not apply."""
+
+    flops: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """All the plan needs to know of a device; plans are pure functions of it."""
+
+    kind: str
+    index: int
+    name: str
+    memory_bytes: int
+    torch: str
+    capability: tuple[int, int] | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    arch: str = ""
+
+    @property
+    def key(self) -> str:
+        """How a person names it: 'cpu', 'cuda:0'."""
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether it is a GPU, where workloads get their real sizes."""
+        return self.kind != "cpu"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: workload x parameters x precision x device.
+
+    `precision_map` names the layer kinds that do not take the case's own precision.
+    """
+
+    workload: str
+    params: Params
+    precision: str
+    device: str
+    precision_map: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def mode(self) -> str:
+        """The precision with its map: 'fp8', 'fp8{mlp=bf16}'."""
+        inside = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
+        return f"{self.precision}{{{inside}}}" if inside else self.precision
+
+    @property
+    def setting(self) -> str:
+        """What the case shares with its group: 'gemm[k=512,m=512] on cpu'."""
+        inside = ",".join(f"{name}={value}" for name, value in self.params)
+        return f"{self.workload}[{inside}]@{self.device}"
+
+    @property
+    def id(self) -> str:
+        """Readable and unique within a run."""
+        return f"{self.setting}/{self.mode}"
+
+    def param(self, name: str) -> Scalar:
+        """The value of one axis."""
+        for key, value in self.params:
+            if key == name:
+                return value
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case with what the device makes of it; `skip` says why it will not run."""
+
+    case: Case
+    support: Support
+    work: Work
+    skip: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return not self.skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that differ in precision only. Measured together, interleaved.
+
+    `reference` is the index of the case the others are held against.
+    """
+
+    cases: tuple[PlannedCase, ...]
+    reference: int
+
+    @property
+    def setting(self) -> str:
+        return self.cases[0].case.setting
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run will do, in order."""
+
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+    @property
+    def num_cases(self) -> int:
+        return sum(len(group.cases) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as given: nothing here depends on the machine."""
+
+    suite: str
+    dtypes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    reference: str | None = None
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    precision_map: tuple[tuple[str, str], ...] = ()
+    data: str | None = None
+    quick: bool = False
+    budget: float | None = None
+    rounds: int | None = None
+    seed: int = 0
+    threads: int = 1
+    imports: tuple[str, ...] = ()
+    isolation: bool = True

@@ -1,0 +1,73 @@
+"""The words of the house: closed sets of names."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a stretch of a step is for. Closed, so that workloads compare."""
+
+    DATA_LOAD = "data_load"
+    CAST = "cast"
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    ACCUMULATE = "accumulate"
+    OPTIMIZER_STEP = "optimizer_step"
+    ELEMENTWISE = "elementwise"
+
+
+UNATTRIBUTED = "unattributed"
+PHASES: tuple[str, ...] = tuple(Phase)
+# The order of phases in clocks, cells and tables; unattributed time is what a step leaves over.
+CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
+
+
+class Level(StrEnum):
+    """How a device does a precision."""
+
+    NATIVE = "native"
+    EMULATED = "emulated"
+    REFUSED = "refused"
+
+
+class Status(StrEnum):
+    """What became of a case."""
+
+    OK = "ok"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+class Provenance(StrEnum):
+    """Where a number comes from."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+    DERIVED = "derived"
+
+
+class Label(StrEnum):
+    """A machine-readable reason for doubt."""
+
+    NOISY = "noisy"
+    CONTENDED = "contended"
+    LAUNCH_BOUND = "launch-bound"
+    BELOW_FLOOR = "below-floor"
+    BIMODAL = "bimodal"
+    DRIFT = "drift"
+    FEW_SAMPLES = "few-samples"
+    UNPAIRED = "unpaired"
+    VARYING = "varying-steps"
+
+
+class Verdict(StrEnum):
+    """The answer to 'is it faster than the reference?'."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+    UNSURE = "unsure"
+    REFERENCE = "reference"
+    EMULATED = "emulated"
+    NONE = "none"

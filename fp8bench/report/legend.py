@@ -1,0 +1,45 @@
+"""What the words of a report mean: one sentence each."""
+
+from __future__ import annotations
+
+from fp8bench import units
+from fp8bench.analysis.verdicts import BAND, BELOW_FLOOR_MARKERS, SAME
+from fp8bench.model import UNATTRIBUTED, Label, Phase
+
+LABELS: dict[Label, str] = {
+    Label.NOISY: "the machine was so restless that the reference differed from itself (large A/A noise floor)",
+    Label.CONTENDED: "other work took the processor during most slots (wall time well above processor time)",
+    Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
+    Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
+    Label.BIMODAL: "the times fall into two clusters: two states of the machine or the code were measured as one",
+    Label.DRIFT: "the ratio to the reference moved while measuring",
+    Label.FEW_SAMPLES: "few rounds: the interval rests on little",
+    Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
+    Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
+}
+
+# Short names for the columns of the phases table; a phase not named here shows under its own name.
+PHASE_TITLES: dict[str, str] = {
+    Phase.DATA_LOAD: "data",
+    Phase.CAST: "cast",
+    Phase.GEMM: "gemm",
+    Phase.ATTENTION: "attn",
+    Phase.ACCUMULATE: "accum",
+    Phase.OPTIMIZER_STEP: "optim",
+    Phase.ELEMENTWISE: "elem",
+    UNATTRIBUTED: "unattr",
+}
+
+BEST = "best: the step's best case; median and spread (distance of the quartiles / median): over all calls"
+VERDICT = (
+    f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} and the noise floor, same "
+    f"if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+)
+EMULATED = "emulated: right in numbers, but no speed: its time is the cost of emulation"
+PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"
+BELOW_FLOOR = f"<: shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it, so no share is given"
+
+
+def time_versus(reference: str, levels: str) -> str:
+    """What the ratio column says."""
+    return f"time vs {reference}: step time / that of {reference}, below 1x is faster; [low, high]: {levels} interval"

@@ -1,0 +1,144 @@
+"""A run, or a plan, as text for a terminal: panels of tables, what they mean, what did not go well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fp8bench import units
+from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Status, Verdict
+from fp8bench.report import legend
+from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_of
+from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
+from fp8bench.report.plan_text import render_plan as render_plan
+from fp8bench.report.tables import emulated, main_error, main_table, noise_floor, phases_table, show_value
+
+
+def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
+    """The report of a run; `findings` by case id. No line is wider than `width` (40 at least).
+
+    Without colour the text depends on nothing but its arguments.
+    """
+    width = max(width, MIN_WIDTH)
+    paint = painter(color)
+    panels = panels_of(run, findings)
+    lines: list[str] = []
+    for panel in panels:
+        lines += [*_panel(panel, run.devices, width, paint), ""]
+    if not panels:
+        lines += ["Nothing was measured.", ""]
+    lines += [*_legend(panels, width, paint), *_ending(run, width, paint)]
+    return "\n".join(lines) + "\n"
+
+
+def _panel(panel: Panel, devices: Sequence[DeviceFacts], width: int, paint: Paint) -> list[str]:
+    title = wrap(heading(panel.case.workload, panel.shared, panel.case.device, devices), width, hang=INDENT)
+    lines = [paint(line, Tone.STRONG) for line in title]
+    lines += wrap(_reference_line(panel), width, INDENT, INDENT)
+    lines += ["", *main_table(panel, width, paint)]
+    phases = phases_table(panel, width, paint)
+    if phases:
+        lines += ["", "phases, as shares of the best case", *phases]
+    numbers = _numbers(panel)
+    if numbers:
+        lines += ["", "numbers"]
+    lines += [line for text in numbers for line in wrap(text, width, INDENT, INDENT)]
+    notes = merge_notes(_notes(panel), len(panel.groups))
+    if notes:
+        lines += ["", "notes"]
+    return lines + [line for text in notes for line in wrap(text, width, INDENT, INDENT)]
+
+
+def _reference_line(panel: Panel) -> str:
+    """What the others are held against; the noise floor too where one line can say it for all."""
+    measured = any(result.record.is_reference for result in panel.results)
+    reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
+    floor = f"; noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    return f"reference: {reference}{floor}"
+
+
+def _numbers(panel: Panel) -> list[str]:
+    """Measurements beside the main error, a line for each metric and group: 'loss_error: bf16 1.2e-04, fp8 ...'."""
+    lines = []
+    for group in panel.groups:
+        by_metric: dict[str, list[str]] = {}
+        for result in group.results:
+            for one in result.record.measurements:
+                label = f"{one.metric} ({one.phase})" if one.phase else one.metric
+                by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}")
+        place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
+        others = {label: texts for label, texts in by_metric.items() if label != main_error(panel)}
+        lines += [f"{label}{place}: {', '.join(texts)}" for label, texts in others.items()]
+    return lines
+
+
+def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
+    """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
+    for group in panel.groups:
+        place = panel.place(group)
+        for result in group.results:
+            record, finding = result.record, result.finding
+            if record.status is not Status.OK:
+                word = "FAILED" if record.status is Status.FAILED else record.status.value
+                yield f"{result.mode} {word}", record.reason, place
+            elif finding is not None and finding.why:
+                word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
+                yield f"{result.mode} {word}", finding.why, place
+
+
+def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
+    """A line for every word of the report that needs one, and only for those that occur."""
+    results = [result for panel in panels for result in panel.results]
+    if not any(result.best for result in results):
+        return []
+    lines = [legend.BEST, *_ratio_legends(panels), legend.PHASES]
+    if any(result.finding and result.finding.below_floor for result in results):
+        lines.append(legend.BELOW_FLOOR)
+    if any(emulated(result) and result.best for result in results):
+        lines.append(legend.EMULATED)
+    lines += _error_legends(panels)
+    seen = {label for result in results for label in result.labels}
+    lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
+    text = ["how to read this", *(line for one in lines for line in wrap(one, width, INDENT, INDENT))]
+    return [*(paint(line, Tone.QUIET) for line in text), ""]
+
+
+def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
+    """The ratio's meaning by reference, and the rule of verdicts, if there is a ratio."""
+    lines = []
+    for reference in dict.fromkeys(panel.reference for panel in panels):
+        compared = [_ratio_level(one) for panel in panels if panel.reference == reference for one in panel.results]
+        levels = sorted({level for level in compared if level is not None})
+        if levels:
+            shown = "/".join(units.percent(level).replace(".0%", "%") for level in levels)
+            lines.append(legend.time_versus(reference, shown))
+    return [*lines, legend.VERDICT] if lines else []
+
+
+def _ratio_level(result: Result) -> float | None:
+    if result.finding is None or result.finding.ratio is None or result.record.support.level is Level.EMULATED:
+        return None
+    return result.finding.ratio.level
+
+
+def _error_legends(panels: Sequence[Panel]) -> list[str]:
+    lines: list[str] = []
+    for panel in panels:
+        metric = main_error(panel)
+        measured = [one.record.measurement(metric) for one in panel.results]
+        described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
+        line = f"error: {metric} ({described})"
+        if metric and line not in lines:
+            lines.append(line)
+    return lines
+
+
+def _ending(run: Run, width: int, paint: Paint) -> list[str]:
+    """Plan notes, troubles, how much of the plan has a record, and where the run is kept."""
+    lines = [line for note in run.plan.notes for line in wrap(f"note: {note}", width, hang=INDENT)]
+    for trouble in run.troubles:
+        lines += [paint(line, Tone.DOUBT) for line in wrap(f"trouble: {trouble}", width, hang=INDENT)]
+    missing = run.plan.num_cases - len(run.records)
+    if not run.finished and missing > 0:
+        lines += wrap(f"stopped early: {missing} of {run.plan.num_cases} cases have no record", width, hang=INDENT)
+    kept = f"stored in {run.path}" if run.path else "this run was not stored"
+    return lines + wrap(kept, width, hang=INDENT)

@@ -1,0 +1,198 @@
+"""How often is a verdict right? Slow-downs of known size, planted in real steps, judged by the real estimator.
+
+Each trial runs, interleaved in the same rounds through the real worker: the reference, its control, a candidate that
+is identical (a verdict on it is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A
+comparison may use so many seconds of its own three arms' slots (reference, control, candidate), as if it had the
+machine's measuring to itself. States are made anew every few trials, so that luck with memory layout is drawn again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fp8bench.analysis.verdicts import best_phases, conclude, decided
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.rounds import Arm, Sitting
+from fp8bench.measure.stopping import StoppingRule
+from fp8bench.model import Case, DeviceFacts, Level, Params, PlannedCase, Support, Timing, Verdict, Work
+
+EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
+TRIALS_PER_STATE = 5
+_TINY_PROBE = 200
+_TINY_SECONDS = 3e-6
+_SIZING_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is slowed down, and how many seconds a comparison of it may take."""
+
+    name: str
+    precision: str
+    params: Params
+    seconds: float
+
+
+def operations(corpus: str) -> tuple[Operation, ...]:
+    """A product of about 0.3 ms, one of about 2 ms, and the nano transformer's step; times of one core of 2023."""
+    return (
+        Operation("product of 0.3 ms", "fp32", _product(256), 2.0),
+        Operation("product of 2 ms", "fp32", _product(480), 2.0),
+        Operation(
+            "nano transformer step", "bf16",
+            (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
+             ("base.micro_batches", 2), ("base.data", corpus)),
+            10.0,
+        ),
+    )  # fmt: skip
+
+
+def _product(side: int) -> Params:
+    return (
+        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
+        ("base.product", "forward"), ("base.operands", "cast"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison: what it said, how long its three arms took, and the ratio it found."""
+
+    verdict: str
+    seconds: float
+    rounds: int
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass
+class Arms:
+    """All comparisons of one operation, by planted effect."""
+
+    operation: str
+    step_seconds: float = 0.0
+    extra: dict[float, int] = field(default_factory=dict)
+    outcomes: dict[float, list[Outcome]] = field(default_factory=lambda: {effect: [] for effect in EFFECTS})
+    loads: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def measure_power(
+    worker: Worker, facts: DeviceFacts, operation: Operation, trials: int, seed: int,
+    tick: Callable[[str], None] = lambda text: None,
+) -> Arms:
+    """All trials of one operation."""
+    start = time.monotonic()
+    result = Arms(operation.name)
+    _size_effects(worker, facts, operation, result)
+    for trial in range(trials):
+        if trial % TRIALS_PER_STATE == 0:
+            sitting = _sitting(operation, facts, result.extra, trial)
+            sitting.prepare(worker)
+        tick(f"{operation.name}: trial {trial + 1} of {trials}")
+        _trial(worker, sitting, operation, result, seed + trial)
+        if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
+            sitting.release(worker)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> Arm:
+    case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
+    return Arm(key, PlannedCase(case, Support(Level.NATIVE, "self-test"), Work()), facts)
+
+
+def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
+    """How many tiny operators make each effect: from the step with none and with about half as much again."""
+    bare = _best_seconds(worker, operation, facts, 0)
+    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
+    tiny = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-8)
+    result.step_seconds = bare
+    result.extra = {effect: round(effect * bare / tiny) for effect in EFFECTS}
+
+
+def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
+    arm = _arm(operation, facts, f"sizing-{extra}", extra)
+    arm.prepare(worker)
+    for number in range(_SIZING_ROUNDS):
+        arm.run(worker, number)
+    worker.release(arm.key)
+    return sum(seconds for _, seconds in best_phases(arm.timing()))
+
+
+def _sitting(operation: Operation, facts: DeviceFacts, extra: dict[float, int], trial: int) -> Sitting:
+    def arm(name: str, number: int) -> Arm:
+        return _arm(operation, facts, f"{name}-{trial}", number)
+
+    return Sitting(
+        arm("reference", 0), arm("control", 0), [arm(f"candidate-{effect}", extra[effect]) for effect in EFFECTS]
+    )  # fmt: skip
+
+
+def _trial(worker: Worker, sitting: Sitting, operation: Operation, result: Arms, seed: int) -> None:
+    for arm in sitting.arms:
+        arm.slots.clear()
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        """The real judge, and the end of this comparison's own time."""
+        return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
+
+    sitting.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
+    assert sitting.reference is not None and sitting.control is not None
+    reference, control = sitting.reference.timing(), sitting.control.timing()
+    for effect, arm in zip(EFFECTS, sitting.candidates, strict=True):
+        timing = arm.timing()
+        concluded = conclude(timing, reference, control)
+        assert concluded is not None
+        verdict, interval, _ = concluded
+        result.outcomes[effect].append(
+            Outcome(
+                verdict.value, _cost(timing, reference, control), timing.num_rounds,
+                interval.point, interval.low, interval.high,
+            )
+        )  # fmt: skip
+    result.loads.append(os.getloadavg()[0])
+
+
+def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
+    """Seconds of the slots of a comparison's three arms, over the rounds the candidate was in."""
+    rounds = {slot.round for slot in case.slots}
+    timings = [case, reference] + ([control] if control is not None else [])
+    return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
+
+
+@dataclass(frozen=True)
+class PowerRow:
+    """The figures of one operation and effect."""
+
+    operation: str
+    planted: float
+    found: float
+    trials: int
+    slower: int
+    faster: int
+    same: int
+    unsure: int
+    seconds_median: float
+    seconds_longest: float
+
+
+def summarise(result: Arms) -> list[PowerRow]:
+    """A row for each planted effect; `found` is the median of all trials' ratios, the best there is to say of its true size."""
+    return [_row(result, effect, result.outcomes[effect]) for effect in EFFECTS if result.outcomes[effect]]
+
+
+def _row(result: Arms, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
+    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
+    seconds = np.array([one.seconds for one in outcomes])
+    return PowerRow(
+        result.operation, effect, float(np.median([one.ratio for one in outcomes])) - 1, len(outcomes),
+        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
+        float(np.median(seconds)), float(seconds.max()),
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""A workload with a slow-down planted in it, for the self-test: another workload's step plus some tiny operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fp8bench.model import Case, DeviceFacts, Scalar, Work
+from fp8bench.protocols import Axis, Phases, Setup, Workload, one_of, whole_number
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class State:
+    """The other workload with its state, and how many tiny operators follow its step."""
+
+    workload: Workload
+    inner: Any
+    extra: int
+    tiny: Tensor
+
+
+@workloads.register("_planted")
+class Planted(Workload):
+    """Hidden from lists. `base` is the other workload; parameters named `base.x` are its parameters."""
+
+    name = "_planted"
+    summary = "another workload's step with a slow-down planted in it (self-test)"
+    uses_corpus = True
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (
+            Axis("base", "the workload that is slowed down", ("gemm",), one_of("gemm", "transformer")),
+            Axis("extra", "tiny operators added to each step", ("0",), whole_number(low=0)),
+        )
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> State:
+        import torch
+
+        case = setup.case
+        base = str(case.param("base"))
+        workload = workloads.get(base)
+        params = tuple(
+            (name.removeprefix("base."), value) for name, value in case.params if name.startswith("base.")
+        )
+        inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
+        return State(workload, inner, int(case.param("extra")), torch.zeros(64))
+
+    def step(self, state: State, phase: Phases) -> None:
+        state.workload.step(state.inner, phase)
+        if state.extra:
+            with phase.gemm:
+                for _ in range(state.extra):
+                    state.tiny.add_(1.0)

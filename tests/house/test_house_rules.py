@@ -1,0 +1,56 @@
+"""Rules for every file of the repository, those not committed yet included."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
+LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
+
+
+@pytest.fixture(scope="module")
+def files() -> list[Path]:
+    """What git tracks, or would."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout, to know which files are the repository's")
+    # safe.directory: in containers the checkout often belongs to another user.
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = [ROOT / name for name in done.stdout.split("\0") if name]
+    return [path for path in found if path.is_file()]
+
+
+def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
+    """Where a pattern occurs, as 'path:line: text'."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in files
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_files_are_found(files: list[Path]) -> None:
+    """The other tests look at something."""
+    assert Path(__file__).resolve() in files
+
+
+def test_no_paths_of_one_machine(files: list[Path]) -> None:
+    """What works on one machine only is not part of the repository."""
+    assert not offenders(files, MACHINE_PATH)
+
+
+def test_nothing_is_left_for_later(files: list[Path]) -> None:
+    """What is not done is said in ARCHITECTURE.md or an issue, with its reason."""
+    assert not offenders(files, LATER)
+
+
+def test_no_utils(files: list[Path]) -> None:
+    """A helper lives with its user or earns a noun."""
+    assert not [path for path in files if path.stem in {"utils", "util", "helpers", "misc"}]

@@ -1,0 +1,47 @@
+"""What needs no measuring starts without the heavy packages. Asserted by name, never by time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "numpy", "pandas", "matplotlib"}
+IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.MULTILINE)
+
+
+def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """The command line in a process of its own, and the top-level packages it imported."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "importtime", *arguments],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["--version"], 0), (["list"], 0), (["suite", "nosuch"], 2), (["nosuch"], 2), ([], None)],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_the_door_is_light(arguments: list[str], code: int | None) -> None:
+    """Help, lists and refusals import nothing heavy."""
+    done, imported = run("-m", "fp8bench", *arguments)
+    assert "fp8bench" in imported and "argparse" in imported
+    assert not imported & HEAVY, sorted(imported & HEAVY)
+    assert "Traceback" not in done.stderr
+    if code is not None:
+        assert done.returncode == code, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("statement", ["import fp8bench", "import fp8bench.registry as r; r.workloads.names()"])
+def test_importing_is_light(statement: str) -> None:
+    """So do the package itself and the names of all leaves."""
+    done, imported = run("-c", statement)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "fp8bench" in imported
+    assert not imported & HEAVY, sorted(imported & HEAVY)

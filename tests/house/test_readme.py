@@ -1,0 +1,141 @@
+"""What the pages tell people to type works: the two commands of README, every command line, the tested set."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from fp8bench.cli import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    path
+    for path in (
+        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "reports").rglob("*.md")),
+    )
+    if path.is_file()
+]
+INSTALL = "pip install -c constraints.txt . && python -m fp8bench suite transformer --dtypes fp8,bf16"
+TEST = "pip install -c constraints.txt -e '.[dev]' && pytest"
+BLOCK = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SHELL = {"", "sh", "bash", "shell", "console"}
+COMMAND = re.compile(r"(?:^|&&|\|\||;) *(?:\w+=\S* +)*(?:python3? -m +)?fp8bench(?= |$)")
+REDIRECT = re.compile(r"\s\d?[<>]+&?\s*\S+")
+SETTING = re.compile(r"\w+=")
+
+
+def code_lines(page: Path) -> list[str]:
+    """The lines of a page's shell blocks without prompts; a backslash at the end joins a line to the next.
+
+    Where a block has prompts, the lines without one are output.
+    """
+    lines: list[str] = []
+    for _, language, block in BLOCK.findall(page.read_text()):
+        if language not in SHELL:
+            continue
+        block_lines = [line.strip() for line in block.replace("\\\n", " ").splitlines()]
+        prompted = [line.removeprefix("$ ") for line in block_lines if line.startswith("$ ")]
+        lines += prompted or block_lines
+    return lines
+
+
+def command_lines(line: str) -> list[list[str]]:
+    """The arguments of each call of fp8bench in one line of a shell."""
+    lexer = shlex.shlex(REDIRECT.sub(" ", line), posix=True, punctuation_chars="|&;")
+    lexer.whitespace_split = True
+    calls: list[list[str]] = [[]]
+    for token in lexer:
+        if set(token) <= set("|&;"):
+            calls.append([])
+        elif calls[-1] or not SETTING.match(token):
+            calls[-1].append(token)
+    plain = [call[1:] for call in calls if call[:1] == ["fp8bench"]]
+    return plain + [call[3:] for call in calls if call[1:3] == ["-m", "fp8bench"]]
+
+
+SHOWN = [
+    pytest.param(arguments, id=f"{page.relative_to(ROOT)}: {shlex.join(arguments)}")
+    for page in PAGES
+    for line in code_lines(page)
+    if COMMAND.search(line)
+    for arguments in command_lines(line)
+]
+
+
+def test_the_two_commands_stand_in_the_readme() -> None:
+    """One installs and measures, one installs and tests; both as they stand, each on a line of its own."""
+    lines = code_lines(ROOT / "README.md")
+    assert INSTALL in lines
+    assert TEST in lines
+    assert [line for line in lines if "&& pytest" in line] == [TEST], ".ci/run takes the first such line"
+
+
+def parsed(arguments: list[str]) -> object:
+    """How parsing ends: 0 also where the parser leaves, as for --help."""
+    try:
+        build_parser().parse_args(arguments)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("arguments", SHOWN)
+def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command line shown in a code block is one the door understands."""
+    assert parsed(arguments) == 0, capsys.readouterr().err
+
+
+def test_command_lines_are_found() -> None:
+    """The search sees plain, chained, prefixed and redirected calls, and nothing else."""
+    assert command_lines(INSTALL) == [["suite", "transformer", "--dtypes", "fp8,bf16"]]
+    assert command_lines("CUDA_VISIBLE_DEVICES=0 fp8bench list # all") == [["list"]]
+    assert command_lines("fp8bench report last > report.txt 2>&1") == [["report", "last"]]
+    assert command_lines("fp8bench list | head; python3 -m fp8bench doctor") == [["list"], ["doctor"]]
+    assert not COMMAND.search("fp8bench-like words, fp8bench.run(), or import fp8bench")
+    assert SHOWN
+
+
+def constraints() -> dict[str, Requirement]:
+    """The lines of constraints.txt by package."""
+    lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pins = [Requirement(line) for line in lines if line]
+    assert len(pins) == len({canonicalize_name(pin.name) for pin in pins}), "one line a package"
+    return {canonicalize_name(pin.name): pin for pin in pins}
+
+
+def pinned(pin: Requirement) -> Version:
+    """The exact version of a pin."""
+    (specifier,) = pin.specifier
+    assert specifier.operator == "=="
+    return Version(specifier.version)
+
+
+def test_constraints_are_exact_and_public() -> None:
+    """A local version such as +cpu exists in one index only."""
+    for pin in constraints().values():
+        assert pinned(pin).local is None, pin
+        assert not pin.extras and pin.url is None
+
+
+def test_constraints_satisfy_the_ranges() -> None:
+    """The tested set lies within what pyproject.toml promises, and pins all that an install for tests names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [Requirement(text) for text in (*project["dependencies"], *extras["dev"])]
+    others = [Requirement(text) for name in extras.keys() - {"dev"} for text in extras[name]]
+    pins = constraints()
+    for requirement in needed:
+        assert canonicalize_name(requirement.name) in pins, f"{requirement.name} is not pinned"
+    for requirement in (*needed, *others):
+        pin = pins.get(canonicalize_name(requirement.name))
+        if pin is not None:
+            assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"

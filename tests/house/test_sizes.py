@@ -1,0 +1,31 @@
+"""Nothing in fp8bench grows past what one can read at once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_MODULE = 400
+LONGEST_FUNCTION = 60
+MODULES = sorted((ROOT / "fp8bench").rglob("*.py"))
+
+
+def test_modules() -> None:
+    """A module that outgrows its limit has become two."""
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    offenders = {name: length for name, length in lines.items() if length > LONGEST_MODULE}
+    assert not offenders, f"modules over {LONGEST_MODULE} lines: {offenders}"
+
+
+def test_functions() -> None:
+    """Decorators and docstrings count: all of it has to be read."""
+    offenders = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                length = (node.end_lineno or node.lineno) - first + 1
+                if length > LONGEST_FUNCTION:
+                    offenders[f"{path.relative_to(ROOT)}:{first} {node.name}"] = length
+    assert not offenders, f"functions over {LONGEST_FUNCTION} lines: {offenders}"

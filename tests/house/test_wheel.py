@@ -1,0 +1,61 @@
+"""The wheel: it holds the package and nothing else, and runs from wherever it lies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fp8bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built with the tools of this environment: no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_contents(wheel: Path) -> None:
+    """Every file of fp8bench/, the licence, and no other top-level name."""
+    assert wheel.name == f"fp8bench-{fp8bench.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    info = f"fp8bench-{fp8bench.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"fp8bench", info}
+    assert f"{info}/licenses/LICENSE" in names
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8bench").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked, and with no checkout in sight, it is the one that is imported, and finds its leaves."""
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=empty,
+            env={**os.environ, "PYTHONPATH": str(site)}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert Path(run("-c", "import fp8bench; print(fp8bench.__file__)").strip()).is_relative_to(site)
+    shown = run("-m", "fp8bench", "list")
+    assert "transformer" in shown and "bf16" in shown and "cpu" in shown
+    assert not list(empty.iterdir()), "listing leaves nothing behind"

@@ -1,0 +1,127 @@
+"""Numbers as text: no unit is left at '1000', nothing unknown reads as zero."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench import units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (1.0, "1.00"), (-1.0, "-1.00"), (0.0243, "0.0243"), (0.9996, "1.00"), (9.996, "10.0"),
+        (99.96, "100"), (999.6, "1000"), (123456.0, "123000"), (999999.0, "1.00e+06"), (1.5e7, "1.50e+07"),
+        (1e-7, "1.00e-07"), (1.7976931348623157e308, "1.80e+308"), (5e-324, "4.94e-324"),
+        (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"),
+    ],
+)  # fmt: skip
+def test_significant(value: float, text: str) -> None:
+    assert units.significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0.0, "0 s"), (-0.0, "0 s"), (1.0, "1.00 s"), (0.0243, "24.3 ms"), (0.9996e-3, "1.00 ms"),
+        (0.99949e-3, "999 us"), (0.9996, "1.00 s"), (999.6e-9, "1.00 us"), (3e-9, "3.00 ns"), (3e-12, "0.00300 ns"),
+        (-0.0243, "-24.3 ms"), (3600.0, "3600 s"), (math.nan, "nan s"), (math.inf, "inf s"), (-math.inf, "-inf s"),
+    ],
+)  # fmt: skip
+def test_seconds(value: float | None, text: str) -> None:
+    assert units.seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
+def test_seconds_round_up_across_units_at_any_precision(value: float, digits: int, text: str) -> None:
+    """The step to the next unit moves with the number of digits."""
+    assert units.seconds(value, digits) == text
+
+
+@given(st.floats(1e-9, 0.9994))
+def test_no_time_below_a_second_shows_a_thousand(value: float) -> None:
+    """0.9996 ms is '1.00 ms', never '1000 us'."""
+    number = float(units.seconds(value).split()[0])
+    assert 1 <= number < 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0, "0 tok/s"), (84_300, "84.3 ktok/s"), (999.4, "999 tok/s"), (999.6, "1.00 ktok/s"),
+        (999_600, "1.00 Mtok/s"), (1.5e12, "1.50 Ttok/s"), (-84_300, "-84.3 ktok/s"), (0.5, "0.500 tok/s"),
+        (math.nan, "nan tok/s"), (math.inf, "inf tok/s"),
+    ],
+)  # fmt: skip
+def test_count(value: float | None, text: str) -> None:
+    assert units.count(value, "tok/s") == text
+
+
+def test_count_without_a_unit_has_no_trailing_blank() -> None:
+    assert units.count(7) == "7.00"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1610612736, "1.50 GiB"),
+        (2**20 - 1, "1.00 MiB"), (2**50, "1020 TiB"), (-1024, "-1.00 KiB"), (-3, "-3 B"),
+        (math.nan, "nan B"),
+    ],
+)  # fmt: skip
+def test_size(value: float | None, text: str) -> None:
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0.0%"), (0.123, "12.3%"), (-0.0001, "0.0%"), (-0.01, "-1.0%"), (0.9996, "100.0%"),
+     (math.nan, "nan%"), (math.inf, "inf%")],
+)  # fmt: skip
+def test_percent(value: float | None, text: str) -> None:
+    assert units.percent(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0.0, "0.000x"), (1.0312, "1.031x"), (0.512, "0.512x"), (0.0512, "0.0512x"), (0.0004, "0.000400x"),
+        (12.345, "12.35x"), (123456.0, "123500x"), (math.inf, "infx"), (math.nan, "nanx"),
+    ],
+)  # fmt: skip
+def test_ratio(value: float | None, text: str) -> None:
+    assert units.ratio(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0012, "1.2e-03"), (0.0, "0.0e+00"), (9.96e-4, "1.0e-03"), (math.nan, "nan"), (math.inf, "inf")],
+)
+def test_relative_error(value: float | None, text: str) -> None:
+    assert units.relative_error(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 s"), (0.4, "0 s"), (59.6, "1 min 00 s"), (192.4, "3 min 12 s"), (3599.7, "1 h 00 min"), (-1.0, "0 s")],
+)
+def test_clock(value: float, text: str) -> None:
+    assert units.clock(value) == text
+
+
+def test_unknown_is_never_a_number() -> None:
+    """A dash, in every unit."""
+    functions = (units.seconds, units.count, units.size, units.percent, units.ratio, units.relative_error)
+    assert {function(None) for function in functions} == {"-"}
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_every_float_becomes_a_short_text(value: float) -> None:
+    """Nothing raises, and nothing runs over a column."""
+    for function in (units.significant, units.seconds, units.count, units.size, units.ratio, units.relative_error):
+        assert re.fullmatch(r"\S{1,12}( \S{1,3})?", function(value)), function(value)
