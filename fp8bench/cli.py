@@ -70,6 +70,7 @@ def build_parser() -> Parser:
     selftest = commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False)
     selftest.add_argument("--power", action="store_true", help="how often verdicts are right, on planted slow-downs")
     selftest.add_argument("--trials", type=_whole("--trials"), metavar="N", help="trials an operation (with --power)")
+    selftest.add_argument("--operation", action="append", metavar="NAME", help="small, medium or step (all three)")
     selftest.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there (with --power)")
     return parser
 
@@ -255,13 +256,19 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    for option, given in (("--trials", arguments.trials), ("--json", arguments.json)):
+    options = (("--trials", arguments.trials), ("--operation", arguments.operation), ("--json", arguments.json))
+    for option, given in options:
         if given is not None and not arguments.power:
             raise UsageError(f"{option} goes with --power, which was not given. Add --power, or leave {option} out.")
     if arguments.power:
+        from fp8bench.selftest.power import OPERATIONS
         from fp8bench.selftest.report import run_power
 
-        return run_power(arguments.trials or 20, arguments.json)
+        chosen = arguments.operation or OPERATIONS
+        for name in chosen:
+            if name not in OPERATIONS:
+                raise UnknownName("operation", name, OPERATIONS)
+        return run_power(arguments.trials or 20, arguments.json, chosen)
     from fp8bench.selftest.report import run_checks
 
     return run_checks()

@@ -6,8 +6,8 @@ A/A interval stays away from 1), if that is more. Taking the far end of the A/A 
 the sampling noise twice: of slow-downs of 2.5% in a 30 ms step it left 14% found instead of 90%, at no alarm either
 way. The far end is what is printed as noise floor. The reference counts by both its entries.
 
-Only the two best-case estimators of stats give verdicts; the ratio of medians is shown beside them. An emulated case
-never has a verdict on speed.
+Only the best-case estimator (stats.segment_ratio) gives verdicts; the ratio of medians is shown beside it. An emulated
+case never has a verdict on speed.
 """
 
 from __future__ import annotations
@@ -54,13 +54,6 @@ def totals(timing: Timing) -> stats.Floats:
     return np.array([sum(call) for slot in timing.slots for call in slot.calls_ns], dtype=np.float64) * 1e-9
 
 
-def slot_minima(timing: Timing, calls: int, rounds: Sequence[int]) -> stats.Floats:
-    """Seconds of the fastest of the first `calls` calls of each slot."""
-    wanted = set(rounds)
-    minima = [min(sum(call) for call in slot.calls_ns[:calls]) for slot in timing.slots if slot.round in wanted]
-    return np.array(minima, dtype=np.float64) * 1e-9
-
-
 def _fewest_calls(*timings: Timing) -> int:
     return min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
 
@@ -75,10 +68,7 @@ def compare(case: Timing, references: Sequence[Timing], level: float) -> Interva
     if not rounds:
         return None
     calls = _fewest_calls(case, *references)
-    if calls > 1:
-        minima = [slot_minima(timing, calls, rounds) for timing in (case, *references)]
-        return stats.paired_ratio(minima[0], minima[1:], level)
-    matrices = [cells(timing, 1, rounds) for timing in (case, *references)]
+    matrices = [cells(timing, calls, rounds) for timing in (case, *references)]
     return stats.segment_ratio(matrices[0], matrices[1:], level)
 
 

@@ -21,6 +21,7 @@ from fp8bench.measure.rounds import Arm, Sitting
 from fp8bench.measure.stopping import StoppingRule
 from fp8bench.model import Case, DeviceFacts, Level, Params, PlannedCase, Support, Timing, Verdict, Work
 
+OPERATIONS = ("small", "medium", "step")
 EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
 TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
@@ -30,8 +31,9 @@ _SIZING_ROUNDS = 20
 
 @dataclass(frozen=True)
 class Operation:
-    """What is slowed down, and how many seconds a comparison of it may take."""
+    """What is slowed down, and how many seconds a comparison of it may take. `key` is its word on a command line."""
 
+    key: str
     name: str
     precision: str
     params: Params
@@ -41,10 +43,10 @@ class Operation:
 def operations(corpus: str) -> tuple[Operation, ...]:
     """A product of about 0.3 ms, one of about 2 ms, and the nano transformer's step; times of one core of 2023."""
     return (
-        Operation("product of 0.3 ms", "fp32", _product(256), 2.0),
-        Operation("product of 2 ms", "fp32", _product(480), 2.0),
+        Operation("small", "product of 0.3 ms", "fp32", _product(256), 2.0),
+        Operation("medium", "product of 2 ms", "fp32", _product(480), 2.0),
         Operation(
-            "nano transformer step", "bf16",
+            "step", "nano transformer step", "bf16",
             (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
              ("base.micro_batches", 2), ("base.data", corpus)),
             10.0,

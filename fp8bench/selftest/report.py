@@ -18,7 +18,7 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.selftest.checks import checks
-from fp8bench.selftest.power import Arms, PowerRow, measure_power, operations, summarise
+from fp8bench.selftest.power import OPERATIONS, Arms, PowerRow, measure_power, operations, summarise
 from fp8bench.units import percent, seconds
 
 _SHOWN = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
@@ -35,7 +35,7 @@ def run_checks() -> int:
     return EXIT_FAILED if failed else EXIT_OK
 
 
-def run_power(trials: int, path: Path | None) -> int:
+def run_power(trials: int, path: Path | None, chosen: Sequence[str] = OPERATIONS) -> int:
     """Run the power experiment, print its table, write its figures. 3 if a verdict had the wrong sign."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
@@ -43,7 +43,7 @@ def run_power(trials: int, path: Path | None) -> int:
             facts = next(one for one in worker.probe() if one.kind == "cpu")
             environment = gather(worker.software(), __version__, 1)
             results = []
-            for operation in operations(corpus.identity):
+            for operation in (one for one in operations(corpus.identity) if one.key in chosen):
                 results.append(measure_power(worker, facts, operation, trials, len(results), _tick))
                 _tick("")
                 if path is not None:
