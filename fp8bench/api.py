@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8bench.environment import command_line
+from fp8bench.errors import UsageError
 from fp8bench.history.runs import find_run, load_run
 from fp8bench.model import Finding, Request, Run
 from fp8bench.pipeline import execute
@@ -44,8 +46,8 @@ def run(
     """
     request = Request(
         suite=suite,
-        dtypes=tuple(dtypes),
-        devices=tuple(devices),
+        dtypes=_names(dtypes),
+        devices=_names(devices),
         reference=reference,
         axes=tuple((name, _texts(value)) for name, value in (set or {}).items()),
         precision_map=tuple((precision_map or {}).items()),
@@ -55,10 +57,28 @@ def run(
         rounds=rounds,
         seed=seed,
         threads=threads,
-        imports=tuple(imports),
+        imports=_names(imports),
         isolation=isolation,
     )
+    _check(request)
     return execute(request, Path(store), observer or SilentObserver(), command_line())
+
+
+def _check(request: Request) -> None:
+    """What the command line's parser refuses is refused here too."""
+    for name, value, low in (("rounds", request.rounds, 1), ("seed", request.seed, 0), ("threads", request.threads, 1)):
+        if value is not None and not (isinstance(value, int) and low <= value < 1 << 31):
+            raise UsageError(f"{name} must be a whole number from {low}, got {value!r}.")
+    if request.budget is not None and not 0 < request.budget < math.inf:
+        raise UsageError(f"budget must be a number of seconds above 0, got {request.budget!r}.")
+    for name, values in request.axes:
+        if not values:
+            raise UsageError(f"axis {name!r} was given no values. Give at least one, or leave it out of `set`.")
+
+
+def _names(given: Iterable[str]) -> tuple[str, ...]:
+    """Names from a list, or from a text with commas as on the command line."""
+    return tuple(word.strip() for word in given.split(",")) if isinstance(given, str) else tuple(given)
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -176,8 +176,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _allow_imports_from_here(imports: Sequence[str]) -> None:
     # The script `fp8bench` does not have the working directory on its path, `python -m fp8bench` does.
-    if imports and "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = str(Path.cwd())
+    if imports and "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
     import_user_modules(imports)
 
 

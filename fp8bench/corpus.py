@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import sysconfig
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +76,18 @@ def prepare_corpus(data: str | None, folder: Path) -> Corpus:
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
+def _tokens(text: bytes) -> bytes:
+    """Each byte as 16 bits in the machine's own order."""
+    tokens = bytearray(2 * len(text))
+    tokens[0 if sys.byteorder == "little" else 1 :: 2] = text
+    return bytes(tokens)
+
+
 def _write(path: Path, text: bytes) -> None:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(array("H", text).tobytes())
+        partial.write_bytes(_tokens(text))
         partial.replace(path)  # in one step: another run may be reading or making the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

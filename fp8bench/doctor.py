@@ -14,7 +14,7 @@ from fp8bench import __version__
 from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.measure.bench import Settings
-from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.plan import make_plan
 from fp8bench.registry import devices, precisions, workloads
@@ -85,7 +85,7 @@ def nvml_state() -> str:
     return f"driver {driver}, {count} device(s)"
 
 
-def _overheads(worker: ProcessWorker, facts: DeviceFacts) -> Iterator[str]:
+def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     cost = worker.overheads(facts)
     yield f"what looking costs on {facts.key} (best of many)"
     yield f"  phase marker on    {seconds(cost.marker_on)}   (goal 600 ns on a CPU)"

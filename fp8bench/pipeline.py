@@ -105,9 +105,7 @@ def _share(budget: float | None, start: float, groups_left: int) -> float | None
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / groups_left
 
 
-def _measured(
-    group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer
-) -> tuple[Record, ...]:
+def _measured(group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer) -> tuple[Record, ...]:
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
     return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer).run()

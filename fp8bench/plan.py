@@ -87,9 +87,7 @@ def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts
     return list(dict.fromkeys(chosen))
 
 
-def _parameters(
-    request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None
-) -> Iterable[Params]:
+def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:
     axes = {axis.name: axis for axis in workload.axes(facts)}
     given = dict(request.axes)
     for name in given:
@@ -113,7 +111,11 @@ def _axis_values(axis: Axis, given: Mapping[str, tuple[str, ...]]) -> list[Scala
 
 
 def _group(
-    workload: Workload, params: Params, facts: DeviceFacts, modes: Sequence[str], reference: str,
+    workload: Workload,
+    params: Params,
+    facts: DeviceFacts,
+    modes: Sequence[str],
+    reference: str,
     layers: tuple[tuple[str, str], ...],
 ) -> Group:
     cases = tuple(

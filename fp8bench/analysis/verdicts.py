@@ -45,7 +45,8 @@ BELOW_FLOOR_MARKERS = 20
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
     """Seconds by round and cell: the minimum over the first `calls` calls of each slot."""
-    chosen = timing.slots if rounds is None else [slot for slot in timing.slots if slot.round in set(rounds)]
+    wanted = None if rounds is None else set(rounds)
+    chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
     return np.array([np.min(slot.calls_ns[:calls], axis=0) for slot in chosen], dtype=np.float64) * 1e-9
 
 
@@ -106,9 +107,7 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     return known is not None and known[0] is not Verdict.UNSURE
 
 
-def conclude(
-    case: Timing, reference: Timing, control: Timing | None
-) -> tuple[Verdict, Interval, float | None] | None:
+def conclude(case: Timing, reference: Timing, control: Timing | None) -> tuple[Verdict, Interval, float | None] | None:
     """The final verdict on native samples, with its interval and the noise floor of the same rounds."""
     return _judge(case, reference, control, FINAL_LEVEL, SAME)
 
@@ -146,10 +145,16 @@ def _finding(record: Record, reference: Record | None, overheads: Overheads | No
         phases=phases,
         below_floor=_below_floor(timing, phases, overheads),
     )
-    against = record.paired_with or (reference.timing if reference is not None else None)
-    control = record.control or (reference.control if reference is not None else None)
+    against, control = _company(record, reference)
     finding = _with_verdict(finding, record, reference, against, control)
     return replace(finding, labels=labels_of(record, finding, against))
+
+
+def _company(record: Record, reference: Record | None) -> tuple[Timing | None, Timing | None]:
+    """Reference and control of the rounds the case was in: never the control of another sitting."""
+    if record.paired_with is not None:
+        return record.paired_with, record.control
+    return (reference.timing, reference.control) if reference is not None else (None, None)
 
 
 def _with_verdict(
@@ -194,9 +199,7 @@ def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
     return tuple(sums.items())
 
 
-def _below_floor(
-    timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None
-) -> tuple[str, ...]:
+def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
     """Phases shorter than 20 times what the markers inside them cost."""
     if overheads is None:
         return ()

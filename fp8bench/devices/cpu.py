@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class HostStamper(Stamper):
         return time.perf_counter_ns
 
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
-        return [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(stamps)]
 
 
 @devices.register("cpu")
@@ -34,7 +35,7 @@ class Cpu(Device):
         import torch
 
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return (DeviceFacts("cpu", 0, processor_name(), memory, torch.__version__, arch=platform.machine()),)
+        return (DeviceFacts("cpu", 0, processor_name(), memory, str(torch.__version__), arch=platform.machine()),)
 
     def stamper(self, index: int) -> Stamper:
         return HostStamper()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts
@@ -30,8 +31,8 @@ class EventStamper(Stamper):
         event_type, free, keep = torch.cuda.Event, self._free, self._used.append
 
         def stamp() -> torch.cuda.Event:
-            event = free.pop() if free else event_type(enable_timing=True)
-            event.record()  # type: ignore[no-untyped-call]
+            event = free.pop() if free else event_type(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
             keep(event)
             return event
 
@@ -41,9 +42,7 @@ class EventStamper(Stamper):
         if stamps:
             stamps[-1].synchronize()
         # Neighbours, not differences from the first: elapsed_time is a float32 of milliseconds.
-        return [
-            round(earlier.elapsed_time(later) * 1e6) for earlier, later in zip(stamps, stamps[1:], strict=False)
-        ]
+        return [round(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(stamps)]
 
     def recycle(self) -> None:
         self._free.extend(self._used)
@@ -68,7 +67,7 @@ class Cuda(Device):
 
         properties = torch.cuda.get_device_properties(index)
         return DeviceFacts(
-            "cuda", index, properties.name, properties.total_memory, torch.__version__,
+            "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
             arch=getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"),
         )  # fmt: skip

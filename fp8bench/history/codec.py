@@ -112,7 +112,10 @@ def _decode_union(kinds: tuple[Any, ...], plain: Any, place: str) -> Any:
 
 def _decode_scalar(kind: Any, plain: Any, place: str) -> Any:
     if kind is float and isinstance(plain, int | float) and not isinstance(plain, bool):
-        return float(plain)
+        try:
+            return float(plain)
+        except OverflowError:
+            raise Malformed(f"{place}: a whole number too large for a float") from None
     if kind is float and plain in ("inf", "-inf", "nan"):
         return float(plain)
     if kind is Any or type(plain) is kind:

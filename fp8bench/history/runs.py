@@ -59,7 +59,9 @@ def check_store(store: Path) -> None:
         probe.write_text("probe")
         probe.unlink()
     except OSError as error:
-        raise StoreError(f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR.") from None
+        raise StoreError(
+            f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR."
+        ) from None
 
 
 def start_run(run: Run, store: Path) -> RunWriter:
@@ -72,7 +74,9 @@ def start_run(run: Run, store: Path) -> RunWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("x", encoding="utf-8")
     except OSError as error:
-        raise StoreError(f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR.") from None
+        raise StoreError(
+            f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR."
+        ) from None
     writer = RunWriter(path, file)
     header = {name.name: encode(getattr(run, name.name)) for name in fields(run) if name.name not in _HEADER_LEFT_OUT}
     writer._line({"schema": SCHEMA, "header": header})
@@ -122,7 +126,7 @@ def _header(content: dict[str, Any], path: Path) -> Run:
         raise Malformed("it has no schema version")
     if schema > SCHEMA:
         raise StoreError(
-            f"{path} was written by a newer fp8bench (schema {schema}; this one reads up to {SCHEMA}). Upgrade fp8bench."
+            f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
         )
     return decode(Run, content.get("header"))
 
@@ -135,9 +139,12 @@ def run_files(store: Path) -> Iterator[Path]:
 def find_run(word: str, store: Path) -> Path:
     """A run by path, file stem or id; the beginning of either will do if it is the only one. 'last' is the newest."""
     direct = Path(word)
-    if direct.is_file():
-        return direct
-    files = list(run_files(store))
+    try:
+        if direct.is_file():
+            return direct
+        files = list(run_files(store))
+    except OSError as error:
+        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({error.strerror}).") from None
     if word == "last" and files:
         return files[0]
     exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]

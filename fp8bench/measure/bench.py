@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import Case, DeviceFacts, Overheads, Scalar
 from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
@@ -79,14 +80,16 @@ class Bench:
         import torch
 
         return {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "torch_git": torch.version.git_version,
             "torch_config": torch.__config__.show().strip(),
             "torch_threads": torch.get_num_threads(),
             "torch_interop_threads": torch.get_num_interop_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+            "cudnn": torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+            if torch.cuda.is_available()
+            else None,
             "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
             if torch.cuda.is_available()
             else None,
@@ -137,7 +140,7 @@ class Bench:
         """The workload's numerical errors for one case, in a pass of its own."""
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with precision.scope():
-            return dict(workload.error(self._setup(case, facts)))
+            return {name: float(value) for name, value in workload.error(self._setup(case, facts)).items()}
 
     def release(self, key: str) -> None:
         """Forget a state and give its memory back. Unknown keys are fine."""
@@ -150,15 +153,11 @@ class Bench:
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         """What looking costs with that device's clock."""
-        from fp8bench.measure.calibration import calibrate
-
         device = devices.get(facts.kind)
         return calibrate(device, facts.index)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""
-        from fp8bench.measure.calibration import loop_pairs
-
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
         try:

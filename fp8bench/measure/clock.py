@@ -22,7 +22,11 @@ class Marker:
     __slots__ = ("_code", "_note", "_now", "_stamp", "_stack")
 
     def __init__(
-        self, code: int, stack: list[int], note: Callable[[int], None], stamp: Callable[[Any], None],
+        self,
+        code: int,
+        stack: list[int],
+        note: Callable[[int], None],
+        stamp: Callable[[Any], None],
         now: Callable[[], Any],
     ) -> None:
         self._code = code

@@ -18,6 +18,7 @@ from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
 from fp8bench.model import DeviceFacts, Group, Level, Measurement, PlannedCase, Provenance, Record, Status, Timing
 from fp8bench.protocols import Observer
+from fp8bench.registry import precisions
 
 
 @dataclass
@@ -39,8 +40,15 @@ class GroupMeasurement:
     """The state of measuring one group; `run` is the whole of it."""
 
     def __init__(
-        self, group: Group, facts: Mapping[str, DeviceFacts], worker: Worker, rule: StoppingRule, judge: Judge,
-        seed: int, observer: Observer, with_error: bool = True,
+        self,
+        group: Group,
+        facts: Mapping[str, DeviceFacts],
+        worker: Worker,
+        rule: StoppingRule,
+        judge: Judge,
+        seed: int,
+        observer: Observer,
+        with_error: bool = True,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -59,6 +67,7 @@ class GroupMeasurement:
         while self._time() == "again":
             for outcome in self._outcomes:
                 outcome.timing = outcome.control = outcome.paired_with = None
+                outcome.paired, outcome.stopped = True, ""
         if self._with_error:
             self._errors()
         reference = self._reference()
@@ -74,7 +83,7 @@ class GroupMeasurement:
         if planned in alive or not alive:
             return planned if planned in alive else None
         native = [one for one in alive if one.planned.support.level is Level.NATIVE]
-        return (native or alive)[0]
+        return min(native or alive, key=lambda one: precisions.get(one.planned.case.precision).rank)
 
     def _time(self) -> str:
         """All sittings of the group; 'again' if a fault means that it must start over."""

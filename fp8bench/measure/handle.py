@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
@@ -53,7 +53,7 @@ class Worker(ABC):
     def restart(self) -> None:
         """A fresh worker with the same settings; all states are gone."""
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -130,6 +130,10 @@ class ProcessWorker(Worker):
             self._exchange(START_SECONDS, "open", self._settings)
         return self._exchange(limit, name, *arguments)
 
+    def release(self, key: str) -> None:
+        if self._process is not None:  # a worker that is gone holds nothing, and need not be started to say so
+            super().release(key)
+
     def close(self) -> None:
         process, self._process = self._process, None
         if process is None:
@@ -180,6 +184,9 @@ class ProcessWorker(Worker):
             reply = self._connection.recv()
         except (EOFError, OSError):
             raise self._lost(name) from None
+        except KeyboardInterrupt:
+            self.restart()  # its late answer would be taken for the next request's, and it may be in a long step
+            raise
         if reply[0] == "fault":
             raise WorkerFault(*reply[1:])
         return reply[1]

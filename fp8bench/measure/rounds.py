@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -140,15 +141,21 @@ class Sitting:
 
     def prepare(self, worker: Worker) -> None:
         for arm in self.arms:
-            _guarded(arm, lambda arm=arm: arm.prepare(worker))  # type: ignore[misc]
+            with _guarding(arm):
+                arm.prepare(worker)
 
     def release(self, worker: Worker) -> None:
         for arm in self.arms:
             worker.release(arm.key)
 
     def run(
-        self, worker: Worker, rule: StoppingRule, judge: Judge, seed: int,
-        tick: Callable[[Arm, float], None], clock: Callable[[], float] = time.monotonic,
+        self,
+        worker: Worker,
+        rule: StoppingRule,
+        judge: Judge,
+        seed: int,
+        tick: Callable[[Arm, float], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> str:
         """Rounds until every candidate is decided or the rule says stop; returns why it ended."""
         order = random.Random(seed)
@@ -162,7 +169,8 @@ class Sitting:
             order.shuffle(turn)
             for arm in turn:
                 tick(arm, self._share(rounds, clock() - start, rule))
-                _guarded(arm, lambda arm=arm: arm.run(worker, rounds))  # type: ignore[misc]
+                with _guarding(arm):
+                    arm.run(worker, rounds)
             rounds += 1
             if rule.looks(rounds):
                 undecided = [arm for arm in undecided if not self._decided(arm, judge)]
@@ -171,11 +179,14 @@ class Sitting:
                 return why
 
     def _questions(self) -> list[Arm]:
-        """The arms whose comparison with the reference is open: native candidates, else the control."""
+        """The arms whose comparison with the reference is open: native candidates, else the control.
+
+        None without a reference, or with an emulated one: its time is no speed.
+        """
+        if self.reference is None or self.reference.emulated:
+            return []
         native = [arm for arm in self.candidates if not arm.emulated]
-        if native or self.reference is None:
-            return native
-        return [self.control] if self.control is not None and not self.reference.emulated else []
+        return native or [arm for arm in (self.control,) if arm is not None]
 
     def _turn(self, rounds: int, undecided: Sequence[Arm], rule: StoppingRule) -> list[Arm]:
         """The arms of the next round; empty when there is nothing left to ask."""
@@ -185,7 +196,7 @@ class Sitting:
             return timed + emulated
         if undecided:
             return [arm for arm in timed if arm in (self.reference, self.control) or arm in undecided] + emulated
-        # Without a question (alone in memory) a native arm gets a fixed number of rounds.
+        # Without a question (alone in memory, or beside an emulated reference) a native arm gets a fixed number.
         alone = not self._questions() and rounds < 2 * rule.least
         return (timed if alone else []) + emulated
 
@@ -202,8 +213,10 @@ class Sitting:
         return min(1.0, seconds / rule.budget) if rule.budget > 0 else 1.0
 
 
-def _guarded(arm: Arm, action: Callable[[], None]) -> None:
+@contextmanager
+def _guarding(arm: Arm) -> Iterator[None]:
+    """A worker's error, with the arm it struck."""
     try:
-        action()
+        yield
     except WorkerError as error:
         raise ArmFailed(arm, error) from error

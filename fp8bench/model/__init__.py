@@ -42,6 +42,8 @@ from fp8bench.model.words import (
 
 __all__ = [
     "CELL_PHASES",
+    "PHASES",
+    "UNATTRIBUTED",
     "Case",
     "DeviceFacts",
     "Environment",
@@ -52,7 +54,6 @@ __all__ = [
     "Level",
     "Measurement",
     "Overheads",
-    "PHASES",
     "Params",
     "Phase",
     "Plan",
@@ -67,7 +68,6 @@ __all__ = [
     "Status",
     "Support",
     "Timing",
-    "UNATTRIBUTED",
     "Verdict",
     "Work",
 ]

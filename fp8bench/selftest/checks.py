@@ -15,6 +15,7 @@ from pathlib import Path
 from fp8bench.analysis.verdicts import conclude, decided, totals
 from fp8bench.corpus import Corpus
 from fp8bench.errors import WorkerLost
+from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.history.runs import load_run, start_run
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -36,6 +37,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )  # fmt: skip
+from fp8bench.protocols import float32_products
 from fp8bench.registry import workloads
 from fp8bench.units import percent, seconds
 
@@ -68,13 +70,12 @@ def rounding() -> Check:
     """Every FP8 code survives rounding, and every midpoint goes to the even neighbour."""
     import torch
 
-    from fp8bench.formats.grids import E4M3, E5M2
     from fp8bench.formats.quantise import round_to
 
     wrong = total = 0
     for form, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        finite = codes[codes.isfinite()].unique()
+        finite = codes[codes.isfinite()].unique()  # type: ignore[no-untyped-call]
         middles = (finite[1:].double() + finite[:-1].double()).div(2).float()
         values = torch.cat((finite, middles))
         wrong += int((round_to(values, form) != values.to(dtype).float()).sum())
@@ -85,8 +86,6 @@ def rounding() -> Check:
 def switches() -> Check:
     """A precision's global switches are put back, also when the measured code raises."""
     import torch
-
-    from fp8bench.protocols import float32_products
 
     before = torch.get_float32_matmul_precision()
     inside = ""
@@ -153,7 +152,9 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
     seen = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"
     if missing:
         seen += f"; never seen: {', '.join(missing)}"
-    return Check("a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen)
+    return Check(
+        "a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen
+    )
 
 
 def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
@@ -182,7 +183,9 @@ time.sleep(60)
 def orphan() -> Check:
     """Only the parent is killed; the worker must be gone within two seconds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
@@ -224,4 +227,6 @@ def storage() -> Check:
             file.write('{"record": {"case"')
         read = load_run(writer.path)
     same = replace(read, path="", finished=False, troubles=()) == run
-    return Check("a run file with a torn last line opens and says so", same and len(read.troubles) == 1, f"{read.troubles}")
+    return Check(
+        "a run file with a torn last line opens and says so", same and len(read.troubles) == 1, f"{read.troubles}"
+    )

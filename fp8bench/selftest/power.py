@@ -9,11 +9,10 @@ machine's measuring to itself. States are made anew every few trials, so that lu
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from fp8bench.analysis.verdicts import best_phases, conclude, decided
 from fp8bench.measure.handle import Worker
@@ -86,7 +85,11 @@ class Arms:
 
 
 def measure_power(
-    worker: Worker, facts: DeviceFacts, operation: Operation, trials: int, seed: int,
+    worker: Worker,
+    facts: DeviceFacts,
+    operation: Operation,
+    trials: int,
+    seed: int,
     tick: Callable[[str], None] = lambda text: None,
 ) -> Arms:
     """All trials of one operation."""
@@ -192,9 +195,9 @@ def summarise(result: Arms) -> list[PowerRow]:
 
 def _row(result: Arms, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
     counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
-    seconds = np.array([one.seconds for one in outcomes])
+    seconds = [one.seconds for one in outcomes]
     return PowerRow(
-        result.operation, effect, float(np.median([one.ratio for one in outcomes])) - 1, len(outcomes),
+        result.operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
         counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
-        float(np.median(seconds)), float(seconds.max()),
+        statistics.median(seconds), max(seconds),
     )  # fmt: skip

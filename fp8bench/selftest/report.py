@@ -42,7 +42,7 @@ def run_power(trials: int, path: Path | None, chosen: Sequence[str] = OPERATIONS
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = next(one for one in worker.probe() if one.kind == "cpu")
             environment = gather(worker.software(), __version__, 1)
-            results = []
+            results: list[Arms] = []
             for operation in (one for one in operations(corpus.identity) if one.key in chosen):
                 results.append(measure_power(worker, facts, operation, trials, len(results), _tick))
                 _tick("")
@@ -71,7 +71,9 @@ def power_table(rows: Sequence[PowerRow], load: str) -> str:
     """The experiment's table: one line an operation and effect."""
     lines = [
         "Planted slow-downs judged by the real estimator. `found` is the median ratio over trials; a verdict",
-        "'slower' is a detection, and on 0% planted any 'faster' or 'slower' is a false alarm. One thread, " + load + ".",
+        "'slower' is a detection, and on 0% planted any 'faster' or 'slower' is a false alarm. One thread, "
+        + load
+        + ".",
         "",
         f"{'operation':<22}{'planted':>8}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}{'unsure':>8}"
         f"{'time a verdict':>24}",
@@ -120,4 +122,6 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=None, separators=(",", ":")) + "\n")
     except OSError as error:
-        raise StoreError(f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write.") from None
+        raise StoreError(
+            f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."
+        ) from None

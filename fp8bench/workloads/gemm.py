@@ -70,7 +70,10 @@ class Gemm(Workload):
             return (_params(m, n, k, "forward" if product == "auto" else product, operands),)
         products = tuple(PRODUCTS) if product == "auto" else (product,)
         return tuple(
-            (("layer", f"{shape}/{layer}"), *_params(*_sides(one, int(params["tokens"]), outputs, inputs), one, operands))
+            (
+                ("layer", f"{shape}/{layer}"),
+                *_params(*_sides(one, int(params["tokens"]), outputs, inputs), one, operands),
+            )
             for layer, (outputs, inputs) in MODELS[shape].items()
             for one in products
         )

@@ -47,9 +47,7 @@ class Planted(Workload):
         case = setup.case
         base = str(case.param("base"))
         workload = workloads.get(base)
-        params = tuple(
-            (name.removeprefix("base."), value) for name, value in case.params if name.startswith("base.")
-        )
+        params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
         inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
         return State(workload, inner, int(case.param("extra")), torch.zeros(64))
 

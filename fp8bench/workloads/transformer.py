@@ -115,7 +115,7 @@ def _micro_batch(state: State, phase: Phases, first: bool) -> None:
     with phase.accumulate:
         # Fresh gradients, added by hand: left to autograd, the second micro-batch's add would run inside whatever
         # phase is open in backward.
-        gradients = [parameter.grad for parameter in state.parameters]
+        gradients = [parameter.grad for parameter in state.parameters if parameter.grad is not None]
         share = 1.0 / (state.loss_scale * state.micro_batches)
         if first:
             torch._foreach_zero_(state.buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -45,3 +46,20 @@ def test_importing_is_light(statement: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "fp8bench" in imported
     assert not imported & HEAVY, sorted(imported & HEAVY)
+
+
+def test_a_whole_run_leaves_the_parent_without_torch(tmp_path: Path) -> None:
+    """Nothing a worker answers may drag torch into the parent: torch.__version__, say, is a class of torch's own."""
+    script = (
+        "import sys; from pathlib import Path; from fp8bench.model import Request; from fp8bench.pipeline import *\n"
+        "from fp8bench.protocols import SilentObserver\n"
+        "axes = (('shape', ('64',)),)\n"
+        "run = execute(Request('gemm', ('fp32', 'fp8'), axes=axes, quick=True), Path('store'), SilentObserver(), '')\n"
+        "findings(run)\n"
+        "print(run.ok, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False"]

@@ -1,0 +1,1 @@
+"""What asv runs: thin modules over fp8bench."""

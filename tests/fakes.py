@@ -1,0 +1,181 @@
+"""A worker that measures nothing: steps take the nanoseconds a script says, on a clock that only they move.
+
+With it, rounds and groups are tested with exact numbers and no sleeping. A script belongs to a mode ('fp8'); the
+control's may differ from the reference's ("fp32'"). Faults are scripted by the request at which they strike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure.bench import RawSlot, RawStep
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.rounds import Arm
+from fp8bench.model import (
+    CELL_PHASES,
+    Case,
+    DeviceFacts,
+    Group,
+    Level,
+    PlannedCase,
+    Record,
+    SlotSample,
+    Segments,
+    Support,
+    Timing,
+    Work,
+)
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
+PARAMS = (("m", 64), ("n", 64), ("k", 64))
+MS = 1_000_000
+CAST, GEMM, UNATTRIBUTED = (CELL_PHASES.index(name) for name in ("cast", "gemm", "unattributed"))
+
+Step = tuple[Sequence[int], Sequence[int]]
+
+
+def gemm_steps(*nanoseconds: int) -> Callable[[int], Step]:
+    """Steps of one phase, their times taken in turn from `nanoseconds`, over and over."""
+    return lambda call: ((GEMM,), (nanoseconds[call % len(nanoseconds)],))
+
+
+@dataclass
+class Fault:
+    """`error` strikes at the `at`-th request of that name (from 1), and at every later one up to `until`."""
+
+    name: str
+    error: Exception
+    at: int = 1
+    until: int | None = None
+
+
+@dataclass
+class Script:
+    """What one mode does: its n-th step since preparing, what preparing takes, its memory, its faults."""
+
+    step: Callable[[int], Step] = field(default_factory=lambda: gemm_steps(10 * MS))
+    memory: int = 1
+    preparing_ns: int = 0
+    faults: Sequence[Fault] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
+    """A script with one fault, by default an exception of the workload's own."""
+    return Script(faults=[Fault(name, error or WorkerFault("ValueError", "no such thing", "the trace"), at)])
+
+
+class FakeWorker(Worker):
+    """`log` holds every request as (name, label, ...); a label is the mode, the control's with a prime."""
+
+    def __init__(self, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
+        self.scripts = scripts
+        self.capacity = capacity
+        self.now_ns = 0
+        self.restarts = 0
+        self.log: list[tuple[Any, ...]] = []
+        self.limits: list[tuple[str, float]] = []
+        self._labels: dict[str, str] = {}
+        self._calls: dict[str, int] = {}
+        self._asked: dict[tuple[str, str], int] = {}
+
+    def clock(self) -> float:
+        """Virtual seconds."""
+        return self.now_ns / 1e9
+
+    def slots(self, label: str | None = None) -> list[tuple[Any, ...]]:
+        """The slots asked for, those of one label if it is given."""
+        return [entry for entry in self.log if entry[0] == "slot" and label in (None, entry[1])]
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        self.limits.append((name, limit))
+        return getattr(self, f"_{name}")(*arguments)
+
+    def close(self) -> None:
+        self._calls.clear()
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.close()
+
+    def _strike(self, name: str, label: str) -> None:
+        """Count the request and raise what the script has for it. A worker that is gone has lost its states."""
+        asked = self._asked[name, label] = self._asked.get((name, label), 0) + 1
+        for fault in self._script(label).faults:
+            if fault.name == name and fault.at <= asked <= (fault.until or fault.at):
+                if isinstance(fault.error, WorkerLost | WorkerHung):
+                    self.restart()
+                raise fault.error
+
+    def _script(self, label: str) -> Script:
+        return self.scripts.get(label) or self.scripts.get(label.rstrip("'")) or Script()
+
+    def _prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
+        label = case.mode + "'" * (key != case.id)
+        self.log.append(("prepare", label))
+        assert key not in self._calls, f"{key} was prepared twice"
+        self._strike("prepare", label)
+        held = sum(self._script(self._labels[other]).memory for other in self._calls)
+        if held + self._script(label).memory > self.capacity:
+            raise WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
+        self._labels[key], self._calls[key] = label, 0
+        self.now_ns += self._script(label).preparing_ns
+
+    def _slot(self, key: str, calls: int, discard: int) -> RawSlot:
+        assert key in self._calls, f"{key} has no state"
+        label = self._labels[key]
+        self.log.append(("slot", label, calls, discard))
+        self._strike("slot", label)
+        first = self._calls[key]
+        self._calls[key] += calls + discard
+        steps = [self._script(label).step(first + call) for call in range(discard + calls)]
+        self.now_ns += sum(sum(intervals) for _, intervals in steps)
+        kept = steps[discard:]
+        seconds = sum(sum(intervals) for _, intervals in kept) / 1e9
+        return RawSlot(tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept), seconds, seconds, seconds / calls)
+
+    def _release(self, key: str) -> None:
+        self._calls.pop(key, None)
+        self.log.append(("release", self._labels.get(key, "?")))
+
+    def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
+        self.log.append(("error", case.mode))
+        self._strike("error", case.mode)
+        return dict(self._script(case.mode).errors)
+
+
+def planned(precision: str, level: Level = Level.NATIVE, skip: str = "", flops: float = 0.0) -> PlannedCase:
+    """One case of the group that all tests of measuring share."""
+    case = Case("gemm", PARAMS, precision, "cpu")
+    return PlannedCase(case, Support(level, f"{precision} is {level}"), Work(flops), skip)
+
+
+def group(*cases: PlannedCase, reference: int = 0) -> Group:
+    return Group(cases, reference)
+
+
+def arm(precision: str, level: Level = Level.NATIVE, control: bool = False) -> Arm:
+    """An arm as a group makes it; the control's key has a prime."""
+    one = planned(precision, level)
+    return Arm(one.case.id + "'" * control, one, CPU)
+
+
+def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int = 0) -> Timing:
+    """One call a slot: each argument is the call's cells in nanoseconds, or one number for one cell."""
+    samples = tuple(
+        SlotSample(start + number, (tuple(cells),), sum(cells) / 1e9, sum(cells) / 1e9)
+        for number, cells in enumerate(slots)
+    )
+    return Timing(Segments(tuple(phases), (0,) * len(phases)), samples)
+
+
+def steady(nanoseconds: int, rounds: int, start: int = 0) -> Timing:
+    """The same time in every round."""
+    return timing(*[(nanoseconds,)] * rounds, start=start)
+
+
+def by_mode(records: Sequence[Record]) -> dict[str, Record]:
+    return {record.case.mode: record for record in records}

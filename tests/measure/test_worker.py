@@ -1,0 +1,359 @@
+"""Real workers: what a fault costs, what they print, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.history.runs import load_run
+from fp8bench.measure import handle
+from fp8bench.measure.bench import Settings
+from fp8bench.measure.handle import LocalWorker, ProcessWorker, first_limit, hang_limit
+from fp8bench.measure.worker import answer
+from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import import_user_modules, workloads
+
+HAZARDS = ("none", "raise", "memory", "exit", "segv", "kill", "hang")
+PACKAGE = str(Path(handle.__file__).resolve().parents[2])
+WORKLOAD = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from fp8bench.model import Work
+from fp8bench.protocols import Axis, Workload
+from fp8bench.registry import workloads
+
+
+def sleep():
+    time.sleep(60)
+
+
+def hold():
+    # One call in C that never lets go of the interpreter's lock: no Python thread can run beside it.
+    sum(range(10**10))
+
+
+def talk():
+    print("words of a step")
+    os.write(1, b"bytes of a step")
+
+
+HAZARDS = {
+    "none": lambda: None,
+    "raise": lambda: 1 / 0,
+    "memory": lambda: (_ for _ in ()).throw(MemoryError("planted")),
+    "exit": lambda: os._exit(1),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hang": sleep,
+    "hold": hold,
+    "talk": talk,
+}
+
+
+@workloads.register("hazard")
+class Hazard(Workload):
+    name = "hazard"
+    summary = "steps of a sum; in bf16 the third one goes wrong"
+
+    def axes(self, facts):
+        return (Axis("how", "what happens", ("none",), str),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        how = str(setup.case.param("how"))
+        return {"how": how if setup.case.precision == "bf16" else "none", "steps": 0, "busy": os.environ.get("BUSY")}
+
+    def step(self, state, phase):
+        state["steps"] += 1
+        with phase.gemm:
+            sum(range(1000))
+        if state["steps"] == 3:
+            if state["busy"]:
+                Path(state["busy"]).write_text("busy")
+            HAZARDS[state["how"]]()
+
+    def error(self, setup):
+        return {"some_error": 0.5}
+"""
+
+
+@pytest.fixture(scope="module")
+def hazard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path of the user's file; the suite is known here for as long as this module's tests run."""
+    path = tmp_path_factory.mktemp("user") / "hazard_workload.py"
+    path.write_text(WORKLOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        workloads.names()
+        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
+        import_user_modules([str(path)])
+        yield str(path)
+    sys.modules.pop("fp8bench_user_hazard_workload", None)
+
+
+def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Request:
+    axes = (("how", how),)
+    return Request("hazard", dtypes, ("cpu",), axes=axes, rounds=2, imports=(hazard,), isolation=isolation)
+
+
+@pytest.fixture(scope="module")
+def run(hazard: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run with every hazard, as execute returns it. A hang is given three seconds, not sixty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "HANG_SECONDS", 3.0)
+        store = tmp_path_factory.mktemp("store")
+        return pipeline.execute(request_for(hazard, *HAZARDS), store, SilentObserver(), "a test")
+
+
+def record_of(run: Run, how: str, precision: str) -> Record:
+    return next(one for one in run.records if one.case.param("how") == how and one.case.precision == precision)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "ZeroDivisionError: division by zero"),
+        ("memory", "out of memory, even alone"),
+        ("exit", "the worker crashed during 'slot': it exited with status 1"),
+        ("segv", "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault"),
+        ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
+        ("hang", "no answer to 'slot' within 3 s; the worker was ended"),
+    ],
+)
+def test_a_fault_is_a_failed_record_with_its_reason(run: Run, how: str, words: str) -> None:
+    """And the culprit's alone."""
+    record = record_of(run, how, "bf16")
+    assert record.status is Status.FAILED and words in record.reason
+    assert record.timing is None and not record.measurements
+    assert ("in step" in record.detail) == (how in ("raise", "memory"))  # the traceback, where there is one
+
+
+@pytest.mark.parametrize("how", HAZARDS)
+def test_the_other_cases_go_on(run: Run, how: str) -> None:
+    """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
+    survivors = [record_of(run, how, "fp32")] + ([record_of(run, how, "bf16")] if how == "none" else [])
+    for record in survivors:
+        assert record.status is Status.OK and not record.reason
+        assert record.timing is not None and record.timing.num_rounds == 2
+        assert record.measurement("some_error") is not None
+
+
+def test_the_run_ends_and_is_kept_whole(run: Run) -> None:
+    """Finished, but not fine: exit code 3."""
+    assert run.finished and not run.ok
+    assert load_run(Path(run.path)) == run
+
+
+def test_what_a_step_prints_does_not_reach_our_stdout(hazard: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The table is all there is on stdout; close leaves no child behind."""
+    worker = ProcessWorker(Settings(imports=(hazard,)))
+    assert worker.pid is None
+    with worker:
+        facts = next(one for one in worker.probe() if one.kind == "cpu")
+        assert facts.memory_bytes > 0 and facts.torch
+        case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
+        worker.prepare("talk", case, facts, 60.0)
+        slot = worker.slot("talk", 2, 0, 60.0)
+        assert len(slot.steps) == 2 and slot.wall_seconds > 0
+        with pytest.raises(WorkerFault, match="KeyError") as caught:
+            worker.slot("nobody", 1, 0, 60.0)
+        assert "Traceback" in caught.value.trace and not caught.value.out_of_memory
+        worker.release("talk")
+        worker.release("nobody")
+        assert worker.software()["torch_threads"] == 1
+        pid = worker.pid
+        assert pid is not None
+    worker.close()
+    assert worker.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    shown = capfd.readouterr()
+    assert shown.out == "" and shown.err == ""
+
+
+def test_release_starts_no_worker() -> None:
+    """One that is gone holds nothing."""
+    worker = ProcessWorker(Settings())
+    worker.release("anything")
+    assert worker.pid is None
+
+
+def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
+    """A broken interpreter is a sentence with its last words, not a hang."""
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    with ProcessWorker(Settings(), str(broken)) as worker, pytest.raises(WorkerLost) as caught:
+        worker.probe()
+    assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
+
+
+PARENT = """
+import sys, time
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.bench import Settings
+from fp8bench.model import Case
+from fp8bench.registry import import_user_modules
+
+how, path = sys.argv[1:]
+worker = ProcessWorker(Settings(imports=(path,)))
+facts = worker.probe()[0]
+worker.prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+print(worker.pid, flush=True)
+if how == "none":
+    time.sleep(60)
+worker.slot("one", 5, 0, 60.0)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that waits to be reaped has."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def wait_for(condition: Callable[[], bool], limit: float) -> float:
+    """Seconds until it holds; fails the test if it does not."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit, f"waited {limit} s in vain"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
+@pytest.mark.parametrize("how", ["none", "hang", "hold"], ids=["idle", "asleep in a step", "holding the lock"])
+def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_path: Path, how: str) -> None:
+    """Only the parent is killed, by the signal that nobody can catch."""
+    busy = tmp_path / "busy"
+    environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy)}
+    command = [sys.executable, "-c", PARENT, how, hazard]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if how != "none":
+            wait_for(busy.exists, 60)
+        assert not gone(pid)
+        parent.kill()
+        parent.wait()
+        try:
+            wait_for(lambda: gone(pid), 2.0)
+        finally:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Interrupting(SilentObserver):
+    """Presses Ctrl-C when the second group is worked on."""
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        if case.param("how") == "raise" and doing == "measuring":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_the_groups_that_were_done(hazard: str, tmp_path: Path) -> None:
+    """The run comes back unfinished, in memory as in the store."""
+    request = request_for(hazard, "none", "raise", "memory", isolation=False)
+    run = pipeline.execute(request, tmp_path, Interrupting(), "a test")
+    assert not run.finished
+    assert [record.case.param("how") for record in run.records] == ["none", "none"]
+    assert load_run(Path(run.path)) == run
+
+
+def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
+    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for the step's answer, and starts no new worker to be told so."""
+    busy = tmp_path / "busy"
+    monkeypatch.setenv("BUSY", str(busy))
+    pressed: list[float] = []
+
+    def press() -> None:
+        wait_for(busy.exists, 120)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    run = pipeline.execute(request_for(hazard, "hang", dtypes=("bf16",)), tmp_path, SilentObserver(), "a test")
+    took = time.monotonic() - pressed[0]
+    thread.join()
+    assert not run.finished and run.records == ()
+    assert took < 20, "the step would have slept for 60 s"
+
+
+def test_a_failure_without_isolation_is_a_record_too(hazard: str, tmp_path: Path) -> None:
+    """The same worker code in this process."""
+    run = pipeline.execute(request_for(hazard, "raise", "memory", "none", isolation=False), tmp_path, SilentObserver(), "")
+    assert run.finished and not run.ok
+    assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
+    assert record_of(run, "memory", "bf16").reason == "out of memory, even alone"
+    assert [record_of(run, how, "fp32").status for how in ("raise", "memory", "none")] == [Status.OK] * 3
+    assert record_of(run, "none", "bf16").status is Status.OK
+
+
+def test_a_local_worker_forgets_its_states_when_restarted() -> None:
+    """As a process would."""
+    worker = LocalWorker(Settings())
+    (facts, *_) = worker.probe()
+    case = Case("gemm", (("m", 4), ("n", 4), ("k", 4), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
+    worker.prepare("one", case, facts, 1.0)
+    assert len(worker.slot("one", 3, 1, 1.0).steps) == 3
+    worker.restart()
+    with pytest.raises(WorkerFault, match="KeyError"):
+        worker.slot("one", 1, 0, 1.0)
+
+
+def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is what the caller gave."""
+    with ProcessWorker(Settings()) as worker:
+        worker.probe()
+        first = worker.pid
+        monkeypatch.setattr(handle, "START_SECONDS", 60.0)
+        with pytest.raises(WorkerHung, match="no answer to 'overheads' within 0 s"):
+            worker.ask(0.0, "overheads", DeviceFacts("cpu", 0, "", 1, ""))
+        assert worker.pid is None
+        assert worker.probe() and worker.pid != first
+
+
+@pytest.mark.parametrize(
+    ("step", "calls", "limit"), [(0.001, 1, 60.0), (2.9, 1, 60.0), (3.1, 1, 62.0), (0.5, 10, 100.0)]
+)
+def test_a_hang_is_max_of_sixty_seconds_and_twenty_steps(step: float, calls: int, limit: float) -> None:
+    """Per step of the slot."""
+    assert hang_limit(step, calls) == pytest.approx(limit)
+
+
+def test_a_step_nobody_has_timed_is_given_time_for_its_flops() -> None:
+    """At five GFLOP/s, which any device reaches."""
+    assert first_limit(0.0) == first_limit(1e9) == 60.0
+    assert first_limit(1e12) == 200.0
+
+
+def test_the_first_request_must_open_the_bench() -> None:
+    """And a request nobody knows is a fault, not the end."""
+    bench, reply = answer(None, "probe", ())
+    assert bench is None and reply[0] == "fault" and "first request must be 'open'" in reply[2]
+    bench, reply = answer(None, "open", (Settings(),))
+    assert bench is not None and reply == ("ok", None)
+    same, reply = answer(bench, "no_such_request", ())
+    assert same is bench and reply[:2] == ("fault", "AttributeError")

@@ -1,0 +1,171 @@
+"""The same as the command line, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8bench
+from fp8bench import Run, Verdict
+from fp8bench.errors import RunNotFound, UnknownName, UsageError
+from fp8bench.history.runs import run_files
+from fp8bench.model import Case, DeviceFacts, Plan, Record, Scalar, Status, Work
+from fp8bench.protocols import Axis, Phases, Setup, Workload, whole_number
+from fp8bench.registry import workloads
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A small run and its store."""
+    store = tmp_path_factory.mktemp("api") / "store"
+    run = fp8bench.run(
+        "gemm", dtypes=["fp8", "bf16"], set={"shape": [32, "16x8x32"], "operands": "cast"}, rounds=3,
+        isolation=False, store=store,
+    )  # fmt: skip
+    return run, store
+
+
+def test_run_returns_the_run_with_its_records(kept: tuple[Run, Path]) -> None:
+    """Values of axes may be numbers, texts, or lists of them."""
+    run, _ = kept
+    assert isinstance(run, Run) and run.finished and run.ok
+    assert run.request.axes == (("shape", ("32", "16x8x32")), ("operands", ("cast",)))
+    assert [record.case.mode for record in run.records] == ["bf16", "fp8"] * 2
+    assert all(record.timing is not None and record.timing.num_rounds == 3 for record in run.records)
+    assert all(record.measurement("product_error") for record in run.records)
+
+
+def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
+    """The stored run is the returned one."""
+    run, store = kept
+    for word in ("last", run.id, Path(run.path), Path(run.path).stem):
+        assert fp8bench.load(word, store) == run
+    with pytest.raises(RunNotFound):
+        fp8bench.load("nothing", store)
+
+
+def test_findings_are_by_case_id(kept: tuple[Run, Path]) -> None:
+    """One for each record."""
+    run, _ = kept
+    findings = fp8bench.findings(run)
+    assert set(findings) == {record.case.id for record in run.records}
+    for record in run.records:
+        found = findings[record.case.id]
+        assert found.verdict is (Verdict.REFERENCE if record.is_reference else Verdict.EMULATED)
+        assert found.best_seconds is not None and found.best_seconds > 0
+
+
+def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
+    """As wide as asked for, without colour."""
+    run, _ = kept
+    text = fp8bench.table(run)
+    assert "bf16" in text and run.id in text and "\x1b" not in text
+    assert max(len(line) for line in fp8bench.table(run, 60).splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("value", "texts"),
+    [(64, ("64",)), ("64", ("64",)), ([64, 128], ("64", "128")), (("1x2x3",), ("1x2x3",)), (range(1, 3), ("1", "2"))],
+)
+def test_axis_values_are_texts_of_what_is_given(value: object, texts: tuple[str, ...], tmp_path: Path) -> None:
+    """A text is one value, not its letters."""
+    run = fp8bench.run("gemm", dtypes=["fp32"], set={"shape": value}, rounds=1, isolation=False, store=tmp_path)
+    assert run.request.axes == (("shape", texts),) and len(run.records) == len(texts)
+
+
+def test_names_may_be_one_text(tmp_path: Path) -> None:
+    """As on the command line, with commas; not a list of letters."""
+    run = fp8bench.run("gemm", dtypes="fp8,bf16", devices="cpu", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
+    assert run.request.dtypes == ("fp8", "bf16") and run.request.devices == ("cpu",)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"rounds": 0}, "rounds must be a whole number from 1"),
+        ({"rounds": 1.5}, "rounds must be a whole number"),
+        ({"threads": 0}, "threads must be a whole number from 1"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"budget": 0}, "budget must be a number of seconds"),
+        ({"budget": float("nan")}, "budget must be a number of seconds"),
+        ({"set": {"shape": []}}, "axis 'shape' was given no values"),
+        ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
+        ({"dtypes": ""}, "unknown dtype ''"),
+        ({"precision_map": {"mlp": "fp8"}}, "unknown layer kind"),
+    ],
+)
+def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """With the same kind of error, and before a run is begun."""
+    with pytest.raises(UsageError, match=sentence):
+        fp8bench.run("gemm", isolation=False, store=tmp_path, **wrong)
+    assert not list(run_files(tmp_path))
+
+
+def test_an_unknown_suite_names_the_nearest() -> None:
+    """The error is a public name, too."""
+    with pytest.raises(UnknownName) as caught:
+        fp8bench.run("gem")
+    assert isinstance(caught.value, fp8bench.Fp8benchError) and caught.value.nearest == "gemm"
+
+
+class Notebook(Workload):
+    """A workload as somebody would write it in a notebook."""
+
+    name = "notebook"
+    summary = "sums of a matrix"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("side", "of the matrix", ("64",), whole_number()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(flops=float(params["side"]) ** 2)
+
+    def prepare(self, setup: Setup) -> torch.Tensor:
+        side = int(setup.case.param("side"))
+        return setup.arithmetic.cast(torch.ones(side, side), "input").data  # type: ignore[arg-type]
+
+    def step(self, state: torch.Tensor, phase: Phases) -> None:
+        with phase.elementwise:
+            state.sum()
+
+    def error(self, setup: Setup) -> Mapping[str, float]:
+        return {"sum_error": torch.tensor(0.25)}  # type: ignore[dict-item]
+
+
+class Listener:
+    """An observer that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def planned(self, plan: Plan) -> None:
+        self.heard.append(f"planned {plan.num_cases}")
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        assert 0 <= share <= 1
+        if self.heard[-1] != doing:
+            self.heard.append(doing)
+
+    def finished(self, record: Record) -> None:
+        self.heard.append(f"finished {record.case.mode}")
+
+
+def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered in this process only; the observer hears how it goes along."""
+    workloads.names()
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    workloads.register("notebook")(Notebook)
+    listener = Listener()
+    run = fp8bench.run(
+        "notebook", dtypes=["fp32", "bf16"], quick=True, isolation=False, store=tmp_path, observer=listener
+    )
+    assert [record.status for record in run.records] == [Status.OK] * 2
+    assert listener.heard == [
+        "planned 2", "preparing", "measuring", "checking numbers", "finished fp32", "finished bf16",
+    ]  # fmt: skip
+    error = fp8bench.load("last", tmp_path).records[1].measurement("sum_error")
+    assert error is not None and error.samples == (0.25,)

@@ -1,0 +1,145 @@
+"""The text behind the transformer: its identity, its token file, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8bench import corpus
+from fp8bench.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.model import DeviceFacts, Request
+from fp8bench.plan import make_plan
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of the user's."""
+    path = tmp_path / "given.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def tokens(made: Corpus) -> np.ndarray:
+    return np.fromfile(made.path, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path, odd: int) -> None:
+    """Whatever the length: 16-bit tokens in the machine's order, as np.memmap reads them."""
+    text.write_bytes(TEXT[: len(TEXT) - odd] + bytes([255]))
+    made = prepare_corpus(str(text), tmp_path / "data")
+    assert made.num_tokens == len(TEXT) - odd + 1
+    assert tokens(made).tolist() == list(text.read_bytes())
+    assert made.digest == hashlib.sha256(text.read_bytes()).hexdigest()
+
+
+def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) -> None:
+    """Real text that is found on the machine, nothing downloaded."""
+    first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
+    assert first.identity == second.identity
+    assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    assert LEAST_BYTES < first.num_tokens <= corpus.MOST_BYTES
+    assert tokens(first)[:500].astype(np.uint8).tobytes() == standard_library_text()[:500]
+
+
+def test_the_hash_of_the_text_is_part_of_every_case(tmp_path: Path, text: Path) -> None:
+    """Another text is another case: history must not join them."""
+    identities = []
+    for content in (TEXT, TEXT + b"!"):
+        text.write_bytes(content)
+        made = prepare_corpus(str(text), tmp_path)
+        case = make_plan(Request("transformer"), (CPU,), made.identity).groups[0].cases[0].case
+        assert case.param("data") == f"given:{hashlib.sha256(content).hexdigest()[:8]}"
+        identities.append(case.id)
+    assert identities[0] != identities[1]
+
+
+def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
+    """The second run maps what the first has made."""
+    first = prepare_corpus(str(text), tmp_path / "data")
+    before = Path(first.path).stat()
+    second = prepare_corpus(str(text), tmp_path / "data")
+    after = Path(second.path).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert os.listdir(tmp_path / "data") == [Path(first.path).name]
+
+
+def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Path) -> None:
+    """A machine that lost power while writing must not poison later runs."""
+    first = prepare_corpus(str(text), tmp_path / "data")
+    Path(first.path).write_bytes(b"short")
+    assert tokens(prepare_corpus(str(text), tmp_path / "data")).tolist() == list(TEXT)
+
+
+def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity is that of what is used."""
+    monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 100)
+    made = prepare_corpus(str(text), tmp_path / "data")
+    assert made.num_tokens == LEAST_BYTES + 100
+    assert made.digest == hashlib.sha256(TEXT[: LEAST_BYTES + 100]).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is no text"), (None, "cannot be read")],
+    ids=["empty", "tiny", "binary", "missing"],
+)
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    """With a sentence that says what to give instead."""
+    path = tmp_path / "given"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=words) as caught:
+        prepare_corpus(str(path), tmp_path / "data")
+    assert str(caught.value).startswith(f"--data {path} ") and "Give a text" in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    """It opens like a file on some systems."""
+    with pytest.raises(UsageError, match="cannot be read"):
+        prepare_corpus(str(tmp_path), tmp_path / "data")
+
+
+def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some distributions ship compiled modules only."""
+    monkeypatch.setattr(corpus, "standard_library_text", lambda: b"")
+    with pytest.raises(UsageError, match="--data FILE"):
+        prepare_corpus(None, tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path: Path, text: Path) -> None:
+    """Below a file nothing can be written, not even by root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="Choose --store DIR"):
+        prepare_corpus(str(text), tmp_path / "file" / "data")
+
+
+def test_two_processes_may_make_it_at_once(tmp_path: Path, text: Path) -> None:
+    """Both end well, and what is left is one whole file."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom fp8bench.corpus import prepare_corpus\n"
+        "for turn in range(40):\n"
+        "    path = Path(prepare_corpus(sys.argv[1], Path(sys.argv[2])).path)\n"
+        "    try:\n"
+        "        data = path.read_bytes()\n"
+        "    except FileNotFoundError:  # the other process has just unlinked it, below\n"
+        "        continue\n"
+        "    assert Path(sys.argv[1]).read_bytes() in (data[::2], data[1::2])\n"
+        "    path.unlink(missing_ok=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(text), str(tmp_path / "data")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert not list((tmp_path / "data").glob("*.partial"))
