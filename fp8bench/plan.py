@@ -24,10 +24,11 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     reference = _reference(request, modes)
     layers = _precision_map(request, workload, modes, reference)
     notes = []
-    groups = []
-    for device in _devices(request, facts):
-        for params in _parameters(request, workload, device, corpus):
-            groups.append(_group(workload, params, device, modes, reference, layers))
+    groups = [
+        _group(workload, params, device, modes, reference, layers)
+        for device in _devices(request, facts)
+        for params in _parameters(request, workload, device, corpus)
+    ]
     if request.data is not None and not workload.uses_corpus:
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
     return Plan(tuple(groups), tuple(notes))

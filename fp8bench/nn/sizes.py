@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates."""
+    """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates."""
 
     vocabulary: int
     width: int

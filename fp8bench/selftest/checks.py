@@ -217,9 +217,8 @@ def alive(pid: int) -> bool:
 
 def storage() -> Check:
     """A run file cut in the middle of a line still opens, with what was whole."""
-    run = Run(
-        "selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), Environment({"machine": "m"}), ()
-    )  # fmt: skip
+    environment = Environment({"machine": "m"})
+    run = Run("selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), environment, ())
     with tempfile.TemporaryDirectory() as folder:
         writer = start_run(run, Path(folder))
         writer.finish("finished")

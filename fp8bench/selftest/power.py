@@ -24,7 +24,7 @@ OPERATIONS = ("small", "medium", "step")
 EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
 TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
-_TINY_SECONDS = 3e-6
+_TINY_SECONDS = 5e-8
 _SIZING_ROUNDS = 20
 
 
@@ -90,7 +90,7 @@ def measure_power(
     operation: Operation,
     trials: int,
     seed: int,
-    tick: Callable[[str], None] = lambda text: None,
+    after_trial: Callable[[Arms], None] = lambda result: None,
 ) -> Arms:
     """All trials of one operation."""
     start = time.monotonic()
@@ -100,11 +100,11 @@ def measure_power(
         if trial % TRIALS_PER_STATE == 0:
             sitting = _sitting(operation, facts, result.extra, trial)
             sitting.prepare(worker)
-        tick(f"{operation.name}: trial {trial + 1} of {trials}")
         _trial(worker, sitting, operation, result, seed + trial)
         if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
             sitting.release(worker)
-    result.seconds = time.monotonic() - start
+        result.seconds = time.monotonic() - start
+        after_trial(result)
     return result
 
 
@@ -114,10 +114,10 @@ def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> Arm:
 
 
 def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
-    """How many tiny operators make each effect: from the step with none and with about half as much again."""
+    """How many tiny calls make each effect: from the step with none and with about half as much again."""
     bare = _best_seconds(worker, operation, facts, 0)
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
-    tiny = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-8)
+    tiny = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     result.step_seconds = bare
     result.extra = {effect: round(effect * bare / tiny) for effect in EFFECTS}
 
@@ -189,7 +189,7 @@ class PowerRow:
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    """A row for each planted effect; `found` is the median of all trials' ratios, the best there is to say of its true size."""
+    """A row for each planted effect; `found` is the median of its trials' ratios."""
     return [_row(result, effect, result.outcomes[effect]) for effect in EFFECTS if result.outcomes[effect]]
 
 

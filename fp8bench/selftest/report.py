@@ -42,12 +42,17 @@ def run_power(trials: int, path: Path | None, chosen: Sequence[str] = OPERATIONS
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = next(one for one in worker.probe() if one.kind == "cpu")
             environment = gather(worker.software(), __version__, 1)
+            kept = {name: environment.get(name) for name in _SHOWN}
             results: list[Arms] = []
             for operation in (one for one in operations(corpus.identity) if one.key in chosen):
-                results.append(measure_power(worker, facts, operation, trials, len(results), _tick))
+
+                def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
+                    _tick(f"{result.operation}: trial {len(result.loads)} of {trials}")
+                    if path is not None:
+                        _write(path, (*done, result), kept)
+
+                results.append(measure_power(worker, facts, operation, trials, len(results), after))
                 _tick("")
-                if path is not None:
-                    _write(path, results, {name: environment.get(name) for name in _SHOWN})
     print(power_table([row for result in results for row in summarise(result)], _loads(results)))
     return EXIT_FAILED if any(_wrong(row) for result in results for row in summarise(result)) else EXIT_OK
 
@@ -69,14 +74,15 @@ def _loads(results: Sequence[Arms]) -> str:
 
 def power_table(rows: Sequence[PowerRow], load: str) -> str:
     """The experiment's table: one line an operation and effect."""
+    heading = (
+        f"{'operation':<22}{'planted':>8}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}{'unsure':>8}"
+    )
     lines = [
         "Planted slow-downs judged by the real estimator. `found` is the median ratio over trials; a verdict",
-        "'slower' is a detection, and on 0% planted any 'faster' or 'slower' is a false alarm. One thread, "
-        + load
-        + ".",
+        "'slower' is a detection, and on 0% planted any 'faster' or 'slower' is a false alarm.",
+        f"One thread; {load}.",
         "",
-        f"{'operation':<22}{'planted':>8}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}{'unsure':>8}"
-        f"{'time a verdict':>24}",
+        heading + f"{'time a verdict':>24}",
     ]
     for row in rows:
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
@@ -90,21 +96,23 @@ def power_table(rows: Sequence[PowerRow], load: str) -> str:
     compared = sum(row.trials for row in rows)
     lines += [
         "",
-        f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
-        f"identical pairs; wrong signs: {sum(_wrong(row) for row in rows)} of {compared} comparisons",
+        (
+            f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
+            f"identical pairs; wrong signs: {sum(_wrong(row) for row in rows)} of {compared} comparisons"
+        ),
     ]
     return "\n".join(lines)
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
-    """The figures and every single comparison, written after each operation so that nothing is lost."""
+    """The figures and every single comparison, written anew after each trial so that nothing is lost."""
     content = {
         "environment": environment,
         "rows": [asdict(row) for result in results for row in summarise(result)],
         "operations": [
             {
                 "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
-                "tiny_operators": {str(effect): count for effect, count in result.extra.items()},
+                "tiny_calls": {str(effect): count for effect, count in result.extra.items()},
                 "loads": [round(load, 2) for load in result.loads],
                 "comparisons": {
                     str(effect): [

@@ -1,0 +1,305 @@
+"""Rounds on a virtual clock: who runs when, for how many calls, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.analysis.verdicts import decided
+from fp8bench.errors import WorkerFault, WorkerHung
+from fp8bench.measure.handle import HANG_SECONDS
+from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
+from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing
+from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, gemm_steps, planned
+
+EMULATED = Level.EMULATED
+FOREVER = StoppingRule(budget=1e9, ceiling=1e9)
+
+
+def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
+    return False
+
+
+def after(rounds: Mapping[int, int]) -> Judge:
+    """Decides an arm, known by the nanoseconds of its steps, after so many rounds."""
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        return case.num_rounds >= rounds[case.slots[0].calls_ns[0][0]]
+
+    return judge
+
+
+def steady(nanoseconds: int, **options: object) -> Script:
+    return Script(gemm_steps(nanoseconds), **options)  # type: ignore[arg-type]
+
+
+def sit(
+    scripts: Mapping[str, Script], sitting: Sitting, rule: StoppingRule = FOREVER, judge: Judge = never, seed: int = 0,
+    tick: Callable[[Arm, float], None] = lambda arm, share: None,
+) -> tuple[FakeWorker, str]:  # fmt: skip
+    """Prepare and run; the worker with its log, and why it ended."""
+    worker = FakeWorker(scripts)
+    sitting.prepare(worker)
+    worker.log.clear()
+    return worker, sitting.run(worker, rule, judge, seed, tick, worker.clock)
+
+
+def three() -> Sitting:
+    return Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16")])
+
+
+def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
+    """The labels of each round."""
+    labels = [entry[1] for entry in worker.slots()]
+    return [tuple(labels[at : at + arms]) for at in range(0, len(labels), arms)]
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "calls", "discard"),
+    [
+        (1_000, 8000, 1),
+        (10_000, 800, 1),
+        (1 * MS, 8, 1),
+        (3 * MS, 3, 1),
+        (3_999_999, 2, 1),
+        (4 * MS, 1, 0),
+        (30 * MS, 1, 0),
+        (9_000 * MS, 1, 0),
+    ],
+)
+def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
+    """Below 4 ms a slot is filled and its first call discarded; from 4 ms on nothing is."""
+    worker, _ = sit({"fp32": steady(nanoseconds)}, Sitting(arm("fp32"), None, []), StoppingRule(fixed=3))
+    assert worker.log == [("slot", "fp32", calls, discard)] * 3
+
+
+@given(st.integers(100, 10**9))
+def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> None:
+    """But for steps that run once and are long enough alone; and it is never much longer than it must be."""
+    one = arm("fp32")
+    one.prepare(FakeWorker({"fp32": steady(nanoseconds)}))
+    seconds = (one.calls + one.discard) * nanoseconds
+    assert seconds >= (8 * MS if nanoseconds < 4 * MS else 4 * MS)
+    assert nanoseconds >= 4 * MS or seconds <= 8 * MS + 1.5 * nanoseconds + 1
+
+
+def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
+    """Clocks tick in tens of nanoseconds; zero must not divide."""
+    worker, _ = sit({"fp32": steady(0)}, Sitting(arm("fp32"), None, []), StoppingRule(fixed=1))
+    assert worker.log == [("slot", "fp32", 80_000, 1)]
+
+
+def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first() -> None:
+    """A slow first call and a disturbed one do not count."""
+    worker = FakeWorker({"fp32": Script(gemm_steps(900 * MS, 7 * MS, 2 * MS, 5 * MS))})
+    one = arm("fp32")
+    one.prepare(worker)
+    assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), ("slot", "fp32", 3, 0)]
+    assert (one.step_seconds, one.calls, one.discard) == (0.002, 4, 1)
+
+
+def test_limits_follow_what_is_known_of_a_step() -> None:
+    """60 s, or its FLOPs at 5 GFLOP/s while nobody has timed it, or 20 times what it took."""
+    worker = FakeWorker({"fp32": steady(9_000 * MS)})
+    one = Arm("key", planned("fp32", flops=1e12), CPU)
+    one.prepare(worker)
+    one.run(worker, 0)
+    assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 540.0), ("slot", 180.0)]
+    short = FakeWorker({"fp32": steady(MS)})
+    arm("fp32").prepare(short)
+    assert {limit for _, limit in short.limits} == {HANG_SECONDS}
+
+
+def test_every_round_runs_every_arm_once() -> None:
+    """The reference twice, once as its own control, with states of their own."""
+    sitting = three()
+    worker, why = sit({}, sitting, StoppingRule(fixed=50))
+    rounds = turns(worker, 3)
+    assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
+    assert why == "50 rounds as asked"
+    assert all([slot.round for slot in one.slots] == list(range(50)) for one in sitting.arms)
+    assert len(set(rounds)) == 6
+
+
+def test_the_order_of_rounds_depends_on_the_seed_alone() -> None:
+    """Not on times, which differ from run to run."""
+    orders = [
+        turns(sit({"bf16": steady(nanoseconds)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
+        for seed, nanoseconds in ((1, 10 * MS), (1, 70 * MS), (2, 10 * MS))
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_a_decided_arm_leaves_early() -> None:
+    """The reference and its control stay for those who are left; nobody is looked at between looks."""
+    scripts = {"bf16": steady(11 * MS), "fp16": steady(12 * MS)}
+    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
+    worker, why = sit(scripts, sitting, judge=after({11 * MS: 3, 12 * MS: 33}))
+    counts = {label: len(worker.slots(label)) for label in ("fp32", "fp32'", "bf16", "fp16")}
+    assert counts == {"fp32": 40, "fp32'": 40, "bf16": 16, "fp16": 40}
+    assert why == "answered after 40 rounds"
+
+
+def test_the_judge_gets_case_reference_and_control() -> None:
+    """At 16 and 24 rounds, with all that was measured by then."""
+    seen = []
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        assert control is not None
+        seen.append([one.slots[-1].calls_ns[0][0] for one in (case, reference, control)])
+        assert case.num_rounds == reference.num_rounds == control.num_rounds == 8 * (len(seen) + 1)
+        return len(seen) == 2
+
+    scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1), "bf16": steady(5 * MS)}
+    _, why = sit(scripts, three(), judge=judge)
+    assert seen == [[5 * MS, 10 * MS, 10 * MS + 1]] * 2
+    assert why == "answered after 24 rounds"
+
+
+@pytest.mark.parametrize("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(budget=0.0, ceiling=1e9)])
+def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
+    """Their time is no speed, so they are never judged."""
+    scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
+    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    worker, _ = sit(scripts, sitting, rule, after({11 * MS: 24}))
+    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
+    assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
+
+
+def test_beside_emulated_candidates_the_control_is_the_question() -> None:
+    """Someone must tell how far the reference can be told from itself."""
+    questions = []
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        questions.append((case.slots[0].calls_ns[0][0], control))
+        return case.num_rounds >= 24
+
+    scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1)}
+    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
+    worker, why = sit(scripts, sitting, judge=judge)
+    assert questions == [(10 * MS + 1, None)] * 2
+    assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
+    assert why == "answered after 24 rounds"
+
+
+@pytest.mark.parametrize(
+    ("sitting", "counts"),
+    [
+        (Sitting(arm("fp32"), None, []), {"fp32": 32}),
+        (Sitting(None, None, [arm("bf16")]), {"bf16": 32}),
+        (Sitting(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
+        (Sitting(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
+        (Sitting(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
+    ],
+    ids=["reference alone", "candidate alone", "emulated alone", "emulated only", "emulated reference"],
+)
+def test_who_has_no_question_gets_a_fixed_number_of_rounds(sitting: Sitting, counts: dict[str, int]) -> None:
+    """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        raise AssertionError("there is nothing to judge")
+
+    worker, why = sit({}, sitting, judge=judge)
+    assert {label: len(worker.slots(label)) for label in counts} == counts
+    assert why == f"answered after {max(counts.values())} rounds"
+
+
+def test_measuring_ends_with_its_budget() -> None:
+    """Three arms of 10 ms are 30 ms a round: after 34 rounds a second is over, and preparing did not count."""
+    scripts = {"bf16": Script(preparing_ns=10**10)}
+    worker, why = sit(scripts, three(), StoppingRule(budget=1.0))
+    assert why == "time was up after 34 rounds"
+    assert len(worker.slots()) == 3 * 34
+
+
+def test_the_least_rounds_come_even_when_the_budget_is_over() -> None:
+    """The ceiling ends it before."""
+    assert sit({}, three(), StoppingRule(budget=0.1))[1] == "time was up after 16 rounds"
+    assert sit({}, three(), StoppingRule(budget=0.1, ceiling=0.2))[1] == "time was up after 7 rounds"
+
+
+def test_no_group_goes_on_for_ever() -> None:
+    """The most rounds end what no budget does."""
+    assert sit({}, three(), StoppingRule(most=40, budget=1e9, ceiling=1e9))[1] == "40 rounds, the most a group gets"
+
+
+def test_progress_is_the_share_of_rounds_or_of_time() -> None:
+    """It starts at nothing and does not pass the whole."""
+    fixed: list[float] = []
+    sit({}, three(), StoppingRule(fixed=4), tick=lambda arm, share: fixed.append(share))
+    assert fixed == [0.0] * 3 + [0.25] * 3 + [0.5] * 3 + [0.75] * 3
+    timed: list[float] = []
+    sit({}, three(), StoppingRule(budget=0.1), tick=lambda arm, share: timed.append(share))
+    assert timed[:4] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert timed == sorted(timed) and timed[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "noise", "rounds"),
+    [(11 * MS, 0, 16), (9 * MS, 0, 16), (10 * MS, 0, 16), (10 * MS + MS // 4, 0, 16), (10 * MS + MS // 20, 4 * MS, 40)],
+)
+def test_the_real_judge_ends_what_is_clear(nanoseconds: int, noise: int, rounds: int) -> None:
+    """At the first look without noise; half a percent under noise is never clear, and rounds are capped here at 40."""
+
+    def script(best: int) -> Script:
+        return Script(gemm_steps(*[best + noise * (number * number % 7) // 7 for number in range(13)]))
+
+    rule = StoppingRule(most=40, budget=1e9, ceiling=1e9)
+    worker, why = sit({"fp32": script(10 * MS), "bf16": script(nanoseconds)}, three(), rule, decided)
+    assert len(worker.slots("bf16")) == rounds
+    assert why.startswith("answered" if rounds < 40 else "40 rounds")
+
+
+def test_a_fault_says_whose_it_was() -> None:
+    """In preparing and in a round; the cause is the worker's own error."""
+    error = WorkerFault("ValueError", "no such thing")
+    for name, at in (("prepare", 1), ("slot", 1), ("slot", 5)):
+        with pytest.raises(ArmFailed, match="ValueError: no such thing") as raised:
+            sit({"fp32'": Script(faults=[Fault(name, error, at)])}, three())
+        assert raised.value.cause is error
+        assert raised.value.arm.key.endswith("'")
+
+
+def test_samples_are_kept_whole() -> None:
+    """Every timed call with its cells, and the clocks of the slot."""
+    step = gemm_steps(3 * MS, 2 * MS)
+    sitting = Sitting(arm("fp32"), None, [])
+    sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, sitting, StoppingRule(fixed=2))
+    found = sitting.arms[0].timing()
+    assert found.segments.phases == ("cast", "gemm")
+    assert (found.marks, found.varying, found.num_rounds, found.num_calls) == (2, False, 2, 6)
+    assert found.slots[0].calls_ns == ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS))
+    assert found.slots[1] == SlotSample(1, ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS)), 0.01, 0.01, 0.01 / 3)
+
+
+def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
+    """What came before is folded alike; nothing is lost and no phase gets what is another's."""
+
+    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if call < 6:
+            return (CAST, GEMM, CAST, GEMM), (MS, 10 * MS, 2 * MS, 20 * MS)
+        return (GEMM, CAST), (30 * MS, 4 * MS)
+
+    sitting = Sitting(arm("fp32"), None, [])
+    sit({"fp32": Script(step)}, sitting, StoppingRule(fixed=4))
+    found = sitting.arms[0].timing()
+    assert found.varying
+    assert found.segments.phases == CELL_PHASES
+    by_phase = [{slot.calls_ns[0][CAST], slot.calls_ns[0][GEMM]} for slot in found.slots]
+    assert by_phase == [{3 * MS, 30 * MS}] * 2 + [{4 * MS, 30 * MS}] * 2
+    assert [sum(slot.calls_ns[0]) for slot in found.slots] == [33 * MS] * 2 + [34 * MS] * 2
+
+
+def test_releasing_gives_every_state_back() -> None:
+    """Also those that were never prepared."""
+    worker = FakeWorker({"fp32'": Script(faults=[Fault("prepare", WorkerHung("no answer"))])})
+    sitting = three()
+    with pytest.raises(ArmFailed):
+        sitting.prepare(worker)
+    sitting.release(worker)
+    assert [entry for entry in worker.log if entry[0] == "release"] == [("release", "fp32"), ("release", "?"), ("release", "?")]
