@@ -64,9 +64,14 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.cuda or facts.hip:
         details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
     yield f"{facts.key}: {facts.name} ({', '.join(details)})"
-    for name in precisions.names():
+    for name in by_rank():
         support = precisions.get(name).support(facts)
         yield f"  {name:<7} {support.level.value:<9} {support.reason}"
+
+
+def by_rank() -> list[str]:
+    """Precisions from the highest down."""
+    return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
 
 
 def nvml_state() -> str:
@@ -140,7 +145,7 @@ def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     aliases: dict[str, list[str]] = {}
     for alias, name in precisions.aliases().items():
         aliases.setdefault(name, []).append(alias)
-    for name in precisions.names():
+    for name in by_rank():
         precision = precisions.get(name)
         also = f" (also {', '.join(aliases[name])})" if name in aliases else ""
         yield f"{name}{also}: {precision.summary}"

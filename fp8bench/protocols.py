@@ -196,6 +196,9 @@ class Device(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an exception means that the device's memory did not suffice."""
 
+    def select(self, index: int) -> None:
+        """Make it the device that the calling thread works on; clocks record there."""
+
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
 

@@ -22,8 +22,9 @@ from fp8bench.model import (
     Level,
     PlannedCase,
     Record,
-    SlotSample,
     Segments,
+    SlotSample,
+    Status,
     Support,
     Timing,
     Work,
@@ -69,13 +70,18 @@ def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
 
 
 class FakeWorker(Worker):
-    """`log` holds every request as (name, label, ...); a label is the mode, the control's with a prime."""
+    """`log` holds every request as (name, label, ...); a label is the mode, the control's with a prime.
+
+    `restarts` counts the processes that would have been ended. Like a real one, a worker that is gone starts with the
+    next request, and is not started to release what it no longer holds.
+    """
 
     def __init__(self, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
         self.scripts = scripts
         self.capacity = capacity
         self.now_ns = 0
         self.restarts = 0
+        self.alive = False
         self.log: list[tuple[Any, ...]] = []
         self.limits: list[tuple[str, float]] = []
         self._labels: dict[str, str] = {}
@@ -91,15 +97,26 @@ class FakeWorker(Worker):
         return [entry for entry in self.log if entry[0] == "slot" and label in (None, entry[1])]
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        self.alive = True
         self.limits.append((name, limit))
         return getattr(self, f"_{name}")(*arguments)
 
+    def release(self, key: str) -> None:
+        if self.alive:
+            super().release(key)
+
     def close(self) -> None:
+        self.alive = False
         self._calls.clear()
 
     def restart(self) -> None:
-        self.restarts += 1
+        self.restarts += self.alive
         self.close()
+
+    @property
+    def held(self) -> list[str]:
+        """The labels of the states it holds."""
+        return [self._labels[key] for key in self._calls]
 
     def _strike(self, name: str, label: str) -> None:
         """Count the request and raise what the script has for it. A worker that is gone has lost its states."""
@@ -118,8 +135,7 @@ class FakeWorker(Worker):
         self.log.append(("prepare", label))
         assert key not in self._calls, f"{key} was prepared twice"
         self._strike("prepare", label)
-        held = sum(self._script(self._labels[other]).memory for other in self._calls)
-        if held + self._script(label).memory > self.capacity:
+        if sum(self._script(other).memory for other in self.held) + self._script(label).memory > self.capacity:
             raise WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
         self._labels[key], self._calls[key] = label, 0
         self.now_ns += self._script(label).preparing_ns
@@ -175,6 +191,14 @@ def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int 
 def steady(nanoseconds: int, rounds: int, start: int = 0) -> Timing:
     """The same time in every round."""
     return timing(*[(nanoseconds,)] * rounds, start=start)
+
+
+def record(
+    timing: Timing | None, precision: str = "bf16", level: Level = Level.NATIVE, device: str = "cpu", **options: Any
+) -> Record:
+    """What a group would have made of these samples."""
+    case = Case("gemm", PARAMS, precision, device)
+    return Record(case, Support(level, ""), options.pop("status", Status.OK), timing=timing, **options)
 
 
 def by_mode(records: Sequence[Record]) -> dict[str, Record]:

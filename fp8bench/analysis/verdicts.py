@@ -38,6 +38,8 @@ SAME = 0.02
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
+# The ratio itself is wanted too, not only on which side of 1 it lies.
+EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 6
 BELOW_FLOOR_MARKERS = 20
@@ -102,9 +104,9 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
 
 
 def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
-    """Whether measuring may stop for this case: a clear verdict at the stricter level of an early look."""
+    """Whether measuring may stop for this case: a clear verdict and a narrow interval, at the level of an early look."""
     known = _judge(case, reference, control, EARLY_LEVEL, EARLY_SAME)
-    return known is not None and known[0] is not Verdict.UNSURE
+    return known is not None and known[0] is not Verdict.UNSURE and known[1].half_width <= EARLY_HALF_WIDTH
 
 
 def conclude(case: Timing, reference: Timing, control: Timing | None) -> tuple[Verdict, Interval, float | None] | None:

@@ -83,7 +83,13 @@ class Cuda(Device):
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        return isinstance(error, torch.cuda.OutOfMemoryError)
+        # cuBLAS asks for its workspace by itself and says so in its own words.
+        return isinstance(error, torch.cuda.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+
+    def select(self, index: int) -> None:
+        import torch
+
+        torch.cuda.set_device(index)
 
     def empty_cache(self) -> None:
         import torch

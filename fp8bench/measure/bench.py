@@ -98,6 +98,7 @@ class Bench:
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
         """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""
         device = devices.get(facts.kind)
+        device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with precision.scope():
             state = workload.prepare(self._setup(case, facts))
@@ -110,6 +111,7 @@ class Bench:
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         one = self._prepared[key]
+        one.device.select(one.index)
         clock, step, state = one.clock, one.workload.step, one.state
         marks = []
         gc_was_on = gc.isenabled()
@@ -138,6 +140,7 @@ class Bench:
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         """The workload's numerical errors for one case, in a pass of its own."""
+        devices.get(facts.kind).select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with precision.scope():
             return {name: float(value) for name, value in workload.error(self._setup(case, facts)).items()}
@@ -154,6 +157,7 @@ class Bench:
     def overheads(self, facts: DeviceFacts) -> Overheads:
         """What looking costs with that device's clock."""
         device = devices.get(facts.kind)
+        device.select(facts.index)
         return calibrate(device, facts.index)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:

@@ -156,6 +156,8 @@ class GroupMeasurement:
     def _fail(self, failed: ArmFailed) -> None:
         outcome = next(one for one in self._outcomes if one.planned is failed.arm.planned)
         cause = failed.cause
+        if not _exhausted(cause):
+            self._worker.restart()  # after an error on a GPU nothing in that process works any more
         outcome.failure = "out of memory, even alone" if _exhausted(cause) else str(cause)
         outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 

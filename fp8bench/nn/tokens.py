@@ -12,7 +12,7 @@ class TokenLoader:
 
     def __init__(self, path: str, batch: int, length: int, device: str, seed: int, vocabulary: int) -> None:
         self._tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        if len(self._tokens) <= length + 1:
+        if len(self._tokens) <= length:
             raise ValueError(f"the token file has {len(self._tokens)} tokens; a sequence of {length} needs more")
         self._batch, self._length, self._device = batch, length, device
         self._random = np.random.default_rng(seed)
@@ -21,7 +21,7 @@ class TokenLoader:
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Tokens and the tokens that follow them, (batch, length) each, on the device."""
-        starts = self._random.integers(0, len(self._tokens) - self._length - 1, self._batch)
+        starts = self._random.integers(0, len(self._tokens) - self._length, self._batch)
         windows = np.stack([self._tokens[start : start + self._length + 1] for start in starts])
         host = torch.from_numpy(windows.astype(np.int64) % self._vocabulary)
         if self._pin:

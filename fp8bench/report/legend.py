@@ -7,7 +7,7 @@ from fp8bench.analysis.verdicts import BAND, BELOW_FLOOR_MARKERS, SAME
 from fp8bench.model import UNATTRIBUTED, Label, Phase
 
 LABELS: dict[Label, str] = {
-    Label.NOISY: "the machine was so restless that the reference differed from itself (large A/A noise floor)",
+    Label.NOISY: "so restless a machine that the reference could not be told from itself to better than 3% (A/A noise floor)",
     Label.CONTENDED: "other work took the processor during most slots (wall time well above processor time)",
     Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
@@ -32,8 +32,8 @@ PHASE_TITLES: dict[str, str] = {
 
 BEST = "best: the step's best case; median and spread (distance of the quartiles / median): over all calls"
 VERDICT = (
-    f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} and the noise floor, same "
-    f"if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+    f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
+    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time is the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Params, Scalar, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.protocols import Arithmetic, Axis, Phases, Setup, SilentPhases, Workload, one_of, whole_number
+from fp8bench.protocols import Arithmetic, Axis, Phases, Precision, Setup, SilentPhases, Workload, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -59,6 +59,16 @@ class Transformer(Workload):
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         return Work(SIZES[str(params["size"])].step_flops(sequences, length), sequences * length)
+
+    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
+        along = precision.multiples[0]
+        tokens = int(params["batch"]) * int(params["sequence"])
+        if tokens % along:
+            return (
+                f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
+                f"sequence is {tokens}: choose another batch or sequence"
+            )
+        return ""
 
     def prepare(self, setup: Setup) -> State:
         import torch
@@ -151,7 +161,8 @@ def _model(setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str,
     chosen = setup.layers if layers is None else layers
     arithmetic = LayerArithmetic(chosen.get("attn", low), chosen.get("mlp", low), chosen.get("head", high))
     torch.manual_seed(setup.seed)
-    return GPT(_config(setup), arithmetic, low.carrier).to(_device(setup))
+    with torch.device(_device(setup)):
+        return GPT(_config(setup), arithmetic, low.carrier)
 
 
 def _loader(setup: Setup) -> TokenLoader:

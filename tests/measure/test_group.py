@@ -1,0 +1,340 @@
+"""One group from plan to records: what a fault costs, who sits with whom when memory is short, and who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fp8bench.analysis.verdicts import decided, find
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure import group as group_module
+from fp8bench.measure.group import GroupMeasurement
+from fp8bench.measure.stopping import StoppingRule
+from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Verdict
+from fp8bench.protocols import SilentObserver
+from tests.fakes import (
+    CAST,
+    CPU,
+    GEMM,
+    MS,
+    FakeWorker,
+    Fault,
+    Script,
+    broken,
+    by_mode,
+    gemm_steps,
+    group,
+    planned,
+)
+
+EMULATED = Level.EMULATED
+TEN = StoppingRule(fixed=10)
+
+
+class Listener(SilentObserver):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, float]] = []
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self.told.append((case.mode, doing, share))
+
+
+def measure(
+    scripts: Mapping[str, Script], *cases: PlannedCase, reference: int = 0, capacity: int = 1000,
+    rule: StoppingRule = TEN, seed: int = 0, observer: SilentObserver | None = None, with_error: bool = True,
+) -> tuple[dict[str, Record], FakeWorker]:  # fmt: skip
+    """The records by mode, and the worker with its log."""
+    worker = FakeWorker(scripts, capacity)
+    measured = GroupMeasurement(
+        group(*cases, reference=reference), {"cpu": CPU}, worker, rule, decided, seed,
+        observer or SilentObserver(), with_error,
+    )  # fmt: skip
+    records = measured.run()
+    assert [record.case for record in records] == [one.case for one in cases]
+    assert worker.held == [], "a state was not released"
+    return by_mode(records), worker
+
+
+def sized(memory: int, nanoseconds: int = 10 * MS) -> Script:
+    return Script(gemm_steps(nanoseconds), memory=memory)
+
+
+def native(*names: str) -> list[PlannedCase]:
+    return [planned(name) for name in names]
+
+
+def statuses(records: Mapping[str, Record]) -> dict[str, str]:
+    return {mode: record.status.value for mode, record in records.items()}
+
+
+def prepared(worker: FakeWorker) -> list[str]:
+    return [entry[1] for entry in worker.log if entry[0] == "prepare"]
+
+
+def test_a_group_becomes_one_record_a_case() -> None:
+    """The reference carries its control; all share the same rounds."""
+    cases = [*native("fp32", "bf16"), planned("fp8", EMULATED), planned("tf32", Level.REFUSED, skip="no TF32 here")]
+    records, worker = measure({"bf16": sized(1, 5 * MS)}, *cases)
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp8": "ok", "tf32": "skipped"}
+    assert records["tf32"].reason == "no TF32 here" and records["tf32"].timing is None
+    assert [mode for mode, record in records.items() if record.is_reference] == ["fp32"]
+    assert [mode for mode, record in records.items() if record.control] == ["fp32"]
+    rounds = {mode: records[mode].timing.num_rounds for mode in ("fp32", "bf16", "fp8")}  # type: ignore[union-attr]
+    assert rounds == {"fp32": 10, "bf16": 10, "fp8": 8}
+    assert all(record.paired and record.paired_with is None for record in records.values())
+    assert {record.stopped for record in records.values()} == {"10 rounds as asked", ""}
+    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp8"]
+    assert worker.restarts == 0
+
+
+def test_an_emulated_reference_has_no_control() -> None:
+    """There is no noise floor to a time that is no speed."""
+    records, worker = measure({}, planned("fp8", EMULATED), planned("mxfp8", EMULATED))
+    assert records["fp8"].is_reference and records["fp8"].control is None
+    assert prepared(worker) == ["fp8", "mxfp8"]
+
+
+def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None:
+    """One request a case that ran; a skipped case is not asked."""
+    scripts = {"fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4})}
+    records, worker = measure(scripts, *native("fp32", "fp8"), planned("tf32", skip="no"))
+    assert [(one.metric, one.samples, one.unit) for one in records["fp8"].measurements] == [
+        ("product_error", (0.03,), "ratio"), ("loss_error", (1e-4,), "ratio"),
+    ]  # fmt: skip
+    assert [entry for entry in worker.log if entry[0] == "error"] == [("error", "fp32"), ("error", "fp8")]
+    assert [entry[0] for entry in worker.log].index("error") > max(
+        at for at, entry in enumerate(worker.log) if entry[0] in ("slot", "release")
+    )
+    assert not any(entry[0] == "error" for entry in measure({}, *native("fp32"), with_error=False)[1].log)
+
+
+@pytest.mark.parametrize("error", [WorkerFault("ValueError", "bad"), WorkerLost("it crashed")])
+def test_a_failing_error_pass_leaves_the_times_alone(error: Exception) -> None:
+    """Only that number is missing, and the record says why."""
+    records, _ = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
+    assert records["bf16"].detail == f"no numerical error: {error}"
+    assert records["bf16"].timing is not None and records["bf16"].measurements == ()
+
+
+@pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
+def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
+    """In preparing, calibrating or a round: the reason is kept with its traceback, the others are measured."""
+    records, worker = measure({"bf16": broken(name, at)}, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
+    failed = records["bf16"]
+    assert (failed.reason, failed.detail, failed.timing) == ("ValueError: no such thing", "the trace", None)
+    for mode in ("fp32", "fp16"):
+        timing = records[mode].timing
+        assert timing is not None and [slot.round for slot in timing.slots] == list(range(10))
+    assert worker.restarts == 1  # after an error on a GPU nothing in that process works any more
+    assert ("error", "bf16") not in worker.log
+
+
+@pytest.mark.parametrize("error", [WorkerLost("the worker crashed during 'slot'"), WorkerHung("no answer in 60 s")])
+@pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 6)])
+def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: str, at: int) -> None:
+    """The group starts again in a fresh one: every state is prepared anew, and no sample of the first try is kept."""
+    records, worker = measure({"bf16": broken(name, at, error)}, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
+    assert records["bf16"].reason == str(error)
+    assert worker.restarts == 1
+    assert prepared(worker)[-3:] == ["fp32", "fp32'", "fp16"]
+    assert records["fp32"].timing is not None and records["fp32"].timing.num_rounds == 10
+    assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
+
+
+def test_two_culprits_cost_two_restarts() -> None:
+    """Each leaves in its turn."""
+    scripts = {"bf16": broken("slot", 6, WorkerLost("crashed")), "fp16": broken("slot", 12, WorkerHung("hung"))}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "failed"}
+    assert worker.restarts == 2
+
+
+def test_the_same_seed_and_group_give_the_same_order() -> None:
+    """Another seed gives another; so the order does not depend on a group's place in the run."""
+    orders = [measure({}, *native("fp32", "bf16"), seed=seed)[1].slots() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize(
+    ("culprit", "scripts"),
+    [("an exception", broken("slot", 3)), ("a crash", broken("prepare", 1, WorkerLost("crashed")))],
+)
+def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(culprit: str, scripts: Script) -> None:
+    """By rank, not by the order on the command line; it gets a control like any reference."""
+    cases = [*native("fp32", "fp8", "bf16"), planned("tf32", EMULATED)]
+    records, _ = measure({"fp32": scripts}, *cases)
+    assert statuses(records) == {"fp32": "failed", "fp8": "ok", "bf16": "ok", "tf32": "ok"}, culprit
+    assert [mode for mode, record in records.items() if record.is_reference] == ["bf16"]
+    assert [mode for mode, record in records.items() if record.control] == ["bf16"]
+    assert records["fp8"].paired and records["fp8"].paired_with is None
+
+
+def test_an_emulated_case_leads_only_if_nothing_native_is_left() -> None:
+    """Then it has no control."""
+    records, _ = measure({"fp32": broken("slot")}, planned("fp32"), planned("mxfp8", EMULATED), planned("fp8", EMULATED))
+    assert records["fp8"].is_reference and records["fp8"].control is None
+
+
+def test_a_planned_reference_that_was_skipped_never_leads() -> None:
+    """The plan names another, or nobody can."""
+    records, _ = measure({}, planned("tf32", skip="no TF32"), *native("fp16", "bf16"), reference=1)
+    assert records["fp16"].is_reference and not records["tf32"].is_reference
+
+
+def test_when_everything_fails_everything_has_its_record() -> None:
+    """No reference, no times, every reason."""
+    scripts = {name: broken("prepare", error=WorkerFault("TypeError", name)) for name in ("fp32", "bf16", "fp8")}
+    records, worker = measure(scripts, *native("fp32", "bf16"), planned("fp8", EMULATED))
+    assert {mode: (record.status, record.reason) for mode, record in records.items()} == {
+        name: (Status.FAILED, f"TypeError: {name}") for name in ("fp32", "bf16", "fp8")
+    }
+    assert not any(record.is_reference or record.timing or record.measurements for record in records.values())
+    assert not any(entry[0] == "error" for entry in worker.log)
+
+
+def test_a_group_of_skips_asks_the_worker_nothing() -> None:
+    """Their rows are there."""
+    records, worker = measure({}, planned("tf32", skip="no"), planned("bf16", skip="no"))
+    assert statuses(records) == {"tf32": "skipped", "bf16": "skipped"}
+    assert worker.log == []
+
+
+def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
+    """Each with the reference and its control, whose samples of that sitting belong to that comparison."""
+    scripts = {"fp32": sized(10), "bf16": sized(10, 5 * MS), "fp16": sized(10, 8 * MS)}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
+    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp16"] + ["fp32", "fp32'", "bf16"] + ["fp32", "fp32'", "fp16"]
+    assert records["fp32"].control is not None
+    assert records["bf16"].paired_with is None and records["bf16"].control is None
+    assert records["fp16"].paired_with is not None and records["fp16"].control is not None
+    assert all(record.paired for record in records.values())
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert found["bf16"].ratio is not None and found["bf16"].ratio.point == pytest.approx(0.5)
+    assert found["fp16"].ratio is not None and found["fp16"].ratio.point == pytest.approx(0.8)
+
+
+def test_a_pair_that_does_not_fit_sits_without_the_control() -> None:
+    """The reference twice and the case are too much, the reference once is not; others keep their control."""
+    scripts = {"fp32": sized(10), "bf16": sized(15), "fp16": sized(5)}
+    records, worker = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
+    assert prepared(worker)[-2:] == ["fp32", "bf16"]
+    assert all(record.paired for record in records.values())
+    assert records["fp32"].control is not None
+    assert records["bf16"].paired_with is not None and records["bf16"].control is None
+
+
+def test_a_case_that_sat_without_a_control_is_judged_without_one() -> None:
+    """Not with the control of another sitting, whose rounds have the same numbers and nothing else in common."""
+    scripts = {
+        "fp32": sized(10), "fp32'": sized(10, 20 * MS), "fp16": sized(5), "bf16": sized(15, 12 * MS),
+    }  # fmt: skip
+    records, _ = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert found["bf16"].ratio is not None and found["bf16"].ratio.point == pytest.approx(1.2)
+    assert (found["bf16"].verdict, found["bf16"].floor) == (Verdict.SLOWER, None)
+
+
+def test_a_case_too_large_for_any_company_is_measured_alone() -> None:
+    """It is unpaired, and the reference has its own rounds alone."""
+    scripts = {"fp32": sized(10), "bf16": sized(20)}
+    records, worker = measure(scripts, *native("fp32", "bf16"), capacity=25)
+    attempts = ["fp32", "fp32'", "bf16"] + ["fp32", "bf16"] + ["fp32"] + ["bf16"]
+    assert prepared(worker) == attempts
+    assert (records["bf16"].paired, records["bf16"].paired_with) == (False, None)
+    assert records["fp32"].paired and records["fp32"].control is None
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert Label.UNPAIRED in found["bf16"].labels and Label.UNPAIRED not in found["fp32"].labels
+    assert (found["bf16"].verdict, found["bf16"].why) == (Verdict.UNSURE, "it did not share rounds with a reference")
+
+
+def test_a_case_that_does_not_fit_even_alone_fails() -> None:
+    """The others start again together without it."""
+    scripts = {"fp32": sized(5), "bf16": sized(5), "fp16": sized(50)}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "failed"}
+    assert records["fp16"].reason == "out of memory, even alone"
+    assert records["fp16"].detail == "the trace"
+    assert prepared(worker)[-3:] == ["fp32", "fp32'", "bf16"]
+    assert worker.restarts == 0
+
+
+def test_a_reference_that_does_not_fit_hands_over() -> None:
+    """Whoever was measured alone meanwhile is paired again when the group starts anew."""
+    scripts = {"fp32": sized(50), "bf16": sized(10), "fp16": sized(10)}
+    records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
+    assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
+    assert records["fp32"].reason == "out of memory, even alone"
+    assert records["fp16"].is_reference and records["bf16"].paired
+
+
+def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
+    """Pairs are tried; what was measured together by then is left out."""
+    error = WorkerFault("OutOfMemoryError", "no memory left", out_of_memory=True)
+    records, worker = measure({"bf16": broken("slot", 6, error)}, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
+    assert prepared(worker)[4:] == ["fp32", "fp32'", "bf16", "fp32", "fp32'", "fp16"]
+    assert {records[mode].timing.num_rounds for mode in records} == {10}  # type: ignore[union-attr]
+
+
+def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
+    """bf16 was measured alone; then the reference crashed beside fp8, and bf16 leads the next try."""
+    crash = Fault("slot", WorkerLost("crashed"), at=3 * 2 + 2 + 10 + 2 + 1)
+    scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": sized(20)}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp8"), capacity=25)
+    assert prepared(worker)[:9] == ["fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32"]
+    assert prepared(worker)[9:12] == ["bf16", "fp32", "fp32'"]
+    assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp8": "ok"}
+    assert records["bf16"].is_reference and records["bf16"].paired
+    assert records["fp8"].paired and records["fp8"].paired_with is None
+
+
+def test_steps_whose_marks_vary_are_labelled() -> None:
+    """They are kept by phase, and have a verdict all the same."""
+
+    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return ((CAST, GEMM), (MS, 9 * MS)) if call % 2 else ((GEMM,), (10 * MS,))
+
+    records, _ = measure({"bf16": Script(step)}, *native("fp32", "bf16"))
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert records["bf16"].timing is not None and records["bf16"].timing.varying
+    assert Label.VARYING in found["bf16"].labels and Label.VARYING not in found["fp32"].labels
+    assert found["bf16"].verdict in (Verdict.FASTER, Verdict.SAME, Verdict.UNSURE)
+
+
+def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five virtual seconds of preparing leave nothing of a budget of four: one round each, no more."""
+    worker = FakeWorker({"bf16": Script(preparing_ns=5 * 10**9)})
+
+    class Clock:
+        monotonic = staticmethod(worker.clock)
+
+    monkeypatch.setattr(group_module, "time", Clock)
+    rule = StoppingRule(budget=4.0, ceiling=4.0, whole=True)
+    cases = group(*native("fp32", "bf16"))
+    records = GroupMeasurement(cases, {"cpu": CPU}, worker, rule, decided, 0, SilentObserver()).run()
+    assert [record.stopped for record in records] == ["time was up after 1 rounds"] * 2
+
+
+def test_the_observer_hears_of_every_stage() -> None:
+    """Preparing, measuring with a share that grows, and checking numbers."""
+    listener = Listener()
+    measure({}, *native("fp32", "bf16"), observer=listener)
+    assert listener.told[:3] == [("fp32", "preparing", 0.0), ("fp32", "preparing", 0.0), ("bf16", "preparing", 0.0)]
+    shares = [share for _, doing, share in listener.told if doing == "measuring"]
+    assert shares == [round_ / 10 for round_ in range(10) for _ in range(3)]
+    assert listener.told[-2:] == [("fp32", "checking numbers", 1.0), ("bf16", "checking numbers", 1.0)]
+
+
+def test_a_record_keeps_what_the_plan_knew() -> None:
+    """Support and work travel with the samples."""
+    cases = [planned("fp32", flops=1e6), planned("bf16", flops=1e6)]
+    records, _ = measure({}, *cases)
+    assert records["bf16"].support == cases[1].support
+    assert records["bf16"].work.flops == 1e6

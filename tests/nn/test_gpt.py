@@ -1,0 +1,207 @@
+"""The model against another one written plainly from the same weights, its phases, and its FLOPs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT, LayerArithmetic, rotate, rotations
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
+MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
+
+
+def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    torch.manual_seed(3)
+    arithmetic = PlainArithmetic(dtype)
+    return GPT(config, LayerArithmetic(arithmetic, arithmetic, arithmetic), dtype).to(dtype)
+
+
+def text(config: GPTConfig, length: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(config.vocabulary, (config.batch, (length or config.sequence) + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+    """A GPT in loops and explicit formulas: no module, no fused attention, no chunked rotation."""
+    length, head_width = tokens.shape[1], config.width // config.heads
+    x = weights["embedding"][tokens]
+    if not config.modern:
+        x = x + weights["positions"][:length]
+    for layer in range(config.layers):
+        own = {name.removeprefix(f"blocks.{layer}."): one for name, one in weights.items()}
+        h = norm(config, x, own["norm_attn.weight"])
+        q_weight, k_weight, v_weight = own["attn.qkv.weight"].split(
+            [config.width, config.key_heads * head_width, config.key_heads * head_width]
+        )
+        heads = []
+        for head in range(config.heads):
+            shared = head // (config.heads // config.key_heads)
+            q = h @ q_weight[head * head_width : (head + 1) * head_width].T
+            k = h @ k_weight[shared * head_width : (shared + 1) * head_width].T
+            v = h @ v_weight[shared * head_width : (shared + 1) * head_width].T
+            if config.modern:
+                q, k = turned(q), turned(k)
+            scores = q @ k.mT / math.sqrt(head_width)
+            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -math.inf)
+            heads.append(scores.softmax(-1) @ v)
+        x = x + torch.cat(heads, -1) @ own["attn.out.weight"].T
+        h = norm(config, x, own["norm_mlp.weight"])
+        up = h @ own["mlp.up.weight"].T
+        if config.modern:
+            gate, value = up[..., : config.hidden], up[..., config.hidden :]
+            up = gate * torch.sigmoid(gate) * value
+        else:
+            up = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        x = x + up @ own["mlp.down.weight"].T
+    logits = norm(config, x, weights["norm.weight"]) @ weights["head.weight"].T
+    chosen = logits.log_softmax(-1).gather(-1, targets[..., None])
+    return -chosen.mean()
+
+
+def norm(config: GPTConfig, x: Tensor, weight: Tensor) -> Tensor:
+    if not config.modern:
+        x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotary positions by complex numbers: feature i with feature i + half."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., :half], x[..., half:])
+    angles = torch.arange(x.shape[-2])[:, None] * 500000.0 ** (-torch.arange(half) / half)
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+@pytest.mark.parametrize("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-6)])
+def test_loss_and_gradients_are_those_of_an_independent_model(
+    config: GPTConfig, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Every weight's gradient; in fp64 the rotation's angles are still fp32's."""
+    model, (tokens, targets) = model_of(config, dtype), text(config)
+    loss = model(tokens, targets, SilentPhases())
+    loss.backward()
+    weights = {name: one.detach().double().requires_grad_() for name, one in model.named_parameters()}
+    exact = independent_loss(config, weights, tokens, targets)
+    exact.backward()
+    assert float(loss) == pytest.approx(float(exact), rel=tolerance)
+    assert set(weights) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        wanted = weights[name].grad
+        assert parameter.grad is not None and wanted is not None
+        error = torch.linalg.vector_norm(parameter.grad.double() - wanted) / torch.linalg.vector_norm(wanted)
+        assert float(error) < tolerance, name
+
+
+@pytest.mark.parametrize("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
+def test_a_later_token_does_not_change_an_earlier_loss(config: GPTConfig) -> None:
+    """Attention is causal: the loss of the first five positions, with other tokens after them."""
+    model, (tokens, targets) = model_of(config), text(config)
+    changed, ignored = tokens.clone(), -100
+    changed[:, 5:] = (tokens[:, 5:] + 1) % config.vocabulary
+    early, late = targets.clone(), targets.clone()
+    early[:, 5:], late[:, :5] = ignored, ignored
+    with torch.no_grad():
+        losses = [[float(model(one, wanted, SilentPhases())) for wanted in (early, late)] for one in (tokens, changed)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert losses[0][1] != pytest.approx(losses[1][1], rel=1e-4)
+
+
+def test_a_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    """What makes it a relative position."""
+    table = rotations(16, 8).double()
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
+    rows_q, rows_k = rotate(q.repeat(16, 1), table), rotate(k.repeat(16, 1), table)
+    torch.testing.assert_close(rows_q.norm(dim=-1), q.norm().repeat(16), rtol=1e-6, atol=0)
+    products = rows_q @ rows_k.T
+    torch.testing.assert_close(products[3, 1], products[12, 10], rtol=1e-5, atol=1e-5)
+
+
+def marked(arithmetic: LayerArithmetic, carrier: torch.dtype) -> set[str]:
+    clock = PhaseClock(HostStamper())
+    model, (tokens, targets) = GPT(PLAIN, arithmetic, carrier), text(PLAIN)
+    clock.begin()
+    model(tokens, targets, clock).backward()
+    codes, _ = clock.end()
+    return {CELL_PHASES[code] for code in codes}
+
+
+def of(name: str) -> Arithmetic:
+    return precisions.get(name).arithmetic(CPU)
+
+
+def test_the_layers_mark_their_own_phases() -> None:
+    """The rest is left to whoever calls the model."""
+    low, high = of("fp8"), of("bf16")
+    assert marked(LayerArithmetic(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
+    exact = of("fp32")
+    assert marked(LayerArithmetic(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
+
+
+class Counting(PlainArithmetic):
+    """Counts its products."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.products = 0
+
+    def product(self, a, b, dtype):  # type: ignore[no-untyped-def]
+        self.products += 1
+        return super().product(a, b, dtype)
+
+
+def test_each_layer_kind_takes_its_own_arithmetic() -> None:
+    """Two products of each kind a block, one head; three times with backward."""
+    kinds = Counting(), Counting(), Counting()
+    model, (tokens, targets) = GPT(PLAIN, LayerArithmetic(*kinds), torch.float32), text(PLAIN)
+    model(tokens, targets, SilentPhases()).backward()
+    assert [one.products for one in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
+
+
+@pytest.mark.parametrize("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
+def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
+    """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
+    model, (tokens, targets) = model_of(config), text(config)
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
+        model(tokens, targets, SilentPhases()).backward()
+    counted = counter.get_flop_counts()["Global"]
+    tokens_number = config.batch * config.sequence
+    linear = 6 * tokens_number * (config.layers * config.block_weights + config.vocabulary * config.width)
+    assert counted[torch.ops.aten.mm] == linear
+    attention = config.step_flops(config.batch, config.sequence) - linear
+    assert counted[torch.ops.aten.bmm] == pytest.approx(2 * attention, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
+    """Counted on a model without memory."""
+    config = SIZES[name]
+    arithmetic = PlainArithmetic(torch.float32)
+    with torch.device("meta"):
+        model = GPT(config, LayerArithmetic(arithmetic, arithmetic, arithmetic), torch.float32)
+    linear = sum(one.numel() for key, one in model.named_parameters() if key.endswith(("qkv.weight", "out.weight",
+                 "up.weight", "down.weight")))  # fmt: skip
+    assert linear == config.layers * config.block_weights
+    total = sum(one.numel() for one in model.parameters())
+    assert {"nano": 1e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[name] == pytest.approx(total, rel=0.05)

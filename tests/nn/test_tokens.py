@@ -1,0 +1,77 @@
+"""Batches of a token file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.nn.tokens import TokenLoader
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A thousand tokens that count up."""
+    file = tmp_path / "tokens"
+    np.arange(1000, dtype=np.uint16).tofile(file)
+    return str(file)
+
+
+def test_targets_are_the_tokens_that_follow(path: str) -> None:
+    """Every window is a stretch of the file."""
+    tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 50304).next()
+    assert tokens.shape == targets.shape == (4, 16)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert tokens.is_contiguous() and targets.is_contiguous()
+
+
+def test_the_same_seed_gives_the_same_batches(path: str) -> None:
+    """And another seed gives others."""
+    one, same, other = (TokenLoader(path, 2, 8, "cpu", seed, 50304) for seed in (7, 7, 8))
+    for _ in range(3):
+        first, second = one.next(), same.next()
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(one.next()[0], other.next()[0])
+
+
+def test_batches_follow_each_other_without_repeating(path: str) -> None:
+    """A step's micro-batches are different text."""
+    loader = TokenLoader(path, 2, 8, "cpu", 0, 50304)
+    assert not torch.equal(loader.next()[0], loader.next()[0])
+
+
+def test_two_small_batches_are_one_large_batch(path: str) -> None:
+    """So that accumulation can be compared with a single batch."""
+    small, large = TokenLoader(path, 2, 8, "cpu", 3, 50304), TokenLoader(path, 4, 8, "cpu", 3, 50304)
+    assert torch.equal(torch.cat([small.next()[0], small.next()[0]]), large.next()[0])
+
+
+def test_tokens_stay_within_the_vocabulary(path: str) -> None:
+    """A small model reads the same text."""
+    tokens, targets = TokenLoader(path, 50, 8, "cpu", 0, 100).next()
+    assert int(tokens.max()) < 100 and int(targets.max()) < 100
+
+
+def test_every_window_can_come_up(tmp_path: Path) -> None:
+    """Up to the last tokens of the file."""
+    file = tmp_path / "tokens"
+    np.arange(10, dtype=np.uint16).tofile(file)
+    loader = TokenLoader(str(file), 100, 7, "cpu", 0, 50304)
+    assert set(loader.next()[0][:, 0].tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("length", [1000, 1001, 5000])
+def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
+    """With what it has and what is needed."""
+    with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
+        TokenLoader(path, 1, length, "cpu", 0, 50304)
+
+
+def test_a_sequence_that_just_fits_is_read(path: str) -> None:
+    """One window and the token after it."""
+    tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 50304).next()
+    assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999)
