@@ -175,6 +175,7 @@ REFUSED = {
     "a run with too long a name": (["show", "a" * 400], "failed (File name too long)"),
     "a file that is no run": (["show", "file"], "is no run file"),
     "trials without --power": (["selftest", "--trials", "3"], "--trials goes with --power"),
+    "unknown operation": (["selftest", "--power", "--operation", "smal"], "Did you mean 'small'"),
     "json without --power": (["selftest", "--json", "x"], "--json goes with --power"),
 }
 
@@ -394,7 +395,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
         patch.setattr(doctor, "listing", lambda what, imports: iter([what]))
         patch.setattr(report, "run_checks", lambda: 0)
-        patch.setattr(report, "run_power", lambda trials, path: 0)
+        patch.setattr(report, "run_power", lambda trials, path, chosen: 0)
         patch.setattr(sys, "path", list(sys.path))
         try:
             code = main([*start, *rest])

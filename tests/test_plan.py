@@ -117,7 +117,7 @@ def test_the_first_gpu_is_the_default_device(
 def test_the_reference_is_the_highest_precision_asked_for() -> None:
     """Whatever the order on the command line; the others keep that order."""
     for first, name in enumerate(ALL):
-        asked = ALL[:first:-1] + (name,)
+        asked = (*ALL[:first:-1], name)
         group = one_group(H200, *asked)
         assert reference(group) == name
         assert [planned.case.mode for planned in group.cases] == [name, *ALL[:first:-1]]

@@ -104,7 +104,7 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
 
 
 def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
-    """Whether measuring may stop for this case: a clear verdict and a narrow interval, at the level of an early look."""
+    """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
     known = _judge(case, reference, control, EARLY_LEVEL, EARLY_SAME)
     return known is not None and known[0] is not Verdict.UNSURE and known[1].half_width <= EARLY_HALF_WIDTH
 

@@ -34,8 +34,7 @@ class Cpu(Device):
     def available(self) -> tuple[DeviceFacts, ...]:
         import torch
 
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return (DeviceFacts("cpu", 0, processor_name(), memory, str(torch.__version__), arch=platform.machine()),)
+        return (DeviceFacts("cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine()),)
 
     def stamper(self, index: int) -> Stamper:
         return HostStamper()
@@ -45,6 +44,14 @@ class Cpu(Device):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def memory_bytes() -> int:
+    """Physical memory; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 0
 
 
 def processor_name() -> str:

@@ -7,7 +7,7 @@ from fp8bench.analysis.verdicts import BAND, BELOW_FLOOR_MARKERS, SAME
 from fp8bench.model import UNATTRIBUTED, Label, Phase
 
 LABELS: dict[Label, str] = {
-    Label.NOISY: "so restless a machine that the reference could not be told from itself to better than 3% (A/A noise floor)",
+    Label.NOISY: "so restless a machine that the A/A interval reaches further than 3% from 1",
     Label.CONTENDED: "other work took the processor during most slots (wall time well above processor time)",
     Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",

@@ -177,7 +177,8 @@ def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(cul
 
 def test_an_emulated_case_leads_only_if_nothing_native_is_left() -> None:
     """Then it has no control."""
-    records, _ = measure({"fp32": broken("slot")}, planned("fp32"), planned("mxfp8", EMULATED), planned("fp8", EMULATED))
+    cases = planned("fp32"), planned("mxfp8", EMULATED), planned("fp8", EMULATED)
+    records, _ = measure({"fp32": broken("slot")}, *cases)
     assert records["fp8"].is_reference and records["fp8"].control is None
 
 
@@ -210,7 +211,7 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
     scripts = {"fp32": sized(10), "bf16": sized(10, 5 * MS), "fp16": sized(10, 8 * MS)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
-    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp16"] + ["fp32", "fp32'", "bf16"] + ["fp32", "fp32'", "fp16"]
+    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp16", "fp32", "fp32'", "bf16", "fp32", "fp32'", "fp16"]
     assert records["fp32"].control is not None
     assert records["bf16"].paired_with is None and records["bf16"].control is None
     assert records["fp16"].paired_with is not None and records["fp16"].control is not None
@@ -245,13 +246,22 @@ def test_a_case_too_large_for_any_company_is_measured_alone() -> None:
     """It is unpaired, and the reference has its own rounds alone."""
     scripts = {"fp32": sized(10), "bf16": sized(20)}
     records, worker = measure(scripts, *native("fp32", "bf16"), capacity=25)
-    attempts = ["fp32", "fp32'", "bf16"] + ["fp32", "bf16"] + ["fp32"] + ["bf16"]
-    assert prepared(worker) == attempts
+    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16"]
     assert (records["bf16"].paired, records["bf16"].paired_with) == (False, None)
     assert records["fp32"].paired and records["fp32"].control is None
     found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert Label.UNPAIRED in found["bf16"].labels and Label.UNPAIRED not in found["fp32"].labels
     assert (found["bf16"].verdict, found["bf16"].why) == (Verdict.UNSURE, "it did not share rounds with a reference")
+
+
+def test_the_reference_is_measured_alone_only_once() -> None:
+    """The second large case finds its rounds done."""
+    scripts = {"fp32": sized(10), "bf16": sized(20), "fp16": sized(20)}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
+    assert prepared(worker)[3:] == [
+        "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32'", "fp16", "fp32", "fp16", "fp16",
+    ]  # fmt: skip
+    assert [record.paired for record in records.values()] == [True, False, False]
 
 
 def test_a_case_that_does_not_fit_even_alone_fails() -> None:

@@ -104,11 +104,11 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first() -> None
 
 def test_limits_follow_what_is_known_of_a_step() -> None:
     """60 s, or its FLOPs at 5 GFLOP/s while nobody has timed it, or 20 times what it took."""
-    worker = FakeWorker({"fp32": steady(9_000 * MS)})
+    worker = FakeWorker({"fp32": steady(4_000 * MS)})
     one = Arm("key", planned("fp32", flops=1e12), CPU)
     one.prepare(worker)
     one.run(worker, 0)
-    assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 540.0), ("slot", 180.0)]
+    assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 240.0), ("slot", 80.0)]
     short = FakeWorker({"fp32": steady(MS)})
     arm("fp32").prepare(short)
     assert {limit for _, limit in short.limits} == {HANG_SECONDS}
@@ -304,3 +304,12 @@ def test_releasing_gives_every_state_back() -> None:
     released = [entry for entry in worker.log if entry[0] == "release"]
     assert released == [("release", "fp32"), ("release", "?"), ("release", "?")]
     assert worker.held == []
+
+
+def test_a_very_long_step_is_sized_by_its_first_call() -> None:
+    """A step of ten seconds is not run three more times before anything is measured."""
+    worker = FakeWorker({"fp32": steady(10_000 * MS)})
+    one = arm("fp32")
+    one.prepare(worker)
+    assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0)]
+    assert (one.calls, one.step_seconds) == (1, 10.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_looks_are_few_even_in_the_longest_group() -> None:
     """Eight a doubling from 64 rounds on; the next is never more than half as much again."""
     looks = [rounds for rounds in range(1, 4097) if StoppingRule().looks(rounds)]
     assert len(looks) == 7 + 6 * 8
-    assert all(later / earlier <= 1.5 for earlier, later in zip(looks, looks[1:], strict=False))
+    assert all(later / earlier <= 1.5 for earlier, later in pairwise(looks))
 
 
 def test_nobody_looks_at_fixed_rounds_or_before_the_least() -> None:

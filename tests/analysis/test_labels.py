@@ -1,0 +1,155 @@
+"""Every label once on and once off, from hand-built samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.labels import labels_of
+from fp8bench.model import Finding, Label, Level, Record, Timing, Verdict
+from tests.fakes import MS, record, steady, timing
+
+CALM = steady(10 * MS, 24)
+
+
+def labels(one: Record, reference: Timing | None = CALM, **finding: object) -> tuple[Label, ...]:
+    phases = finding.pop("phases", (("gemm", 1e-2),))
+    return labels_of(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference)  # type: ignore[arg-type]
+
+
+def clocks(wall: Sequence[float], cpu: float = 0.01, host: float = 0.0, timing_: Timing = CALM) -> Timing:
+    """The same samples with other host and process clocks, slot by slot."""
+    slots = [
+        replace(slot, wall_seconds=wall[number % len(wall)], cpu_seconds=cpu, host_seconds=host)
+        for number, slot in enumerate(timing_.slots)
+    ]
+    return replace(timing_, slots=tuple(slots))
+
+
+def rising(share: float, rounds: int = 24) -> Timing:
+    """From 10 ms to so much more, evenly."""
+    return timing(*[(round(10 * MS * (1 + share * number / (rounds - 1))),) for number in range(rounds)])
+
+
+def test_calm_samples_have_no_label() -> None:
+    """Nothing to doubt."""
+    assert labels(record(CALM)) == ()
+
+
+@pytest.mark.parametrize(("floor", "on"), [(0.031, True), (0.03, False), (None, False)])
+def test_noisy(floor: float | None, on: bool) -> None:
+    """The A/A interval reaches further than 3%."""
+    assert (Label.NOISY in labels(record(CALM), floor=floor)) == on
+
+
+@pytest.mark.parametrize(
+    ("wall", "device", "on"),
+    [
+        ((0.0112,), "cpu", True),
+        ((0.0109,), "cpu", False),
+        ((0.02, 0.02, 0.01), "cpu", True),
+        ((0.02, 0.01), "cpu", False),
+        ((0.02,), "cuda:0", False),
+    ],
+)
+def test_contended(wall: tuple[float, ...], device: str, on: bool) -> None:
+    """In more than half of the slots the wall clock ran a tenth ahead of the process; a GPU's host always does."""
+    assert (Label.CONTENDED in labels(record(clocks(wall), device=device))) == on
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "on"),
+    [(0.0096, "cuda:0", True), (0.0094, "cuda:0", False), (0.0096, "cpu", False)],
+)
+def test_launch_bound(host: float, device: str, on: bool) -> None:
+    """The host needed as long to enqueue a step as the device to run it."""
+    assert (Label.LAUNCH_BOUND in labels(record(clocks((0.01,), host=host), device=device))) == on
+
+
+@pytest.mark.parametrize(
+    ("phases", "below", "on"),
+    [
+        ((("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0)), ("cast", "gemm"), True),
+        ((("cast", 1e-6), ("gemm", 2e-3)), ("cast",), False),
+    ],
+)
+def test_below_floor(phases: tuple[tuple[str, float], ...], below: tuple[str, ...], on: bool) -> None:
+    """All that took time is too short for its markers."""
+    assert (Label.BELOW_FLOOR in labels(record(CALM), phases=phases, below_floor=below)) == on
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "slow_rounds", "level", "on"),
+    [
+        (10 * MS, 12 * MS, 12, Level.NATIVE, True),
+        (10 * MS, 12 * MS, 5, Level.NATIVE, True),
+        (10 * MS, 12 * MS, 4, Level.NATIVE, False),
+        (10 * MS, 10 * MS + 400_000, 12, Level.NATIVE, False),
+        (10 * MS, 12 * MS, 12, Level.EMULATED, False),
+    ],
+)
+def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool) -> None:
+    """Two clusters more than 5% apart, a fifth of the rounds in each; a few outliers are no mode."""
+    slots = [(slow,) if number < slow_rounds else (fast,) for number in range(24)]
+    slots = slots[::2] + slots[1::2]
+    assert (Label.BIMODAL in labels(record(timing(*slots), level=level), timing(*slots))) == on
+
+
+def test_a_continuum_is_not_bimodal() -> None:
+    """However wide it is."""
+    assert Label.BIMODAL not in labels(record(rising(0.5)), rising(0.5))
+
+
+@pytest.mark.parametrize(
+    ("case", "reference", "options", "on"),
+    [
+        (rising(0.04), CALM, {}, True),
+        (CALM, rising(0.04), {}, True),
+        (rising(0.04), rising(0.04), {}, False),
+        (rising(0.02), CALM, {}, False),
+        (rising(0.04, 15), CALM, {}, False),
+        (rising(0.04), None, {}, False),
+        (rising(0.04), CALM, {"paired": False}, False),
+        (rising(0.04), CALM, {"is_reference": True}, False),
+        (rising(0.04), CALM, {"level": Level.EMULATED}, False),
+    ],
+)
+def test_drift(case: Timing, reference: Timing | None, options: dict[str, object], on: bool) -> None:
+    """The ratio moves by more than 2% from the first third to the last; what both do together is no drift."""
+    assert (Label.DRIFT in labels(record(case, **options), reference)) == on  # type: ignore[arg-type]
+
+
+def test_a_jump_back_and_forth_is_no_drift() -> None:
+    """The ends differ, the order does not."""
+    slots = [(12 * MS,) if number % 2 else (10 * MS,) for number in range(24)]
+    assert Label.DRIFT not in labels(record(timing(*slots)))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "level", "on"), [(15, Level.NATIVE, True), (16, Level.NATIVE, False), (8, Level.EMULATED, False)]
+)
+def test_few_samples(rounds: int, level: Level, on: bool) -> None:
+    """Fewer rounds than a first look needs, where a time is read as a speed."""
+    assert (Label.FEW_SAMPLES in labels(record(steady(10 * MS, rounds), level=level))) == on
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_unpaired(paired: bool) -> None:
+    """It shared no rounds with the reference."""
+    assert (Label.UNPAIRED in labels(record(CALM, paired=paired))) == (not paired)
+
+
+@pytest.mark.parametrize("varying", [True, False])
+def test_varying_steps(varying: bool) -> None:
+    """Its marks differed from call to call."""
+    assert (Label.VARYING in labels(record(replace(CALM, varying=varying)))) == varying
+
+
+def test_labels_come_in_their_own_order() -> None:
+    """So that tables and files do not depend on a set's."""
+    bad = replace(clocks((0.02,), timing_=rising(0.04, 15)), varying=True)
+    found = labels(record(bad, paired=False), floor=0.5)
+    assert found == tuple(label for label in Label if label in found)
+    assert found == (Label.NOISY, Label.CONTENDED, Label.FEW_SAMPLES, Label.UNPAIRED, Label.VARYING)

@@ -1,0 +1,331 @@
+"""Verdicts from hand-built samples: every number here can be checked with a pencil."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.verdicts import (
+    BAND,
+    LEAST_FOR_VERDICT,
+    band_of,
+    best_phases,
+    compare,
+    conclude,
+    decided,
+    doubted,
+    find,
+    noise,
+    rule,
+    until,
+)
+from fp8bench.model import (
+    CELL_PHASES,
+    Finding,
+    Interval,
+    Label,
+    Level,
+    Overheads,
+    Record,
+    Segments,
+    SlotSample,
+    Status,
+    Timing,
+    Verdict,
+)
+from tests.fakes import MS, record, steady, timing
+
+ROUNDS = 16
+TEN = steady(10 * MS, ROUNDS)
+
+
+def found(*records: Record, overheads: dict[str, Overheads] | None = None) -> dict[str, Finding]:
+    return {finding.case.precision: finding for finding in find(records, overheads or {})}
+
+
+def against_ten(case: Timing, control: Timing | None = None, level: Level = Level.NATIVE) -> Finding:
+    """The finding of a case beside a reference of exactly 10 ms."""
+    return found(record(TEN, "fp32", is_reference=True, control=control), record(case, "bf16", level))["bf16"]
+
+
+def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
+    """One fast round, the first: a third of all resamples miss it."""
+    return timing((best,), *[(else_,)] * (rounds - 1))
+
+
+def called(*slots: Sequence[int]) -> Timing:
+    """Slots of several calls of one cell each, in nanoseconds."""
+    samples = [SlotSample(number, tuple((ns,) for ns in calls), 0.0, 0.0) for number, calls in enumerate(slots)]
+    return Timing(Segments(("gemm",), (0,)), tuple(samples))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "band", "verdict"),
+    [
+        (1.0051, 1.9, 0.005, Verdict.SLOWER),
+        (1.0049, 1.9, 0.005, Verdict.UNSURE),
+        (1.005, 1.9, 0.005, Verdict.UNSURE),
+        (0.5, 0.9949, 0.005, Verdict.FASTER),
+        (0.5, 0.9951, 0.005, Verdict.UNSURE),
+        (0.9801, 1.0199, 0.005, Verdict.SAME),
+        (0.9799, 1.0, 0.005, Verdict.UNSURE),
+        (1.0, 1.0201, 0.005, Verdict.UNSURE),
+        (1.0049, 1.0051, 0.005, Verdict.SAME),
+        (1.006, 1.007, 0.01, Verdict.SAME),
+        (1.03, 1.04, 0.035, Verdict.UNSURE),
+        (0.0, math.inf, 0.005, Verdict.UNSURE),
+    ],
+)
+def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> None:
+    """Wholly outside the band, wholly inside 2%, or unsure."""
+    assert rule(Interval(1.0, low, high, 0.99), band) is verdict
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "verdict"),
+    [
+        (20_000_000, Verdict.SLOWER), (10_060_000, Verdict.SLOWER), (10_040_000, Verdict.SAME),
+        (10_000_000, Verdict.SAME), (9_960_000, Verdict.SAME), (9_940_000, Verdict.FASTER), (2_000_000, Verdict.FASTER),
+    ],
+)  # fmt: skip
+def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) -> None:
+    """Half a percent to either side is the band; without noise the interval is the point."""
+    finding = against_ten(steady(nanoseconds, ROUNDS), TEN)
+    assert finding.verdict is verdict and finding.why == ""
+    assert finding.ratio is not None
+    ratio = nanoseconds / 1e7
+    assert [finding.ratio.low, finding.ratio.point, finding.ratio.high] == pytest.approx([ratio] * 3, rel=1e-12)
+    assert finding.ratio.level == 0.99
+    assert finding.median_ratio == pytest.approx(ratio)
+
+
+def test_one_fast_round_is_not_enough_to_be_faster() -> None:
+    """The resamples that missed it say slower."""
+    finding = against_ten(once(9_000_000, 11_000_000), TEN)
+    assert finding.verdict is Verdict.UNSURE
+    assert finding.why == "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
+    assert finding.ratio is not None
+    assert [finding.ratio.low, finding.ratio.high] == pytest.approx([0.9, 1.1])
+
+
+def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
+    """By 3% here, on either side; the reference is the geometric mean of both."""
+    control = steady(10_300_000, ROUNDS)
+    middle = 10e6 * math.sqrt(1.03)
+    unsure = against_ten(steady(round(middle * 1.025), ROUNDS), control)
+    assert (unsure.verdict, unsure.why) == (Verdict.UNSURE, "the reference differs from its own control by as much")
+    assert against_ten(steady(round(middle * 1.031), ROUNDS), control).verdict is Verdict.SLOWER
+    assert against_ten(steady(round(middle * 0.975), ROUNDS), control).verdict is Verdict.UNSURE
+    assert against_ten(steady(round(middle * 0.969), ROUNDS), control).verdict is Verdict.FASTER
+    assert against_ten(steady(round(middle * 1.019), ROUNDS), control).verdict is Verdict.SAME
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "band"),
+    [(0.9, 1.2, BAND), (1.0, 1.2, BAND), (1.004, 1.2, BAND), (1.03, 1.2, 0.03), (0.7, 0.96, 0.04)],
+)
+def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
+    """Clearance is how far the A/A interval stays from 1, reach how far it gets."""
+    aa = Interval(1.0, low, high, 0.99)
+    assert band_of(aa) == pytest.approx(band)
+    assert aa.reach == pytest.approx(max(high - 1, 1 - low))
+    assert band_of(None) == BAND
+
+
+def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
+    """A control with one odd round reaches 4% and clears nothing: a case 1% slower is still slower."""
+    finding = against_ten(steady(10_100_000, ROUNDS), once(9_600_000, 10_000_000))
+    assert finding.verdict is Verdict.SLOWER
+    assert finding.floor == pytest.approx(0.04)
+
+
+def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
+    """A case that left after 16 rounds is not charged with what the control did later."""
+    control = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
+    reference = record(steady(10 * MS, 2 * ROUNDS), "fp32", is_reference=True, control=control)
+    findings = found(reference, record(TEN, "bf16"))
+    assert findings["bf16"].floor == pytest.approx(0.0, abs=1e-12)
+    assert findings["fp32"].floor == pytest.approx(0.5)
+    assert findings["fp32"].verdict is Verdict.REFERENCE and findings["fp32"].ratio is None
+
+
+def test_without_a_control_there_is_no_floor() -> None:
+    """And the band is the least one."""
+    findings = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
+    assert findings["fp32"].floor is None and findings["bf16"].floor is None
+    assert findings["bf16"].verdict is Verdict.SLOWER
+    assert noise(TEN, None) is None and noise(TEN, timing()) is None
+
+
+@pytest.mark.parametrize("rounds", range(1, LEAST_FOR_VERDICT + 1))
+def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
+    """The interval of five rounds is not to be believed; six give a verdict."""
+    finding = against_ten(steady(20 * MS, rounds), TEN)
+    if rounds < LEAST_FOR_VERDICT:
+        why = f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
+        assert (finding.verdict, finding.why) == (Verdict.UNSURE, why)
+    else:
+        assert finding.verdict is Verdict.SLOWER
+
+
+def test_only_shared_rounds_count() -> None:
+    """The reference went on and got faster after the case had left."""
+    late = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
+    findings = found(record(late, "fp32", is_reference=True), record(TEN, "bf16"))
+    assert findings["bf16"].verdict is Verdict.SAME
+    assert [slot.round for slot in until(late, TEN).slots] == list(range(ROUNDS))
+    assert until(late, timing()).slots == ()
+
+
+def test_without_a_shared_round_nothing_is_said() -> None:
+    """The why says so."""
+    finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
+    assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round has both it and the reference")
+    assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
+    assert compare(TEN, [timing()], 0.99) is None and conclude(timing(), TEN, None) is None
+
+
+def test_an_emulated_case_has_no_verdict_on_speed() -> None:
+    """Its time is shown, its ratio is not, and few rounds are no reason for doubt."""
+    finding = against_ten(steady(50 * MS, 8), TEN, Level.EMULATED)
+    assert finding.verdict is Verdict.EMULATED
+    assert (finding.ratio, finding.median_ratio, finding.why, finding.labels) == (None, None, "", ())
+    assert finding.best_seconds == pytest.approx(0.05)
+
+
+def test_beside_an_emulated_reference_nothing_is_fast() -> None:
+    """Its time is no speed."""
+    findings = found(
+        record(steady(50 * MS, 8), "fp8", Level.EMULATED, is_reference=True), record(steady(MS, ROUNDS), "bf16")
+    )
+    assert findings["fp8"].verdict is Verdict.EMULATED
+    why = "the reference is emulated, so its time is no speed"
+    assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
+
+
+def test_an_unpaired_case_is_unsure() -> None:
+    """So is any case of a group without a reference."""
+    findings = found(record(TEN, "fp32", is_reference=True), record(steady(MS, ROUNDS), "bf16", paired=False))
+    why = "it did not share rounds with a reference"
+    assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
+    alone = found(record(TEN, "bf16"))["bf16"]
+    assert (alone.verdict, alone.why) == (Verdict.UNSURE, why)
+
+
+def test_a_case_of_another_sitting_is_held_against_that_sitting_s_reference() -> None:
+    """And never against the control of the first, even if it has none itself."""
+    reference = record(TEN, "fp32", is_reference=True, control=steady(40 * MS, ROUNDS))
+    findings = found(
+        reference,
+        record(steady(21 * MS, ROUNDS), "bf16", paired_with=steady(20 * MS, ROUNDS)),
+        record(steady(21 * MS, ROUNDS), "fp16", paired_with=steady(20 * MS, ROUNDS), control=steady(20 * MS, ROUNDS)),
+    )
+    for name, floor in (("bf16", None), ("fp16", 0.0)):
+        ratio = findings[name].ratio
+        assert ratio is not None and ratio.point == pytest.approx(1.05)
+        assert findings[name].floor == (None if floor is None else pytest.approx(floor, abs=1e-12))
+
+
+@pytest.mark.parametrize("status", [Status.SKIPPED, Status.FAILED])
+def test_a_case_that_did_not_run_has_no_finding(status: Status) -> None:
+    """Neither has one without slots."""
+    findings = found(
+        record(TEN, "fp32", is_reference=True), record(None, "bf16", status=status), record(timing(), "fp8")
+    )
+    for name in ("bf16", "fp8"):
+        assert findings[name] == Finding(findings[name].case, Verdict.NONE)
+
+
+def test_a_minimum_over_more_calls_is_not_allowed() -> None:
+    """The case had four calls a slot and was fastest in the last two; the reference had two calls."""
+    case = called(*[(12 * MS, 11 * MS, 5 * MS, 5 * MS)] * ROUNDS)
+    two = called(*[(10 * MS, 11 * MS)] * ROUNDS)
+    interval = compare(case, [two], 0.99)
+    assert interval is not None and interval.point == pytest.approx(1.1)
+    three = called(*[(10 * MS, 11 * MS, 8 * MS)] * ROUNDS)
+    pair = compare(case, [two, three], 0.99)
+    assert pair is not None and pair.point == pytest.approx(1.1)
+
+
+def test_one_short_slot_shortens_all() -> None:
+    """A slot of one call leaves the first call of every slot."""
+    case = called((12 * MS,), *[(12 * MS, MS)] * ROUNDS)
+    interval = compare(case, [called(*[(10 * MS, MS)] * (ROUNDS + 1))], 0.99)
+    assert interval is not None and interval.point == pytest.approx(1.2)
+
+
+def test_the_best_of_each_cell_makes_the_step() -> None:
+    """No round was best in every cell; phases sum to the best step exactly, all phases listed."""
+    mixed = timing((3 * MS, 9 * MS, MS), (5 * MS, 7 * MS, 2 * MS), phases=("cast", "gemm", "cast"))
+    phases = dict(best_phases(mixed))
+    assert tuple(phases) == CELL_PHASES
+    assert {name: seconds for name, seconds in phases.items() if seconds} == pytest.approx({"cast": 4e-3, "gemm": 7e-3})
+    finding = against_ten(mixed)
+    assert finding.best_seconds == sum(seconds for _, seconds in finding.phases) == pytest.approx(11e-3)
+    assert finding.median_seconds == pytest.approx(13.5e-3)
+
+
+def test_median_and_spread_are_of_all_calls() -> None:
+    """Discarding nothing: five calls of 1, 2, 3, 4, 5 ms."""
+    finding = against_ten(called((MS, 2 * MS), (3 * MS, 4 * MS), (5 * MS,)))
+    assert finding.median_seconds == pytest.approx(3e-3)
+    assert finding.spread == pytest.approx(2 / 3)
+    assert finding.median_ratio == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("overheads", "below"),
+    [
+        (Overheads(0.4e-6, 0.2e-6, 0.1e-6), ("cast",)),
+        (Overheads(0.3e-6, 0.2e-6, 0.1e-6), ()),
+        (Overheads(0.3e-6, 0.2e-6, 0.1e-6, event_pair=2e-6), ("cast", "gemm")),
+        (None, ()),
+    ],
+)
+def test_phases_below_the_floor_are_named(overheads: Overheads | None, below: tuple[str, ...]) -> None:
+    """A cast of 7 us and a product of 30 us, against 20 markers' cost; phases that took no time are not meant."""
+    case = timing(*[(7_000, 30_000)] * ROUNDS, phases=("cast", "gemm"))
+    finding = found(record(case, "bf16"), overheads={"cpu": overheads} if overheads else {})["bf16"]
+    assert finding.below_floor == below
+    assert (Label.BELOW_FLOOR in finding.labels) == (below == ("cast", "gemm"))
+
+
+def test_overheads_of_another_device_do_not_count() -> None:
+    """Each device has its own clock."""
+    case = timing(*[(7_000,)] * ROUNDS)
+    overheads = {"cuda:0": Overheads(1.0, 1.0, 1.0)}
+    assert found(record(case, "bf16"), overheads=overheads)["bf16"].below_floor == ()
+
+
+def test_an_early_decision_needs_more_than_a_final_one() -> None:
+    """1.5% of uncertainty is the same in the end, and reason to go on before it."""
+    case = once(9_850_000, 10_000_000)
+    conclusion = conclude(case, TEN, TEN)
+    assert conclusion is not None and conclusion[0] is Verdict.SAME
+    assert not decided(case, TEN, TEN)
+    assert decided(once(9_950_000, 10_000_000), TEN, TEN)
+    assert decided(steady(11 * MS, ROUNDS), TEN, TEN) and decided(TEN, TEN, None)
+    assert not decided(once(9 * MS, 11 * MS), TEN, TEN)
+    assert not decided(steady(5 * MS, 5), TEN, TEN)
+    assert not decided(steady(5 * MS, ROUNDS, start=ROUNDS), TEN, TEN)
+
+
+def test_a_clear_side_is_not_enough_to_stop_early() -> None:
+    """The ratio is wanted, too: 40 to 46% slower goes on, 40 to 44% is narrow enough."""
+    for else_, stops in ((14_600_000, False), (14_400_000, True)):
+        case = once(14_000_000, else_)
+        conclusion = conclude(case, TEN, TEN)
+        assert conclusion is not None and conclusion[0] is Verdict.SLOWER
+        assert decided(case, TEN, TEN) is stops
+
+
+def test_a_verdict_with_a_reason_for_doubt_is_not_shown_as_a_plain_fact() -> None:
+    """Being bound by launches is a fact about the case, no doubt of the number."""
+    finding = against_ten(TEN)
+    assert not doubted(finding)
+    assert not doubted(replace(finding, labels=(Label.LAUNCH_BOUND,)))
+    for label in set(Label) - {Label.LAUNCH_BOUND}:
+        assert doubted(replace(finding, labels=(Label.LAUNCH_BOUND, label)))

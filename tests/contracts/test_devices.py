@@ -1,0 +1,100 @@
+"""What every kind of device promises; a new one is tested on the day it is added."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.history.codec import decode, encode
+from fp8bench.measure.calibration import calibrate
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import DeviceFacts
+from fp8bench.registry import devices
+
+NAMES = devices.names()
+HERE = [(kind, facts) for kind in NAMES for facts in devices.get(kind).available()]
+here = pytest.mark.parametrize(("kind", "facts"), HERE, ids=lambda value: getattr(value, "key", None))
+
+
+def test_there_is_always_a_processor() -> None:
+    """It is the device of last resort."""
+    assert "cpu" in {kind for kind, _ in HERE}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_what_is_available_says_what_it_is(kind: str) -> None:
+    """Frozen facts with keys of their own, that can be stored; none where there is none."""
+    device = devices.get(kind)
+    found = device.available()
+    assert device.kind == kind and isinstance(found, tuple)
+    assert len({facts.key for facts in found}) == len(found)
+    for index, facts in enumerate(found):
+        assert (facts.kind, facts.index) == (kind, index)
+        assert facts.name and facts.memory_bytes > 1 << 20 and facts.torch
+        assert decode(DeviceFacts, encode(facts)) == facts
+
+
+@here
+def test_its_clock_goes_forward(kind: str, facts: DeviceFacts) -> None:
+    """One interval fewer than stamps; none for none."""
+    stamper = devices.get(kind).stamper(facts.index)
+    now = stamper.source()
+    for _ in range(3):
+        intervals = stamper.intervals_ns([now() for _ in range(10)])
+        assert len(intervals) == 9 and all(type(one) is int and one >= 0 for one in intervals)
+        stamper.recycle()
+    assert stamper.intervals_ns([]) == [] and stamper.intervals_ns([now()]) == []
+
+
+@here
+def test_two_clocks_do_not_share_their_stamps(kind: str, facts: DeviceFacts) -> None:
+    """Every arm has one of its own, and recycles it when it likes."""
+    device = devices.get(kind)
+    one, other = device.stamper(facts.index), device.stamper(facts.index)
+    stamps = [one.source()(), one.source()()]
+    other.source()()
+    other.recycle()
+    assert one.intervals_ns(stamps)[0] >= 0
+
+
+@here
+def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None:
+    """Also when there is nothing to do."""
+    device = devices.get(kind)
+    device.synchronise(facts.index)
+    device.empty_cache()
+    device.synchronise(facts.index)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
+    """Whatever else goes wrong is a failure of the case."""
+    device = devices.get(kind)
+    for error in (ValueError("out of paper"), RuntimeError("size mismatch"), KeyError("x")):
+        assert not device.is_out_of_memory(error)
+
+
+def test_a_processor_knows_both_ways_of_running_out() -> None:
+    """Python's, and torch's own error of its allocator."""
+    cpu = devices.get("cpu")
+    text = "[enforce fail at alloc_cpu.cpp:128] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+    assert cpu.is_out_of_memory(MemoryError()) and cpu.is_out_of_memory(RuntimeError(text))
+
+
+@here
+def test_looking_costs_little_and_is_known(kind: str, facts: DeviceFacts) -> None:
+    """The harness publishes it; generous bounds, no timed test."""
+    cost = calibrate(devices.get(kind), facts.index)
+    assert 0 <= cost.marker_off < cost.marker_on < 1e-3 and 0 <= cost.stamp < 1e-3
+    assert (cost.event_pair is None) == (kind == "cpu")
+
+
+@here
+def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
+    """Marks and stamps fit together."""
+    stamper = devices.get(kind).stamper(facts.index)
+    clock = PhaseClock(stamper)
+    clock.begin()
+    with clock.gemm, clock.cast:
+        pass
+    codes, stamps = clock.end()
+    assert len(stamper.intervals_ns(stamps)) == len(codes)

@@ -1,0 +1,119 @@
+"""What every precision promises; a new one is tested on the day it is added."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.nn.linear import Linear
+from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.protocols import Role, SilentPhases
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+def gpu(name: str, capability: tuple[int, int] | None, hip: str | None = None) -> DeviceFacts:
+    return DeviceFacts("cuda", 0, name, 80 << 30, "2.13.0", capability, cuda=None if hip else "13.0", hip=hip)
+
+
+DEVICES = [
+    CPU, gpu("V100", (7, 0)), gpu("A100", (8, 0)), gpu("L40S", (8, 9)), gpu("H200", (9, 0)), gpu("B200", (10, 0)),
+    gpu("of tomorrow", (13, 0)), gpu("MI300X", (9, 4), "7.0"), gpu("unknown", None),
+    DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
+]  # fmt: skip
+NAMES = precisions.names()
+
+
+def test_names_and_ranks_are_told_apart() -> None:
+    """The default reference is the lowest rank: two of one rank would make it a matter of luck."""
+    ranks = [precisions.get(name).rank for name in NAMES]
+    assert len(set(ranks)) == len(NAMES)
+    assert min(zip(ranks, NAMES, strict=True))[1] == "fp32"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_precision_introduces_itself(name: str) -> None:
+    """Name and aliases as registered; a summary of one line; factors that make sense."""
+    precision = precisions.get(name)
+    assert precision.name == name and name == name.lower() and not set(name) & set(" ,={}/@'")
+    assert set(precision.aliases) == {alias for alias, own in precisions.aliases().items() if own == name}
+    assert precision.summary.endswith(".") and "\n" not in precision.summary
+    assert precision.loss_scale >= 1 and all(one >= 1 for one in precision.multiples)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("facts", DEVICES, ids=lambda facts: facts.name)
+def test_support_is_a_level_with_its_reason(name: str, facts: DeviceFacts) -> None:
+    """For any device, also one that nobody has seen yet, and always the same."""
+    support = precisions.get(name).support(facts)
+    assert isinstance(support, Support) and isinstance(support.level, Level)
+    assert support.reason and "\n" not in support.reason
+    assert precisions.get(name).support(facts) == support
+
+
+runs_here = pytest.mark.parametrize(
+    "name", [name for name in NAMES if precisions.get(name).support(CPU).level is not Level.REFUSED]
+)
+
+
+@runs_here
+def test_its_arithmetic_multiplies_and_lets_gradients_flow(name: str) -> None:
+    """Through a linear layer, in both directions, near the exact result, with odd sizes."""
+    precision = precisions.get(name)
+    with precision.scope():
+        arithmetic = precision.arithmetic(CPU)
+        torch.manual_seed(0)
+        linear = Linear(37, 19, arithmetic)
+        x = torch.randn(4, 5, 37, requires_grad=True)
+        y = linear(x, SilentPhases())
+        pull = torch.randn(4, 5, 19)
+        y.backward((pull * precision.loss_scale).to(y.dtype))
+    assert y.shape == (4, 5, 19) and y.dtype == arithmetic.carrier
+    flat, pull = x.detach().reshape(20, 37).double(), pull.reshape(20, 19).double()
+    weight = linear.weight.detach().double()
+    for found, exact in (
+        (y.detach().reshape(20, 19), flat @ weight.T),
+        (x.grad, (pull @ weight).reshape(4, 5, 37)),
+        (linear.weight.grad, pull.T @ flat),
+    ):
+        assert found is not None and found.isfinite().all()
+        scale = 1.0 if found.shape == (20, 19) else precision.loss_scale
+        assert relative_frobenius(found.double() / scale, exact) < 0.5
+
+
+@runs_here
+def test_casting_changes_no_input_and_twice_gives_the_same(name: str) -> None:
+    """Every role, and tensors of zeros and of one element."""
+    arithmetic = precisions.get(name).arithmetic(CPU)
+    for shape in ((6, 64), (1, 1), (3, 33)):
+        for x in (torch.randn(shape), torch.zeros(shape)):
+            for role in Role:
+                before = x.clone()
+                one, two = arithmetic.cast(x, role), arithmetic.cast(x, role)
+                assert torch.equal(x, before)
+                assert torch.equal(one.data.float(), two.data.float()) and one.data.shape == x.shape
+                turned = arithmetic.turn(one, x, role)
+                assert turned.data.shape == (shape[1], shape[0]) and turned.data.float().isfinite().all()
+
+
+@runs_here
+@pytest.mark.parametrize("raises", [False, True])
+def test_its_scope_leaves_no_trace(name: str, raises: bool) -> None:
+    """Global switches are put back, whatever the body does."""
+
+    def switches() -> tuple[object, ...]:
+        return (
+            torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.is_grad_enabled(),
+            torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cpu"),
+        )  # fmt: skip
+
+    before = switches()
+    try:
+        with precisions.get(name).scope():
+            if raises:
+                raise ValueError("planted")
+    except ValueError:
+        pass
+    assert switches() == before

@@ -1,0 +1,166 @@
+"""What every workload promises; a new one is tested on the day it is added."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Params, Request
+from fp8bench.plan import make_plan
+from fp8bench.registry import precisions, workloads
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+# Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
+SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "gemm": (("shape", ("32",)),),
+    "transformer": (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("32",))),
+}
+NAMES = workloads.names()
+WHERE = pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def bench(corpus: Corpus) -> Iterator[Bench]:
+    """The worker's side, in this process."""
+    before = torch.get_num_threads()
+    yield Bench(Settings(corpus=corpus.path))
+    torch.set_num_threads(before)
+
+
+def smallest(name: str, precision: str, corpus: Corpus) -> Case:
+    """The first case of the smallest setting, as the plan makes it."""
+    request = Request(name, (precision,), ("cpu",), axes=SMALL.get(name, ()))
+    return make_plan(request, (CPU,), corpus.identity).groups[0].cases[0].case
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workload_introduces_itself(name: str) -> None:
+    """Name as registered, a summary of one line, a version."""
+    workload = workloads.get(name)
+    assert workload.name == name and not set(name) & set(" ,=[]{}/@'")
+    assert workload.summary and "\n" not in workload.summary and workload.version
+    assert len(set(workload.layer_kinds)) == len(workload.layer_kinds)
+
+
+@WHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_every_axis_has_defaults_that_parse(name: str, facts: DeviceFacts) -> None:
+    """And a description; names are told apart, and 'data' is taken by the text."""
+    axes = workloads.get(name).axes(facts)
+    names = [axis.name for axis in axes]
+    assert len(set(names)) == len(names) and "data" not in names
+    for axis in axes:
+        assert axis.description and axis.default
+        assert len(axis.values(axis.default)) == len(axis.default)
+
+
+def default_cases(name: str, facts: DeviceFacts) -> list[Params]:
+    plan = make_plan(Request(name, ("fp32",)), (facts,), "text:00000000")
+    return [planned.case.params for group in plan for planned in group.cases]
+
+
+@WHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_expanding_gives_plain_hashable_cases(name: str, facts: DeviceFacts) -> None:
+    """Each once, in the same order every time."""
+    cases = default_cases(name, facts)
+    assert cases and len(set(cases)) == len(cases) and cases == default_cases(name, facts)
+    for params in cases:
+        assert len(dict(params)) == len(params)
+        assert all(isinstance(key, str) and type(value) in (int, float, str, bool) for key, value in params)
+
+
+@WHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
+    """Throughput divides by time, limits by work."""
+    for params in default_cases(name, facts):
+        work = workloads.get(name).work(dict(params))
+        assert math.isfinite(work.flops) and work.flops > 0 and work.tokens >= 0
+
+
+@WHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misfit_is_told_in_words(name: str, facts: DeviceFacts) -> None:
+    """For any precision: '' or a reason."""
+    for params in default_cases(name, facts):
+        for precision in precisions.names():
+            reason = workloads.get(name).misfit(dict(params), precisions.get(precision))
+            assert isinstance(reason, str) and "\n" not in reason
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
+    """With the same marks in every step, most of the time inside phases, and a state that can be given back."""
+    case = smallest(name, precision, corpus)
+    bench.prepare("one", case, CPU)
+    try:
+        slot = bench.slot("one", 4, 1)
+        assert len(slot.steps) == 4
+        for step in slot.steps:
+            assert len(step.codes) == len(step.intervals_ns) and min(step.intervals_ns) >= 0
+            assert CELL_PHASES[step.codes[0]] == UNATTRIBUTED and len(set(step.codes)) > 1
+        assert len({step.codes for step in slot.steps}) == 1
+    finally:
+        bench.release("one")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_is_watched_by_a_clock_ends_outside_all_phases(name: str, corpus: Corpus, bench: Bench) -> None:
+    """The clock refuses a step that leaves one open."""
+    bench.prepare("one", smallest(name, "bf16", corpus), CPU)
+    one = bench._prepared["one"]
+    clock = PhaseClock(HostStamper())
+    clock.begin()
+    with one.precision.scope():
+        one.workload.step(one.state, clock)
+    codes, stamps = clock.end()
+    assert len(stamps) == len(codes) + 1
+    bench.release("one")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_are_named_numbers_that_grow_as_bits_go(name: str, corpus: Corpus, bench: Bench) -> None:
+    """The same again for the same seed; NaN would be a bug, an empty answer is allowed."""
+    found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in ("fp32", "bf16", "nvfp4")}
+    assert found["bf16"] == bench.error(smallest(name, "bf16", corpus), CPU)
+    for errors in found.values():
+        assert set(errors) == set(found["fp32"])
+        assert all(type(value) is float and value >= 0 and math.isfinite(value) for value in errors.values())
+    for metric in found["fp32"]:
+        assert found["fp32"][metric] < found["nvfp4"][metric]
+
+
+def test_planning_any_workload_needs_no_torch() -> None:
+    """The parent plans, lists and counts with names and numbers alone."""
+    program = """
+import sys
+from fp8bench.model import DeviceFacts, Request
+from fp8bench.plan import make_plan
+from fp8bench.registry import devices, precisions, workloads
+for facts in (DeviceFacts("cpu", 0, "", 1, "2.13"), DeviceFacts("cuda", 0, "", 1, "2.13", (9, 0), "13.0")):
+    for name in workloads.names():
+        assert make_plan(Request(name, tuple(precisions.names())), (facts,), "text:00000000").num_cases
+assert devices.names(hidden=True) and workloads.names(hidden=True)
+print([heavy for heavy in ("torch", "numpy", "pandas", "matplotlib") if heavy in sys.modules])
+"""
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

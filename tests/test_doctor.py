@@ -1,0 +1,131 @@
+"""What the doctor says of this machine."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from fp8bench import doctor
+from fp8bench.doctor import examine, listing, nvml_state
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import DeviceFacts
+from fp8bench.registry import precisions, workloads
+
+H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's answers without a process of its own."""
+    monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
+
+
+def test_every_precision_has_a_line_with_its_level_and_reason() -> None:
+    """For the processor, at the least."""
+    lines = list(examine(False))
+    for name in precisions.names():
+        support = precisions.get(name).support(CPU)
+        assert any(line.split()[:2] == [name, support.level.value] and support.reason in line for line in lines)
+
+
+def test_versions_machine_and_load_are_named() -> None:
+    """All a bug report needs, and no line is empty of meaning."""
+    text = "\n".join(examine(False))
+    assert f"torch {torch.__version__}" in text and "Python 3." in text
+    for word in ("machine ", "cores ", "load ", "clocks ", "NVML "):
+        assert word in text
+    assert "what looking costs" not in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    """In words, not by silence."""
+    assert any(line.startswith("GPU       none") for line in examine(False))
+
+
+def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Markers, stamps, and a training step against a bare loop."""
+    monkeypatch.setattr(doctor, "_LOOP_STEPS", 1)
+    monkeypatch.setattr(doctor, "_LOOP_ROUNDS", 4)
+    text = "\n".join(examine(True))
+    assert "phase marker on" in text and "phase marker off" in text and "one clock stamp" in text
+    assert "against a bare loop: " in text and "4 pairs" in text
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capability, memory, CUDA, and what it does natively."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
+    text = "\n".join(examine(False))
+    assert "cuda:0: NVIDIA H200 (140 GiB, compute capability 9.0, CUDA 13.0)" in text
+    assert "GPU       none" not in text
+    assert any(line.split()[:2] == ["fp8", "native"] for line in text.splitlines())
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+def nvml(driver: bool) -> ModuleType:
+    """A pynvml with or without a driver behind it."""
+    module = ModuleType("pynvml")
+
+    def init() -> None:
+        if not driver:
+            raise NVMLError("Driver Not Loaded")
+
+    module.NVMLError = NVMLError  # type: ignore[attr-defined]
+    module.nvmlInit = init  # type: ignore[attr-defined]
+    module.nvmlShutdown = lambda: None  # type: ignore[attr-defined]
+    module.nvmlSystemGetDriverVersion = lambda: "999.1"  # type: ignore[attr-defined]
+    module.nvmlDeviceGetCount = lambda: 2  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (nvml(True), "driver 999.1, 2 device(s)"),
+        (nvml(False), "not there: Driver Not Loaded"),
+        (None, "not usable: nvidia-ml-py does not import"),
+    ],
+    ids=["driver", "no driver", "not installed"],
+)
+def test_the_state_of_nvml_is_a_sentence(
+    module: ModuleType | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Present, absent or not installed."""
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert nvml_state().startswith(sentence)
+
+
+def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And describes those that are there."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
+    assert list(listing("devices", ())) == ["cpu      a processor, 16.0 GiB", "cuda     none on this machine"]
+
+
+def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first GPU where there is one."""
+    shown = {}
+    for device in (CPU, H200):
+        monkeypatch.setattr(LocalWorker, "probe", lambda self, device=device: (CPU, device))
+        shown[device.kind] = "\n".join(listing("transformer", ()))
+    assert "cpu takes by default" in shown["cpu"] and "nano" in shown["cpu"]
+    assert "cuda:0 takes by default" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
+
+
+def test_listing_suites_gives_their_summaries() -> None:
+    """Without a worker."""
+    assert [line.split()[0] for line in listing("suites", ())] == workloads.names()
+
+
+def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every device of the machine."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
+    text = "\n".join(listing("dtypes", ()))
+    assert "nvfp4 (also fp4): " in text
+    assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())

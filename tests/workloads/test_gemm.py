@@ -1,0 +1,175 @@
+"""The matrix product: its shapes, its phases, its error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar
+from fp8bench.numerics import products
+from fp8bench.protocols import Operand, Role, Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.gemm import LARGEST, MODELS, PRODUCTS, Gemm, parse_shape
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+
+
+def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setup:
+    params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", **changes}
+    arithmetic = precisions.get(precision).arithmetic(CPU)
+    case = Case("gemm", tuple(params.items()), precision, "cpu")
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("512", "512x512x512"), ("1x2048x512", "1x2048x512"), ("007", "7x7x7"), ("llama3-8b", "llama3-8b"),
+     (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}")],
+)  # fmt: skip
+def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
+    """A square, M x N x K, or a model."""
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "x", "1x2", "1x2x3x4", "0", "-1", "1.5", "1xx3", "²", "٣", str(LARGEST + 1), "gpt3"])
+def test_shapes_that_cannot(text: str) -> None:
+    """With what is expected."""
+    with pytest.raises(ValueError, match="expected"):
+        parse_shape(text)
+
+
+def expand(shape: str, product: str = "auto", tokens: int = 512, operands: str = "cast") -> list[dict[str, Scalar]]:
+    params = {"shape": parse_shape(shape), "product": product, "tokens": tokens, "operands": operands}
+    return [dict(one) for one in Gemm().expand(params)]
+
+
+def test_a_plain_shape_is_one_forward_product() -> None:
+    """GEMV included."""
+    assert expand("1x2048x512") == [{"m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast"}]
+    assert expand("64", "weight-gradient")[0]["product"] == "weight-gradient"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_three_products_a_layer(model: str) -> None:
+    """All three of one layer take the same number of operations."""
+    cases = expand(model, tokens=100)
+    assert len(cases) == 3 * len(MODELS[model])
+    for layer, (outputs, inputs) in MODELS[model].items():
+        own = [case for case in cases if case["layer"] == f"{model}/{layer}"]
+        assert [case["product"] for case in own] == list(PRODUCTS)
+        assert {(case["m"], case["n"], case["k"]) for case in own} == {
+            (100, outputs, inputs), (100, inputs, outputs), (outputs, inputs, 100),
+        }  # fmt: skip
+        assert {Gemm().work(case).flops for case in own} == {2.0 * 100 * outputs * inputs}
+    assert len(expand(model, "input-gradient")) == len(MODELS[model])
+
+
+def test_the_shapes_of_models_are_those_of_their_papers() -> None:
+    """Width, hidden width, heads times head width."""
+    assert MODELS["gpt2"]["qkv"] == (3 * 768, 768)
+    assert MODELS["llama3-8b"]["qkv"] == (4096 + 2 * 8 * 128, 4096)
+    assert MODELS["llama3-70b"]["gate_up"] == (2 * 28672, 8192)
+    assert MODELS["deepseek-v3"]["q_a_kv_a"] == (1536 + 512 + 64, 7168)
+    assert MODELS["deepseek-v3"]["kv_b"] == (128 * (128 + 128), 512)
+
+
+def phases(setup: Setup) -> list[str]:
+    workload, clock = Gemm(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    clock.begin()
+    workload.step(state, clock)
+    codes, _ = clock.end()
+    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+
+
+def test_operands_are_cast_in_every_step_or_once_before_it() -> None:
+    """Which of the two is the user's question."""
+    assert phases(setup_for("fp8")) == ["cast", "gemm"]
+    assert phases(setup_for("fp8", operands="ready")) == ["gemm"]
+    assert phases(setup_for("fp32")) == ["gemm"]
+
+
+def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
+    """The same product either way."""
+    seen: list[torch.Tensor] = []
+    for operands in ("cast", "ready"):
+        setup = setup_for("fp8", operands=operands)
+        arithmetic = setup.arithmetic
+        plain = type(arithmetic).product
+
+        def watch(a: Operand, b: Operand, dtype: torch.dtype, plain=plain, arithmetic=arithmetic) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            seen.append(plain(arithmetic, a, b, dtype))
+            return seen[-1]
+
+        arithmetic.product = watch  # type: ignore[method-assign]
+        Gemm().step(Gemm().prepare(setup), SilentPhases())
+    assert torch.equal(seen[0], seen[1]) and seen[0].shape == (24, 40)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
+    """A gradient is no weight: the hybrid recipe gives it more exponent."""
+    setup = setup_for("fp8", product=product)
+    roles: list[Role] = []
+    plain = setup.arithmetic.cast
+    setup.arithmetic.cast = lambda tensor, role: (roles.append(role), plain(tensor, role))[1]  # type: ignore[method-assign,func-returns-value]
+    Gemm().step(Gemm().prepare(setup), SilentPhases())
+    assert tuple(roles) == PRODUCTS[product]
+
+
+@pytest.mark.parametrize(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])
+def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: float) -> None:
+    """Against the product of the unrounded operands."""
+    setup = setup_for(precision, seed=5)
+    found = Gemm().error(setup)["product_error"]
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(rows, 64, generator=generator) for rows in (24, 40))
+    exact = a.numpy().astype(np.float64) @ b.numpy().astype(np.float64).T
+    arithmetic = setup.arithmetic
+    carried = [one.to(arithmetic.carrier) for one in (a, b)]
+    product = arithmetic.product(
+        arithmetic.cast(carried[0], Role.INPUT), arithmetic.cast(carried[1], Role.WEIGHT), arithmetic.carrier
+    )
+    wanted = np.linalg.norm(product.float().numpy().astype(np.float64) - exact) / np.linalg.norm(exact)
+    assert found == pytest.approx(wanted, rel=1e-9)
+    assert low <= found < high
+
+
+def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread, so that it costs seconds and not minutes."""
+    whole = Gemm().error(setup_for("fp8", m=256))["product_error"]
+    monkeypatch.setattr(products.rows_within, "__defaults__", (2.0 * 40 * 64 * 16,))
+    some = Gemm().error(setup_for("fp8", m=256))["product_error"]
+    assert some != whole and some == pytest.approx(whole, rel=0.2)
+
+
+def test_operands_come_from_the_seed_alone() -> None:
+    """The control has tensors of its own with the same values."""
+    one, other, different = (Gemm().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
+    assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+    assert one.a.data_ptr() != other.a.data_ptr()
+    assert not torch.equal(one.a, different.a)
+    assert one.a.dtype == torch.bfloat16 and one.a.shape == (24, 64) and one.b.shape == (40, 64)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
+def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fits: bool) -> None:
+    """CUDA's scaled product wants multiples of sixteen; rows are free."""
+    reason = Gemm().misfit({"m": m, "n": n, "k": k}, precisions.get("fp8"))
+    assert (reason == "") is fits
+    assert fits or (f"K={k}" in reason and f"N={n}" in reason)
+    assert Gemm().misfit({"m": m, "n": n, "k": k}, precisions.get("bf16")) == ""
+
+
+def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
+    """Each has a square, a rectangle and a GEMV."""
+    for facts, largest in ((CPU, 2**32), (H200, 2**45)):
+        axis = Gemm().axes(facts)[0]
+        shapes = [[int(side) for side in str(shape).split("x")] for shape in axis.values(axis.default)]
+        assert any(one[0] == one[1] == one[2] for one in shapes) and any(one[0] == 1 for one in shapes)
+        assert any(len(set(one)) == 3 for one in shapes)
+        assert max(2 * m * n * k for m, n, k in shapes) < largest
