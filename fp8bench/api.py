@@ -66,7 +66,12 @@ def run(
 
 def _check(request: Request) -> None:
     """What the command line's parser refuses is refused here too."""
-    for name, value, low in (("rounds", request.rounds, 1), ("seed", request.seed, 0), ("threads", request.threads, 1)):
+    numbers: tuple[tuple[str, object, int], ...] = (
+        ("rounds", request.rounds, 1),
+        ("seed", request.seed, 0),
+        ("threads", request.threads, 1),
+    )
+    for name, value, low in numbers:
         if value is not None and not (isinstance(value, int) and low <= value < 1 << 31):
             raise UsageError(f"{name} must be a whole number from {low}, got {value!r}.")
     if request.budget is not None and not 0 < request.budget < math.inf:

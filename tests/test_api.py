@@ -79,7 +79,9 @@ def test_axis_values_are_texts_of_what_is_given(value: object, texts: tuple[str,
 
 def test_names_may_be_one_text(tmp_path: Path) -> None:
     """As on the command line, with commas; not a list of letters."""
-    run = fp8bench.run("gemm", dtypes="fp8,bf16", devices="cpu", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
+    run = fp8bench.run(
+        "gemm", dtypes="fp8,bf16", devices="cpu", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path
+    )
     assert run.request.dtypes == ("fp8", "bf16") and run.request.devices == ("cpu",)
 
 

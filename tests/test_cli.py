@@ -104,7 +104,9 @@ def test_a_bare_list_names_everything(capsys: pytest.CaptureFixture[str]) -> Non
         ("suites", ["gemm", "transformer"]),
     ],
 )
-def test_lists(what: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists(
+    what: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What this machine makes of it."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
     assert main(["list", what]) == 0
@@ -138,7 +140,8 @@ REFUSED = {
     "empty dtypes": (["suite", "gemm", "--dtypes", ""], "empty name"),
     "an empty dtype": (["suite", "gemm", "--dtypes", "fp8,"], "empty name"),
     "unknown layer kind": (
-        ["suite", "transformer", "--precision-map", "atn=fp8"], "unknown layer kind of suite transformer 'atn'. Did you",
+        ["suite", "transformer", "--precision-map", "atn=fp8"],
+        "unknown layer kind of suite transformer 'atn'. Did you",
     ),
     "no layer kinds": (["suite", "gemm", "--precision-map", "mlp=fp8"], "Known: none"),
     "malformed map": (["suite", "transformer", "--precision-map", "mlp"], "is not of the form KIND=DTYPE,KIND=DTYPE"),
@@ -147,7 +150,8 @@ REFUSED = {
     "map of one kind twice": (["suite", "transformer", "--precision-map", "mlp=fp8,mlp=bf16"], "twice"),
     "unknown dtype in map": (["suite", "transformer", "--precision-map", "mlp=pf8"], "Did you mean 'fp8'"),
     "map that changes nothing": (
-        ["suite", "transformer", "--dtypes", "bf16", "--precision-map", "mlp=fp8"], "would change nothing",
+        ["suite", "transformer", "--dtypes", "bf16", "--precision-map", "mlp=fp8"],
+        "would change nothing",
     ),
     "rounds 0": (["suite", "gemm", "--rounds", "0"], "expected a whole number from 1, got '0'"),
     "rounds -1": (["suite", "gemm", "--rounds", "-1"], "--rounds"),
@@ -165,7 +169,10 @@ REFUSED = {
     "a store below a file": (["suite", "gemm", "--store", "file/store"], "store file/store cannot be written"),
     "a store that is a file": (["suite", "gemm", "--store", "file"], "cannot be written"),
     "a text and a store below a file": (["suite", "transformer", "--store", "file"], "Choose --store DIR"),
-    "a module that fails": (["suite", "gemm", "--import", "failing.py"], "--import failing.py failed with ValueError: no"),
+    "a module that fails": (
+        ["suite", "gemm", "--import", "failing.py"],
+        "--import failing.py failed with ValueError: no",
+    ),
     "a module that is not there": (["suite", "gemm", "--import", "no_such_module"], "ModuleNotFoundError"),
     "a file that is not there": (["suite", "gemm", "--import", "nowhere.py"], "no such file"),
     "unknown thing to list": (["list", "dtype"], "Did you mean 'dtypes'"),
@@ -245,9 +252,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
     assert not list(run_files(store))
 
 
-def test_values_of_an_axis_given_twice_are_joined(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_of_an_axis_given_twice_are_joined(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--set shape=32 --set shape=64` means both."""
     assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=32", "--set", "shape=64"]) == 0
     out = capsys.readouterr().out
@@ -294,9 +299,7 @@ def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_a_failed_case_is_code_3_and_a_row(
-    store: Path, failing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_case_is_code_3_and_a_row(store: Path, failing: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The other cases are measured and shown."""
     words = ["suite", "door_failing", "--import", failing, "--dtypes", "fp32,bf16", "--quick", "--no-isolation"]
     assert main(words) == 3
@@ -324,7 +327,9 @@ def executing(run: Run | BaseException) -> Callable[..., Run]:
     return execute
 
 
-EMPTY = Run("abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl")
+EMPTY = Run(
+    "abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl"
+)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +342,11 @@ EMPTY = Run("abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan((
     ids=["interrupted before measuring", "interrupted while measuring", "no worker at all"],
 )
 def test_other_ends(
-    outcome: Run | BaseException, code: int, sentence: str, store: Path, monkeypatch: pytest.MonkeyPatch,
+    outcome: Run | BaseException,
+    code: int,
+    sentence: str,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each with its code and a sentence."""
@@ -368,8 +377,9 @@ sys.exit(cli.main(["show", "last", "--store", sys.argv[1]]))
 
 WORDS = st.sampled_from([
     "suite", "list", "doctor", "show", "selftest", "gemm", "transformer", "_planted", "suites", "dtypes", "last",
-    "fp8", "fp8,bf16", "fp4", "cpu", "cuda", "cuda:0", "shape=64", "shape=1x2x3,gpt2", "size=nano", "batch=2", "mlp=fp8",
-    "attn=bf16,mlp=fp4", "0", "1", "3", "-1", "nan", "1e3", "", "=", ",", "--", "-", "-x", "no_such_module", "os",
+    "fp8", "fp8,bf16", "fp4", "cpu", "cuda", "cuda:0", "shape=64", "shape=1x2x3,gpt2", "size=nano", "batch=2",
+    "mlp=fp8", "attn=bf16,mlp=fp4", "0", "1", "3", "-1", "nan", "1e3", "", "=", ",", "--", "-", "-x",
+    "no_such_module", "os",
     "--dtypes=fp8", "--set=shape=8", "--budget=5", "--rounds=2", "/dev/null", ".",
     *sorted(set().union(*OPTIONS.values()) - {"NAME", "WHAT", "RUN"}),
 ])  # fmt: skip

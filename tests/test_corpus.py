@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +70,7 @@ def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
     second = prepare_corpus(str(text), tmp_path / "data")
     after = Path(second.path).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert os.listdir(tmp_path / "data") == [Path(first.path).name]
+    assert list((tmp_path / "data").iterdir()) == [Path(first.path)]
 
 
 def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Path) -> None:

@@ -13,9 +13,7 @@ from fp8bench.errors import Fp8benchError, UnknownName, WorkerFault
 
 LINE = re.compile(r"^(?P<lead>[ |`-]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(?:   |$)")
 CLASSES = {
-    name: found
-    for name, found in vars(errors).items()
-    if inspect.isclass(found) and issubclass(found, Fp8benchError)
+    name: found for name, found in vars(errors).items() if inspect.isclass(found) and issubclass(found, Fp8benchError)
 }
 
 

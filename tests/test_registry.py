@@ -138,7 +138,9 @@ def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: s
             import_user_modules([word])
 
 
-@pytest.mark.parametrize("word", ["no_such_module_at_all", "nowhere/no_such_file.py", "", ".", "a b", "x" * 400 + ".py"])
+@pytest.mark.parametrize(
+    "word", ["no_such_module_at_all", "nowhere/no_such_file.py", "", ".", "a b", "x" * 400 + ".py"]
+)
 def test_a_module_that_does_not_exist_is_refused(word: str) -> None:
     """Whatever the word looks like."""
     with pytest.raises(ImportFailed, match="--import"):

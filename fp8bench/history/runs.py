@@ -108,7 +108,7 @@ def load_run(path: Path) -> Run:
             if run is None:
                 run = _header(content, path)
             elif "record" in content:
-                records.append(decode(Record, content["record"]))
+                records.append(_record(content["record"]))
             elif "end" in content:
                 finished = content["end"] == "finished"
         except (ValueError, RecursionError) as error:
@@ -129,6 +129,16 @@ def _header(content: dict[str, Any], path: Path) -> Run:
             f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
         )
     return decode(Run, content.get("header"))
+
+
+def _record(plain: Any) -> Record:
+    """A record whose samples fit their segments, which their types alone do not say."""
+    record = decode(Record, plain)
+    for timing in (record.timing, record.control, record.paired_with):
+        cells = len(timing.segments.phases) if timing else 0
+        if timing and any(len(call) != cells for slot in timing.slots for call in slot.calls_ns):
+            raise Malformed(f"Record: a step has not the {cells} cells of its segments")
+    return record
 
 
 def run_files(store: Path) -> Iterator[Path]:

@@ -162,5 +162,7 @@ assert devices.names(hidden=True) and workloads.names(hidden=True)
 print([heavy for heavy in ("torch", "numpy", "pandas", "matplotlib") if heavy in sys.modules])
 """
     root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

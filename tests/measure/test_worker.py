@@ -303,7 +303,9 @@ def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
 
 def test_a_failure_without_isolation_is_a_record_too(hazard: str, tmp_path: Path) -> None:
     """The same worker code in this process."""
-    run = pipeline.execute(request_for(hazard, "raise", "memory", "none", isolation=False), tmp_path, SilentObserver(), "")
+    run = pipeline.execute(
+        request_for(hazard, "raise", "memory", "none", isolation=False), tmp_path, SilentObserver(), ""
+    )
     assert run.finished and not run.ok
     assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
     assert record_of(run, "memory", "bf16").reason == "out of memory, even alone"

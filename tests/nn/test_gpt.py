@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT, LayerArithmetic, rotate, rotations
@@ -214,4 +213,6 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
                  "up.weight", "down.weight")))  # fmt: skip
     assert linear == config.layers * config.block_weights
     total = sum(one.numel() for one in model.parameters())
-    assert {"nano": 1e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[name] == pytest.approx(total, rel=0.05)
+    assert {"nano": 1e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[name] == pytest.approx(
+        total, rel=0.05
+    )

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from fp8bench.formats.scaling import mx_values
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.scaling import mx_values
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic

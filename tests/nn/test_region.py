@@ -68,7 +68,9 @@ def test_attention_is_marked_and_its_gradients_are_untouched(times: int) -> None
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, 8, 4, generator=generator, requires_grad=True) for _ in range(3)]
     diary = Diary()
-    total = sum((region(diary, attention, *tensors, is_causal=True).square().sum() for _ in range(times)), torch.zeros(()))
+    total = sum(
+        (region(diary, attention, *tensors, is_causal=True).square().sum() for _ in range(times)), torch.zeros(())
+    )
     assert diary.pages == ["in", "out"] * times
     total.backward()
     assert diary.pages == ["in", "out"] * 2 * times

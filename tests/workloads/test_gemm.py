@@ -35,7 +35,9 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     assert parse_shape(text) == shape
 
 
-@pytest.mark.parametrize("text", ["", "x", "1x2", "1x2x3x4", "0", "-1", "1.5", "1xx3", "²", "٣", str(LARGEST + 1), "gpt3"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "1x2", "1x2x3x4", "0", "-1", "1.5", "1xx3", "²", "٣", str(LARGEST + 1), "gpt3"]
+)
 def test_shapes_that_cannot(text: str) -> None:
     """With what is expected."""
     with pytest.raises(ValueError, match="expected"):

@@ -14,7 +14,14 @@ from fp8bench.workloads import gemm
 from fp8bench.workloads.planted import Planted, State
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-BASE = (("base", "gemm"), ("base.m", 8), ("base.n", 8), ("base.k", 8), ("base.product", "forward"), ("base.operands", "cast"))
+BASE = (
+    ("base", "gemm"),
+    ("base.m", 8),
+    ("base.n", 8),
+    ("base.k", 8),
+    ("base.product", "forward"),
+    ("base.operands", "cast"),
+)
 
 
 def prepared(extra: int) -> State:

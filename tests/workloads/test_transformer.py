@@ -184,7 +184,7 @@ def test_the_head_is_high_precision_unless_mapped(corpus: Corpus) -> None:
 def test_axes_have_small_defaults_on_a_processor_and_real_ones_on_a_gpu() -> None:
     """And 'auto' is the model's own."""
     workload = Transformer()
-    sizes = {facts.kind: dict((axis.name, axis.default) for axis in workload.axes(facts))["size"] for facts in (CPU, H200)}
+    sizes = {facts.kind: {axis.name: axis.default for axis in workload.axes(facts)}["size"] for facts in (CPU, H200)}
     assert sizes == {"cpu": ("nano",), "cuda": ("gpt2-124m",)}
     params = {"size": "gpt2-124m", "batch": "auto", "sequence": 128, "micro_batches": 2}
     assert workload.expand(params) == ((("size", "gpt2-124m"), ("batch", 8), ("sequence", 128), ("micro_batches", 2)),)
