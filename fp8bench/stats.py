@@ -1,19 +1,15 @@
 """Estimators and intervals: numpy in, numbers out.
 
-Two estimators of "how much slower is B than A", both for arms measured in the same rounds:
-
-- `paired_ratio`: short operations. One value a slot (its fastest call), log-ratios by round, Hodges-Lehmann point,
-  interval from the Walsh averages (the inverted signed-rank test).
-- `segment_ratio`: long steps. The sum over segments of the minimum over rounds, for each arm, bootstrapped over
-  rounds with the same rounds for both.
-
-Both look at the fast end on purpose: on a shared machine noise almost only adds.
+How much slower is B than A, both measured in the same rounds? The best case of an arm is the sum over its segments of
+the mean of the three fastest rounds; the ratio of two best cases gets its interval from a bootstrap over rounds, the
+same rounds for both. It looks at the fast end on purpose: on a shared machine noise almost only adds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,102 +17,76 @@ from numpy.typing import NDArray
 from fp8bench.model import Interval
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 BOOTSTRAPS = 2000
-_WALSH_CAP = 400
+# One alone is the minimum, whose bootstrap covers too little: a resample's minimum is never below the sample's.
+FASTEST = 3
+# Among so many of a segment's fastest rounds a resample nearly always finds three.
+_LOOKED_AT = 14
 
 
-def normal_quantile(p: float) -> float:
-    """The standard normal quantile (Hastings' rational form, then three Newton steps; error below 1e-12)."""
-    if not 0 < p < 1:
-        raise ValueError(f"a quantile needs 0 < p < 1, got {p}")
-    if p > 0.5:
-        return -normal_quantile(1 - p)
-    t = math.sqrt(-2 * math.log(p))
-    x = -(t - (2.515517 + 0.802853 * t + 0.010328 * t * t) / (1 + 1.432788 * t + 0.189269 * t * t + 0.001308 * t**3))
-    for _ in range(3):
-        error = 0.5 * math.erfc(-x / math.sqrt(2)) - p
-        x -= error * math.sqrt(2 * math.pi) * math.exp(x * x / 2)
-    return x
+@dataclass(frozen=True)
+class BestCase:
+    """The logarithm of an arm's best case in seconds, and of the best cases of its resamples."""
 
-
-def hodges_lehmann(values: Floats, level: float) -> tuple[float, float, float]:
-    """Point, low and high of the centre of `values` (symmetric about it), by Walsh averages.
-
-    The ranks are the normal approximation's, which gives a 99% interval from 10 values on: with fewer the bounds are
-    infinite. More than 400 values are thinned evenly, since the number of averages grows with the square.
-    """
-    if len(values) > _WALSH_CAP:
-        values = values[np.linspace(0, len(values) - 1, _WALSH_CAP).astype(int)]
-    n = len(values)
-    rows, columns = np.triu_indices(n)
-    averages = np.sort((values[rows] + values[columns]) / 2)
-    point = float(np.median(averages))
-    mean = n * (n + 1) / 4
-    deviation = math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
-    tail = (1 - level) / 2
-    rank = math.floor(mean + normal_quantile(tail) * deviation)
-    # The least tail probability of the signed-rank test is 2**-n: below that no average bounds the centre.
-    if rank < 1 or 0.5**n > tail:
-        return point, -math.inf, math.inf
-    return point, float(averages[rank - 1]), float(averages[-rank])
-
-
-def paired_ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
-    """Ratio case / reference of positive values paired by position.
-
-    Several references of the same thing count by their geometric mean: two entries of the reference in the rounds
-    make its share of the interval narrower, and average over their luck with memory layout.
-    """
-    reference = np.mean([np.log(one) for one in references], axis=0)
-    point, low, high = hodges_lehmann(np.log(case) - reference, level)
-    return Interval(math.exp(point), math.exp(low), math.exp(high) if high < 700 else math.inf, level)
+    point: float
+    resampled: Floats
 
 
 def best_by_segment(samples: Floats) -> Floats:
-    """The minimum of each segment over rounds; `samples` is (rounds, segments)."""
-    least: Floats = samples.min(axis=0)
-    return least
+    """The mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""
+    fastest = min(FASTEST, len(samples))
+    best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
+    return best
 
 
-def segment_ratio(case: Floats, references: Sequence[Floats], level: float = 0.99, seed: int = 0) -> Interval:
-    """Ratio of the sums of segment minima; rows are rounds, the same in all, columns the arm's own segments.
+def best_case(samples: Floats, seed: int = 0) -> BestCase:
+    """The best case of one arm. Arms with equally many rounds and the same seed draw the same rounds."""
+    rounds = len(samples)
+    draws = np.random.default_rng(seed).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
+    return BestCase(math.log(best_by_segment(samples).sum()), np.log(_resampled_sums(samples, draws)))
 
-    Several references count by the geometric mean of their sums: pooling their rounds instead would give the
-    reference more rounds to find a minimum in, and so a bias. A bootstrap of a minimum is not textbook-clean (a
-    resample's minimum is never below the sample's); in a ratio the bias cancels, and the self-test's false-alarm
-    rate is what licenses it.
+
+def ratio(case: BestCase, references: Sequence[BestCase], level: float = 0.99) -> Interval:
+    """Ratio of a best case to that of its references, by percentiles of the resamples.
+
+    Several entries of one reference count by their geometric mean: pooling their rounds instead would give the
+    reference more rounds to be fast in, and so a bias.
     """
-    rounds = len(case)
-    draws = np.random.default_rng(seed).integers(0, rounds, (BOOTSTRAPS, rounds))
-    present = np.zeros((BOOTSTRAPS, rounds), dtype=bool)
-    np.put_along_axis(present, draws, True, axis=1)
-    logs = np.log(_resampled_minima(case, present))
-    logs -= np.mean([np.log(_resampled_minima(one, present)) for one in references], axis=0)
-    point = math.log(best_by_segment(case).sum())
-    point -= float(np.mean([math.log(best_by_segment(one).sum()) for one in references]))
+    point = case.point - float(np.mean([one.point for one in references]))
+    logs = case.resampled - np.mean([one.resampled for one in references], axis=0)
     tail = (1 - level) / 2
     low, high = np.quantile(logs, [tail, 1 - tail])
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), level)
 
 
-def _resampled_minima(samples: Floats, present: NDArray[np.bool_]) -> Floats:
-    """For each resample, the sum over segments of the least value among the rounds present.
+def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
+    """For each resample, the sum over segments of the mean of its fastest rounds.
 
-    A resample's minimum is the first of the sorted values whose round was drawn, so it is enough to look at the
-    fastest few rounds of each segment instead of all.
+    `draws[b, r]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
+    that it drew, so it is enough to look at the fastest few of each segment, and at all where that finds too few.
     """
-    rounds, segments = samples.shape
+    fastest = min(FASTEST, len(samples))
     order = np.argsort(samples, axis=0, kind="stable")
-    total = np.zeros(len(present))
-    for segment in range(segments):
-        ranking = order[:, segment]
-        first = present[:, ranking[: min(rounds, 24)]].argmax(axis=1)
-        missed = ~present[np.arange(len(present)), ranking[first]]
-        if missed.any():
-            first[missed] = present[np.ix_(missed, ranking)].argmax(axis=1)
-        total += samples[ranking[first], segment]
+    total = np.zeros(len(draws))
+    for segment in range(samples.shape[1]):
+        ranking, values = order[:, segment], samples[:, segment]
+        few = ranking[:_LOOKED_AT]
+        taken = np.minimum(np.cumsum(draws[:, few], axis=1), fastest)
+        sums = _weighted(taken, values[few])
+        short = taken[:, -1] < fastest
+        if short.any():
+            all_taken = np.minimum(np.cumsum(draws[np.ix_(short, ranking)], axis=1), fastest)
+            sums[short] = _weighted(all_taken, values[ranking])
+        total += sums / fastest
     return total
+
+
+def _weighted(taken: Counts, values: Floats) -> Floats:
+    """Sums of values by how many of each are new in the running counts `taken`."""
+    sums: Floats = np.diff(taken, axis=1, prepend=0) @ values
+    return sums
 
 
 def spread(values: Floats) -> float:

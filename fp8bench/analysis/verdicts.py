@@ -6,13 +6,12 @@ A/A interval stays away from 1), if that is more. Taking the far end of the A/A 
 the sampling noise twice: of slow-downs of 2.5% in a 30 ms step it left 14% found instead of 90%, at no alarm either
 way. The far end is what is printed as noise floor. The reference counts by both its entries.
 
-Only the best-case estimator (stats.segment_ratio) gives verdicts; the ratio of medians is shown beside it. An emulated
+Only the best-case estimator (stats.ratio) gives verdicts; the ratio of medians is shown beside it. An emulated
 case never has a verdict on speed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,7 +40,7 @@ EARLY_SAME = 0.01
 # The ratio itself is wanted too, not only on which side of 1 it lies.
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
-LEAST_FOR_VERDICT = 6
+LEAST_FOR_VERDICT = 10
 BELOW_FLOOR_MARKERS = 20
 
 
@@ -61,30 +60,22 @@ def _fewest_calls(*timings: Timing) -> int:
     return min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
 
 
-def compare(case: Timing, references: Sequence[Timing], level: float) -> Interval | None:
-    """The ratio over the rounds that all were in; None without any.
+def best_cases(timings: Sequence[Timing]) -> tuple[list[stats.BestCase], int]:
+    """Best cases over the rounds that all were in, and how many those are.
 
     All give the same number of calls a slot: a minimum over more calls would be lower for that alone.
     """
-    shared = set.intersection(*({slot.round for slot in timing.slots} for timing in (case, *references)))
-    rounds = sorted(shared)
+    rounds = sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
     if not rounds:
-        return None
-    calls = _fewest_calls(case, *references)
-    matrices = [cells(timing, calls, rounds) for timing in (case, *references)]
-    return stats.segment_ratio(matrices[0], matrices[1:], level)
-
-
-def until(timing: Timing, other: Timing) -> Timing:
-    """The rounds of `timing` up to the last round of `other`."""
-    last = max((slot.round for slot in other.slots), default=-1)
-    return replace(timing, slots=tuple(slot for slot in timing.slots if slot.round <= last))
+        return [], 0
+    calls = _fewest_calls(*timings)
+    return [stats.best_case(cells(timing, calls, rounds)) for timing in timings], len(rounds)
 
 
 def noise(reference: Timing, control: Timing | None) -> Interval | None:
-    """The A/A interval; None without a control, or with too few rounds for one."""
-    interval = compare(control, [reference], FINAL_LEVEL) if control is not None and control.slots else None
-    return interval if interval is not None and math.isfinite(interval.half_width) else None
+    """The A/A interval; None without a control."""
+    best = best_cases([control, reference])[0] if control is not None and control.slots else []
+    return stats.ratio(best[0], best[1:], FINAL_LEVEL) if best else None
 
 
 def band_of(aa: Interval | None) -> float:
@@ -117,12 +108,13 @@ def conclude(case: Timing, reference: Timing, control: Timing | None) -> tuple[V
 def _judge(
     case: Timing, reference: Timing, control: Timing | None, level: float, same: float
 ) -> tuple[Verdict, Interval, float | None] | None:
-    both = [reference, control] if control is not None and control.slots else [reference]
-    interval = compare(case, both, level)
-    if interval is None:
+    entries = [reference] if control is None or not control.slots else [reference, control]
+    best, rounds = best_cases([case, *entries])
+    if not rounds:
         return None
-    aa = noise(until(reference, case), until(control, case) if control is not None else None)
-    verdict = rule(interval, band_of(aa), same) if case.num_rounds >= LEAST_FOR_VERDICT else Verdict.UNSURE
+    interval = stats.ratio(best[0], best[1:], level)
+    aa = stats.ratio(best[2], best[1:2], FINAL_LEVEL) if len(entries) == 2 else None
+    verdict = rule(interval, band_of(aa), same) if rounds >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return verdict, interval, aa.reach if aa is not None else None
 
 

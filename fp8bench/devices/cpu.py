@@ -34,7 +34,9 @@ class Cpu(Device):
     def available(self) -> tuple[DeviceFacts, ...]:
         import torch
 
-        return (DeviceFacts("cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine()),)
+        return (
+            DeviceFacts("cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine()),
+        )
 
     def stamper(self, index: int) -> Stamper:
         return HostStamper()

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 EMULATED_ROUNDS = 8
-LEAST_ROUNDS = 16
-QUICK_ROUNDS = 10  # the fewest for which a 99% interval by signed ranks exists with room
+LEAST_ROUNDS = 24
+QUICK_ROUNDS = 10
 BUDGET_SECONDS = 10.0
 CEILING_SECONDS = 120.0
 
