@@ -16,7 +16,7 @@ from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided, find
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.environment import gather
-from fp8bench.history.runs import RunWriter, check_store, start_run
+from fp8bench.history.runs import RunWriter, check_store, load_run, start_run
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -47,7 +47,7 @@ def execute(request: Request, store: Path, observer: Observer, command: str) -> 
                 run = replace(run, records=(*run.records, *_kept(records, writer, observer)))
         except KeyboardInterrupt:
             writer.finish("interrupted")
-            return run
+            return load_run(writer.path)
         writer.finish("finished")
     return replace(run, finished=True)
 

@@ -119,22 +119,29 @@ def _group(
     reference: str,
     layers: tuple[tuple[str, str], ...],
 ) -> Group:
+    pure = [_case(workload, params, facts, name, ()) for name in modes]
+    lead = _lead(pure, modes.index(reference))
     cases = tuple(
-        _case(workload, params, facts, name, () if name == reference else layers) for name in modes
-    )  # fmt: skip
-    return Group(cases, _lead(cases, modes.index(reference)))
+        one if index == lead or not layers else _case(workload, params, facts, modes[index], layers)
+        for index, one in enumerate(pure)
+    )
+    return Group(cases, lead)
 
 
 def _case(
     workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: tuple[tuple[str, str], ...]
 ) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers)
-    precision = precisions.get(name)
-    support = _worst([precision.support(facts), *(precisions.get(other).support(facts) for _, other in layers)])
+    used = [precisions.get(word) for word in (name, *(other for _, other in layers))]
+    supports = [precision.support(facts) for precision in used]
+    support = _worst(supports)
     named = dict(params)
-    skip = support.reason if support.level is Level.REFUSED else ""
-    if not skip and support.level is Level.NATIVE:
-        skip = workload.misfit(named, precision)
+    misfits = [
+        workload.misfit(named, precision)
+        for precision, level in zip(used, supports, strict=True)
+        if level.level is Level.NATIVE
+    ]
+    skip = support.reason if support.level is Level.REFUSED else next(filter(None, misfits), "")
     return PlannedCase(case, support, workload.work(named), skip)
 
 

@@ -214,15 +214,13 @@ class Axis:
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, each once; errors name the axis."""
-        parsed: list[Scalar] = []
+        parsed: dict[Scalar, None] = {}
         for text in given:
             try:
-                value = self.parse(text)
+                parsed[self.parse(text)] = None
             except ValueError as error:
                 raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
-            if value not in parsed:
-                parsed.append(value)
-        return parsed
+        return list(parsed)
 
 
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:

@@ -48,7 +48,8 @@ def _environment() -> dict[str, str]:
 
 
 def _run(words: tuple[str, ...], folder: str) -> None:
-    subprocess.run(words, cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    quiet = subprocess.DEVNULL
+    subprocess.run(words, cwd=folder, env=_environment(), stdout=quiet, stderr=quiet, check=False)
 
 
 def _cpu_seconds(*words: str) -> float:
@@ -183,4 +184,6 @@ for _benchmark, _unit in _UNITS.items():
 
 if __name__ == "__main__":
     for _benchmark, _unit in _UNITS.items():
-        print(f"{_benchmark.__name__.removeprefix('track_'):<28} {_benchmark():.6g} {_unit}", flush=True)
+        print(  # noqa: T201 - a script of its own, not part of the package
+            f"{_benchmark.__name__.removeprefix('track_'):<28} {_benchmark():.6g} {_unit}", flush=True
+        )

@@ -194,14 +194,13 @@ def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
 
 
 def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
-    """Phases shorter than 20 times what the markers inside them cost."""
+    """Phases shorter than 20 times what marking their stretches costs."""
     if overheads is None:
         return ()
     per_mark = max(overheads.marker_on, overheads.event_pair or 0.0)
+    entries = dict(timing.entries)
     return tuple(
-        phase
-        for phase, seconds in phases
-        if 0 < seconds < BELOW_FLOOR_MARKERS * per_mark and phase in timing.segments.phases
+        phase for phase, seconds in phases if 0 < seconds < BELOW_FLOOR_MARKERS * per_mark * entries.get(phase, 1)
     )
 
 

@@ -96,7 +96,7 @@ class GroupMeasurement:
             leader, with_control, candidates = waiting.pop(0)
             sitting = self._sitting(leader, with_control, candidates)
             try:
-                self._sit(sitting, leader, candidates)
+                self._sit(sitting, leader, candidates, len(waiting) + 1)
             except ArmFailed as failed:
                 smaller = self._smaller(leader, with_control, candidates) if _exhausted(failed.cause) else []
                 if smaller:
@@ -120,12 +120,12 @@ class GroupMeasurement:
             [arm(one) for one in candidates],
         )
 
-    def _sit(self, sitting: Sitting, leader: _Outcome | None, candidates: list[_Outcome]) -> None:
+    def _sit(self, sitting: Sitting, leader: _Outcome | None, candidates: list[_Outcome], sittings: int) -> None:
         for arm in sitting.arms:
             self._observer.working(arm.planned.case, "preparing", 0.0)
         sitting.prepare(self._worker)
         stopped = sitting.run(
-            self._worker, self._rule.after(time.monotonic() - self._start), self._judge, self._seed,
+            self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
         )  # fmt: skip
         reference = sitting.reference.timing() if sitting.reference else None

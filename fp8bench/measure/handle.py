@@ -89,16 +89,16 @@ class LocalWorker(Worker):
         self._bench: Bench | None = None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        if self._bench is None:
-            self._bench = Bench(self._settings)
         try:
+            if self._bench is None:
+                self._bench = Bench(self._settings)
             return getattr(self._bench, name)(*arguments)
-        except Exception as error:
-            fault = WorkerFault(
-                type(error).__name__, str(error), "".join(traceback.format_exception(error)),
-                self._bench.is_out_of_memory(error),
-            )  # fmt: skip
-        self._bench.recover()
+        except (Exception, SystemExit) as error:
+            exhausted = self._bench is not None and self._bench.is_out_of_memory(error)
+            trace = "".join(traceback.format_exception(error))
+            fault = WorkerFault(type(error).__name__, str(error), trace, exhausted)
+        if self._bench is not None:
+            self._bench.recover()
         raise fault
 
     def close(self) -> None:
@@ -127,7 +127,11 @@ class ProcessWorker(Worker):
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
             self._start()
-            self._exchange(START_SECONDS, "open", self._settings)
+            try:
+                self._exchange(START_SECONDS, "open", self._settings)
+            except WorkerFault:
+                self.close()  # a process without a bench could only answer nonsense
+                raise
         return self._exchange(limit, name, *arguments)
 
     def release(self, key: str) -> None:

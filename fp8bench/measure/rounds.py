@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,8 +100,9 @@ class Arm:
     def timing(self) -> Timing:
         """What the arm has given so far, frozen."""
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
-        marks = len(self.segmentation.codes) if self.segmentation else 0
-        return Timing(segments, tuple(self.slots), marks, self.varying)
+        codes = Counter(self.segmentation.codes if self.segmentation else ())
+        entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
+        return Timing(segments, tuple(self.slots), entries, self.varying)
 
 
 def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:

@@ -28,11 +28,12 @@ class StoppingRule:
     fixed: int | None = None
     whole: bool = False
 
-    def after(self, seconds: float) -> StoppingRule:
-        """The rule when so many seconds of the group have gone before the first round."""
+    def after(self, seconds: float, sittings: int = 1) -> StoppingRule:
+        """The rule of the next of so many sittings, when so many seconds of the group have gone."""
         if not self.whole:
             return self
-        return replace(self, budget=max(0.0, self.budget - seconds), ceiling=max(0.0, self.ceiling - seconds))
+        left = (max(0.0, limit - seconds) / sittings for limit in (self.budget, self.ceiling))
+        return replace(self, budget=next(left), ceiling=next(left))
 
     def looks(self, rounds: int) -> bool:
         """Whether to judge after so many rounds: every 8 rounds up to 64, then at steps of about an eighth.
@@ -48,7 +49,7 @@ class StoppingRule:
         """Why measuring must end now, '' if it need not."""
         if self.fixed is not None:
             if rounds >= self.fixed:
-                return f"{self.fixed} rounds as asked"
+                return f"{self.fixed} rounds, a fixed number"
             return f"time was up after {rounds} rounds" if seconds >= self.ceiling and rounds else ""
         if rounds >= self.most:
             return f"{rounds} rounds, the most a group gets"

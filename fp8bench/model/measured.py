@@ -51,11 +51,15 @@ class SlotSample:
 
 @dataclass(frozen=True)
 class Timing:
-    """All raw samples of one arm; nothing is thrown away."""
+    """All raw samples of one arm; nothing is thrown away.
+
+    `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step
+    to step, so that there is one cell a phase.
+    """
 
     segments: Segments
     slots: tuple[SlotSample, ...]
-    marks: int = 0
+    entries: tuple[tuple[str, int], ...] = ()
     varying: bool = False
 
     @property

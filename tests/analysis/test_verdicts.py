@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
+from fp8bench import stats
 from fp8bench.analysis.verdicts import (
     BAND,
     LEAST_FOR_VERDICT,
     band_of,
+    best_cases,
     best_phases,
-    compare,
     conclude,
     decided,
     doubted,
     find,
     noise,
     rule,
-    until,
 )
 from fp8bench.model import (
     CELL_PHASES,
@@ -52,8 +52,14 @@ def against_ten(case: Timing, control: Timing | None = None, level: Level = Leve
 
 
 def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
-    """One fast round, the first: a third of all resamples miss it."""
-    return timing((best,), *[(else_,)] * (rounds - 1))
+    """Three odd rounds, the first: some resamples miss them all."""
+    return timing(*[(best,)] * 3, *[(else_,)] * (rounds - 3))
+
+
+def compare(case: Timing, references: Sequence[Timing], level: float) -> Interval | None:
+    """The ratio's interval over shared rounds."""
+    best, rounds = best_cases([case, *references])
+    return stats.ratio(best[0], best[1:], level) if rounds else None
 
 
 def called(*slots: Sequence[int]) -> Timing:
@@ -176,8 +182,7 @@ def test_only_shared_rounds_count() -> None:
     late = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     findings = found(record(late, "fp32", is_reference=True), record(TEN, "bf16"))
     assert findings["bf16"].verdict is Verdict.SAME
-    assert [slot.round for slot in until(late, TEN).slots] == list(range(ROUNDS))
-    assert until(late, timing()).slots == ()
+    assert best_cases([TEN, late])[1] == ROUNDS
 
 
 def test_without_a_shared_round_nothing_is_said() -> None:
@@ -259,7 +264,8 @@ def test_one_short_slot_shortens_all() -> None:
 
 def test_the_best_of_each_cell_makes_the_step() -> None:
     """No round was best in every cell; phases sum to the best step exactly, all phases listed."""
-    mixed = timing((3 * MS, 9 * MS, MS), (5 * MS, 7 * MS, 2 * MS), phases=("cast", "gemm", "cast"))
+    fast, slow = (3 * MS, 9 * MS, MS), (5 * MS, 7 * MS, 2 * MS)
+    mixed = timing(*[fast, slow] * 3, phases=("cast", "gemm", "cast"))
     phases = dict(best_phases(mixed))
     assert tuple(phases) == CELL_PHASES
     assert {name: seconds for name, seconds in phases.items() if seconds} == pytest.approx({"cast": 4e-3, "gemm": 7e-3})

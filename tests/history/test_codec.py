@@ -49,7 +49,7 @@ SUPPORT = Support(Level.EMULATED, "no hardware")
 TIMING = Timing(
     Segments((Phase.CAST, Phase.GEMM, "unattributed"), (0, 0, 1)),
     (SlotSample(0, ((1, 2, 3), (4, 5, 6)), 0.25, 0.125), SlotSample(1, ((7, 8, 9),), 0.5, 0.5, 0.0625)),
-    marks=3,
+    entries=(("gemm", 2), ("unattributed", 1)),
     varying=True,
 )
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")

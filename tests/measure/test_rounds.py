@@ -17,7 +17,7 @@ from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
 
 EMULATED = Level.EMULATED
-FOREVER = StoppingRule(budget=1e9, ceiling=1e9)
+FOREVER = StoppingRule(least=16, budget=1e9, ceiling=1e9)
 
 
 def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -120,7 +120,7 @@ def test_every_round_runs_every_arm_once() -> None:
     worker, why = sit({}, sitting, StoppingRule(fixed=50))
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
-    assert why == "50 rounds as asked"
+    assert why == "50 rounds, a fixed number"
     assert all([slot.round for slot in one.slots] == list(range(50)) for one in sitting.arms)
     assert len(set(rounds)) == 6
 
@@ -161,7 +161,7 @@ def test_the_judge_gets_case_reference_and_control() -> None:
     assert why == "answered after 24 rounds"
 
 
-@pytest.mark.parametrize("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(budget=0.0, ceiling=1e9)])
+@pytest.mark.parametrize("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
 def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     """Their time is no speed, so they are never judged."""
     scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
@@ -212,20 +212,21 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(sitting: Sitting, cou
 def test_measuring_ends_with_its_budget() -> None:
     """Three arms of 10 ms are 30 ms a round: after 34 rounds a second is over, and preparing did not count."""
     scripts = {"bf16": Script(preparing_ns=10**10)}
-    worker, why = sit(scripts, three(), StoppingRule(budget=1.0))
+    worker, why = sit(scripts, three(), StoppingRule(least=16, budget=1.0))
     assert why == "time was up after 34 rounds"
     assert len(worker.slots()) == 3 * 34
 
 
 def test_the_least_rounds_come_even_when_the_budget_is_over() -> None:
     """The ceiling ends it before."""
-    assert sit({}, three(), StoppingRule(budget=0.1))[1] == "time was up after 16 rounds"
-    assert sit({}, three(), StoppingRule(budget=0.1, ceiling=0.2))[1] == "time was up after 7 rounds"
+    assert sit({}, three(), StoppingRule(least=16, budget=0.1))[1] == "time was up after 16 rounds"
+    assert sit({}, three(), StoppingRule(least=16, budget=0.1, ceiling=0.2))[1] == "time was up after 7 rounds"
 
 
 def test_no_group_goes_on_for_ever() -> None:
     """The most rounds end what no budget does."""
-    assert sit({}, three(), StoppingRule(most=40, budget=1e9, ceiling=1e9))[1] == "40 rounds, the most a group gets"
+    rule = StoppingRule(least=16, most=40, budget=1e9, ceiling=1e9)
+    assert sit({}, three(), rule)[1] == "40 rounds, the most a group gets"
 
 
 def test_progress_is_the_share_of_rounds_or_of_time() -> None:
@@ -234,7 +235,7 @@ def test_progress_is_the_share_of_rounds_or_of_time() -> None:
     sit({}, three(), StoppingRule(fixed=4), tick=lambda arm, share: fixed.append(share))
     assert fixed == [0.0] * 3 + [0.25] * 3 + [0.5] * 3 + [0.75] * 3
     timed: list[float] = []
-    sit({}, three(), StoppingRule(budget=0.1), tick=lambda arm, share: timed.append(share))
+    sit({}, three(), StoppingRule(least=16, budget=0.1), tick=lambda arm, share: timed.append(share))
     assert timed[:4] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert timed == sorted(timed) and timed[-1] == 1.0
 
@@ -249,7 +250,7 @@ def test_the_real_judge_ends_what_is_clear_at_the_first_look(nanoseconds: int) -
 def test_the_real_judge_goes_on_while_one_round_makes_the_difference() -> None:
     """A candidate that was faster by 3% once and slower by 3% else might be either; the cap ends it."""
     script = Script(lambda call: ((GEMM,), (9_700_000 if call == 4 else 10_300_000,)))
-    rule = StoppingRule(most=64, budget=1e9, ceiling=1e9)
+    rule = StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9)
     _, why = sit({"bf16": script}, three(), rule, decided)
     assert why == "64 rounds, the most a group gets"
 
@@ -271,7 +272,8 @@ def test_samples_are_kept_whole() -> None:
     sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, sitting, StoppingRule(fixed=2))
     found = sitting.arms[0].timing()
     assert found.segments.phases == ("cast", "gemm")
-    assert (found.marks, found.varying, found.num_rounds, found.num_calls) == (2, False, 2, 6)
+    assert found.entries == (("cast", 1), ("gemm", 1))
+    assert (found.varying, found.num_rounds, found.num_calls) == (False, 2, 6)
     assert found.slots[0].calls_ns == ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS))
     assert found.slots[1] == SlotSample(1, ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS)), 0.01, 0.01, 0.01 / 3)
 
