@@ -41,7 +41,7 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}.")
         self.given = given

@@ -36,7 +36,7 @@ class StoppingRule:
         return replace(self, budget=next(left), ceiling=next(left))
 
     def looks(self, rounds: int) -> bool:
-        """Whether to judge after so many rounds: every 8 rounds up to 64, then at steps of about an eighth.
+        """Whether to judge after so many rounds: every 8 rounds up to 128, then at steps of about an eighth.
 
         Sparser looks later keep the number of looks, and so the chance of a false alarm, small.
         """
