@@ -48,7 +48,6 @@ class GroupMeasurement:
         judge: Judge,
         seed: int,
         observer: Observer,
-        with_error: bool = True,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -59,7 +58,6 @@ class GroupMeasurement:
         self._seed = random.Random(f"{seed}:{group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._observer = observer
-        self._with_error = with_error
         self._outcomes = [_Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
@@ -68,8 +66,7 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.timing = outcome.control = outcome.paired_with = None
                 outcome.paired, outcome.stopped = True, ""
-        if self._with_error:
-            self._errors()
+        self._errors()
         reference = self._reference()
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
 

@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -84,5 +84,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-__all__ = ["Settings", "answer", "die_with_parent", "main", "serve"]

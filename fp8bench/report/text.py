@@ -80,9 +80,12 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
             if record.status is not Status.OK:
                 word = "FAILED" if record.status is Status.FAILED else record.status.value
                 yield f"{result.mode} {word}", record.reason, place
-            elif finding is not None and finding.why:
+                continue
+            if finding is not None and finding.why:
                 word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
                 yield f"{result.mode} {word}", finding.why, place
+            if record.detail:  # it was timed, but something else about it could not be had
+                yield result.mode, record.detail, place
 
 
 def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:

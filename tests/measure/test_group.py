@@ -44,13 +44,13 @@ class Listener(SilentObserver):
 
 def measure(
     scripts: Mapping[str, Script], *cases: PlannedCase, reference: int = 0, capacity: int = 1000,
-    rule: StoppingRule = TEN, seed: int = 0, observer: SilentObserver | None = None, with_error: bool = True,
+    rule: StoppingRule = TEN, seed: int = 0, observer: SilentObserver | None = None,
 ) -> tuple[dict[str, Record], FakeWorker]:  # fmt: skip
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
     measured = GroupMeasurement(
         group(*cases, reference=reference), {"cpu": CPU}, worker, rule, decided, seed,
-        observer or SilentObserver(), with_error,
+        observer or SilentObserver(),
     )  # fmt: skip
     records = measured.run()
     assert [record.case for record in records] == [one.case for one in cases]
@@ -108,7 +108,6 @@ def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None
     assert [entry[0] for entry in worker.log].index("error") > max(
         at for at, entry in enumerate(worker.log) if entry[0] in ("slot", "release")
     )
-    assert not any(entry[0] == "error" for entry in measure({}, *native("fp32"), with_error=False)[1].log)
 
 
 @pytest.mark.parametrize("error", [WorkerFault("ValueError", "bad"), WorkerLost("it crashed")])

@@ -369,3 +369,12 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)
+
+
+def test_a_case_that_was_timed_but_has_no_error_says_why() -> None:
+    """The times stand; what is missing is told, not left blank."""
+    run, findings = gemm()
+    detail = "no numerical error: ValueError: no reference for this one"
+    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in run.records)
+    text = " ".join(render(replace(run, records=records), findings).split())
+    assert f"bf16: {detail}" in text.replace("bf16 in all 3 groups:", "bf16:")
