@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from fp8bench.model import Interval
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+Counts = NDArray[np.float32]
 
 BOOTSTRAPS = 2000
 # One alone is the minimum, whose bootstrap covers too little: a resample's minimum is never below the sample's.
@@ -41,11 +42,16 @@ def best_by_segment(samples: Floats) -> Floats:
     return best
 
 
-def best_case(samples: Floats, seed: int = 0) -> BestCase:
-    """The best case of one arm. Arms with equally many rounds and the same seed draw the same rounds."""
-    rounds = len(samples)
-    draws = np.random.default_rng(seed).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
-    return BestCase(math.log(best_by_segment(samples).sum()), np.log(_resampled_sums(samples, draws)))
+def best_case(samples: Floats) -> BestCase:
+    """The best case of one arm. Arms with equally many rounds draw the same rounds."""
+    return BestCase(math.log(best_by_segment(samples).sum()), np.log(_resampled_sums(samples, _draws(len(samples)))))
+
+
+@lru_cache(maxsize=4)
+def _draws(rounds: int) -> Counts:
+    """How often each resample (column) draws each round (row). Seeded: the same samples always say the same."""
+    draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
+    return np.ascontiguousarray(draws.T, dtype=np.float32)
 
 
 def ratio(case: BestCase, references: Sequence[BestCase], level: float = 0.99) -> Interval:
@@ -64,28 +70,31 @@ def ratio(case: BestCase, references: Sequence[BestCase], level: float = 0.99) -
 def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
     """For each resample, the sum over segments of the mean of its fastest rounds.
 
-    `draws[b, r]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
+    `draws[r, b]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
     that it drew, so it is enough to look at the fastest few of each segment, and at all where that finds too few.
     """
     fastest = min(FASTEST, len(samples))
     order = np.argsort(samples, axis=0, kind="stable")
-    total = np.zeros(len(draws))
+    total = np.zeros(draws.shape[1])
     for segment in range(samples.shape[1]):
-        ranking, values = order[:, segment], samples[:, segment]
+        ranking = order[:, segment]
+        values = samples[ranking, segment]
         few = ranking[:_LOOKED_AT]
-        taken = np.minimum(np.cumsum(draws[:, few], axis=1), fastest)
-        sums = _weighted(taken, values[few])
-        short = taken[:, -1] < fastest
+        taken = np.minimum(draws[few].cumsum(axis=0), fastest)
+        sums = _weighted(values[:_LOOKED_AT], taken)
+        short = taken[-1] < fastest
         if short.any():
-            all_taken = np.minimum(np.cumsum(draws[np.ix_(short, ranking)], axis=1), fastest)
-            sums[short] = _weighted(all_taken, values[ranking])
-        total += sums / fastest
-    return total
+            all_taken = np.minimum(draws[np.ix_(ranking, np.flatnonzero(short))].cumsum(axis=0), fastest)
+            sums[short] = _weighted(values, all_taken)
+        total += sums
+    return total / fastest
 
 
-def _weighted(taken: Counts, values: Floats) -> Floats:
-    """Sums of values by how many of each are new in the running counts `taken`."""
-    sums: Floats = np.diff(taken, axis=1, prepend=0) @ values
+def _weighted(values: Floats, taken: Counts) -> Floats:
+    """Sums of values, each as often as it is new in the running counts: summed by parts, which spares a difference."""
+    steps = values.copy()
+    steps[:-1] -= values[1:]
+    sums: Floats = steps @ taken
     return sums
 
 

@@ -26,8 +26,8 @@ def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
 
 
 def counts(draws: Sequence[Sequence[int]], rounds: int) -> np.ndarray:
-    """How often each resample drew each round."""
-    return np.array([np.bincount(drawn, minlength=rounds) for drawn in draws])
+    """How often each resample (column) drew each round (row)."""
+    return np.array([np.bincount(drawn, minlength=rounds) for drawn in draws], dtype=np.float32).T
 
 
 def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
@@ -101,7 +101,7 @@ def test_the_interval_is_the_naive_bootstrap_s() -> None:
     rng = np.random.default_rng(4)
     arms = [noisy(rng, best, 12, 3) for best in (1.1, 1.0, 1.0)]
     drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.BOOTSTRAPS)
-    draws = [np.repeat(np.arange(12), row).tolist() for row in drawn]
+    draws = [np.repeat(np.arange(12), row).tolist() for row in drawn.astype(int)]
     logs = [np.log([naive_best(samples, one) for one in draws]) for samples in arms]
     low, high = np.quantile(logs[0] - (logs[1] + logs[2]) / 2, [0.005, 0.995])
     points = [math.log(naive_best(samples, range(12))) for samples in arms]
