@@ -1,8 +1,17 @@
-"""What holds for all tests: those that need a GPU are skipped, with the reason, where there is none."""
+"""What holds for all tests: no deadlines, and those that need a GPU are skipped, with the reason, without one."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is slow, not wrong. CI looks at the same examples each time; elsewhere new ones are tried.
+settings.register_profile(
+    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
+settings.load_profile("house")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
