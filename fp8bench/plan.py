@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from fp8bench.axes import Axis
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
-from fp8bench.protocols import Axis, Precision, Workload
+from fp8bench.protocols import Precision, Workload
 from fp8bench.registry import precisions, workloads
 
 DEFAULT_DTYPES = ("fp32", "bf16", "fp8")
@@ -131,7 +132,7 @@ def _group(
 def _case(
     workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: tuple[tuple[str, str], ...]
 ) -> PlannedCase:
-    case = Case(workload.name, params, name, facts.key, layers)
+    case = Case(workload.name, params, name, facts.key, layers, workload.version)
     used = [precisions.get(word) for word in (name, *(other for _, other in layers))]
     supports = [precision.support(facts) for precision in used]
     support = _worst(supports)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from fp8bench.errors import UsageError
+from fp8bench.axes import Axis
 from fp8bench.model import PHASES, Case, DeviceFacts, Params, Plan, Record, Scalar, Support, Work
 
 if TYPE_CHECKING:
@@ -201,52 +201,6 @@ class Device(ABC):
 
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One parameter of a workload that `--set` can vary."""
-
-    name: str
-    description: str
-    default: tuple[str, ...]
-    parse: Callable[[str], Scalar]
-
-    def values(self, given: Sequence[str]) -> list[Scalar]:
-        """Parsed values in the order given, each once; errors name the axis."""
-        parsed: dict[Scalar, None] = {}
-        for text in given:
-            try:
-                parsed[self.parse(text)] = None
-            except ValueError as error:
-                raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
-        return list(parsed)
-
-
-def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ValueError("expected a whole number") from None
-        if not low <= value <= high:
-            raise ValueError(f"expected a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser that admits the given words."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
-        return text
-
-    return parse
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import torch
 
 import fp8bench
 from fp8bench import Run, Verdict
+from fp8bench.axes import Axis, whole_number
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.history.runs import run_files
 from fp8bench.model import Case, DeviceFacts, Plan, Record, Scalar, Status, Work
-from fp8bench.protocols import Axis, Phases, Setup, Workload, whole_number
+from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.registry import workloads
 
 

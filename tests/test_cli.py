@@ -261,7 +261,8 @@ def test_values_of_an_axis_given_twice_are_joined(store: Path, capsys: pytest.Ca
 
 FAILING = """
 from fp8bench.model import Work
-from fp8bench.protocols import Axis, Workload, one_of
+from fp8bench.axes import Axis, one_of
+from fp8bench.protocols import Workload
 from fp8bench.registry import workloads
 
 

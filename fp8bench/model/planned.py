@@ -56,7 +56,8 @@ class DeviceFacts:
 class Case:
     """One thing to measure: workload x parameters x precision x device.
 
-    `precision_map` names the layer kinds that do not take the case's own precision.
+    `precision_map` names the layer kinds that do not take the case's own precision; `version` is the workload's: it
+    is raised when a step's work changes, and numbers of different versions do not compare.
     """
 
     workload: str
@@ -64,6 +65,7 @@ class Case:
     precision: str
     device: str
     precision_map: tuple[tuple[str, str], ...] = ()
+    version: str = "1"
 
     @property
     def mode(self) -> str:

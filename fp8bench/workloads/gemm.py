@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Params, Scalar, Work
-from fp8bench.protocols import Arithmetic, Axis, Operand, Phases, Precision, Role, Setup, Workload, one_of, whole_number
+from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:

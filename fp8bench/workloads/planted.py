@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import Case, DeviceFacts, Scalar, Work
-from fp8bench.protocols import Axis, Phases, Setup, Workload, one_of, whole_number
+from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Params, Scalar, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.protocols import Arithmetic, Axis, Phases, Precision, Setup, SilentPhases, Workload, one_of, whole_number
+from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:

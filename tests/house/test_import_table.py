@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fp8bench"
 
 FLOOR = frozenset({"errors", "model", "stats", "units"})
 ANYONE = frozenset({"*"})
-LEAF = FLOOR | {"formats", "nn", "numerics", "protocols", "registry"}
+LEAF = FLOOR | {"axes", "formats", "nn", "numerics", "protocols", "registry"}
 
 # Room -> the rooms it may import; a room is a module or package directly under fp8bench. Modules of a room may import
 # each other, except leaves (LEAVES): workloads, precisions and devices never lean on their neighbours.
@@ -25,13 +25,14 @@ TABLE: dict[str, frozenset[str]] = {
     "stats": FLOOR,
     "units": FLOOR,
     "corpus": FLOOR,
+    "axes": FLOOR,
     "formats": FLOOR,
-    "protocols": FLOOR,
+    "protocols": FLOOR | {"axes"},
     "history": FLOOR,
     "analysis": FLOOR,
     "numerics": FLOOR | {"formats"},
     "registry": FLOOR | {"protocols"},
-    "plan": FLOOR | {"protocols", "registry"},
+    "plan": FLOOR | {"axes", "protocols", "registry"},
     "environment": FLOOR | {"protocols", "registry"},
     "measure": FLOOR | {"protocols", "registry"},
     "report": FLOOR | {"analysis", "protocols", "registry"},

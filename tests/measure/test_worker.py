@@ -34,7 +34,8 @@ import time
 from pathlib import Path
 
 from fp8bench.model import Work
-from fp8bench.protocols import Axis, Workload
+from fp8bench.axes import Axis
+from fp8bench.protocols import Workload
 from fp8bench.registry import workloads
 
 

@@ -1,0 +1,55 @@
+"""Parameters of a workload that `--set` varies, and parsers for their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Scalar
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parameter of a workload that `--set` can vary."""
+
+    name: str
+    description: str
+    default: tuple[str, ...]
+    parse: Callable[[str], Scalar]
+
+    def values(self, given: Sequence[str]) -> list[Scalar]:
+        """Parsed values in the order given, each once; errors name the axis."""
+        parsed: dict[Scalar, None] = {}
+        for text in given:
+            try:
+                parsed[self.parse(text)] = None
+            except ValueError as error:
+                raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
+        return list(parsed)
+
+
+def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
+    """A parser of whole numbers within bounds."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("expected a whole number") from None
+        if not low <= value <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser that admits the given words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
+
+    return parse
