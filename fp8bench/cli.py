@@ -55,44 +55,51 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="fp8bench", allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
+        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    _add_suite(commands.add_parser("suite", help="measure a suite", allow_abbrev=False))
+    _add_suite(
+        commands.add_parser(
+            "suite", help="measure a suite", allow_abbrev=False,
+            epilog="Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted.",
+        )
+    )  # fmt: skip
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.add_argument("what", nargs="?", metavar="WHAT", help="suites, dtypes, devices, or a suite (its axes)")
-    listing.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE")
+    listing.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help="as in suite")
     doctor = commands.add_parser("doctor", help="what this machine can do, and what not and why", allow_abbrev=False)
     doctor.add_argument("--calibrate", action="store_true", help="measure what the harness itself costs")
     show = commands.add_parser("show", help="print a stored run", allow_abbrev=False)
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
-    show.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR")
+    show.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     selftest = commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False)
     selftest.add_argument("--power", action="store_true", help="how often verdicts are right, on planted slow-downs")
-    selftest.add_argument("--trials", type=_whole("--trials"), metavar="N", help="trials an operation (with --power)")
-    selftest.add_argument("--operation", action="append", metavar="NAME", help="small, medium or step (all three)")
-    selftest.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there (with --power)")
+    selftest.add_argument("--trials", type=_whole("--trials"), metavar="N", help="trials an operation, with --power; default 20")
+    selftest.add_argument("--operation", action="append", metavar="NAME", help="small, medium or step, with --power; default all")
+    selftest.add_argument("--json", type=Path, metavar="PATH", help="with --power, also write the figures there")
     return parser
 
 
 def _add_suite(suite: argparse.ArgumentParser) -> None:
     add = suite.add_argument
     add("suite", metavar="NAME", help="a suite; `fp8bench list` names them")
-    add("--dtypes", type=_words("--dtypes"), default=(), metavar="A,B", help="precisions to measure (fp32,bf16,fp8)")
-    add("--devices", type=_words("--devices"), default=(), metavar="A,B", help="devices (the first GPU, else cpu)")
-    add("--reference", metavar="DTYPE", help="what the others are held against (the highest precision)")
-    add("--set", dest="axes", action="append", default=[], type=_axis, metavar="AXIS=A,B", help="values of an axis")
+    add("--dtypes", type=_words("--dtypes"), default=(), metavar="A,B", help="precisions to measure; default fp32,bf16,fp8")
+    add("--devices", type=_words("--devices"), default=(), metavar="A,B", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
+    add("--reference", metavar="DTYPE", help="what the others are held against; default the highest precision")
+    add("--set", dest="axes", action="append", default=[], type=_axis, metavar="AXIS=A,B", help="values of an axis; `fp8bench list NAME` names the axes")
     add("--precision-map", type=_layers, default=(), metavar="KIND=DTYPE,...",
         help="layer kinds that take another precision than the case's; the reference stays pure")  # fmt: skip
-    add("--data", metavar="FILE", help="text to train on (Python's own sources)")
+    add("--data", metavar="FILE", help="text to train on; default Python's own sources")
     add("--quick", action="store_true", help="a few rounds, to see that it runs")
-    add("--budget", type=_seconds, metavar="SECONDS", help="time for the whole run")
+    add("--budget", type=_seconds, metavar="SECONDS", help="time for the whole run; default about 10 s a group")
     add("--rounds", type=_whole("--rounds"), metavar="N", help="exactly so many rounds, no early stop")
-    add("--seed", type=_whole("--seed", 0), default=0, metavar="N", help="for data, weights and order (0)")
-    add("--threads", type=_whole("--threads"), default=1, metavar="N", help="CPU threads of torch (1)")
+    add("--seed", type=_whole("--seed", 0), default=0, metavar="N", help="for data, weights and order; default 0")
+    add("--threads", type=_whole("--threads"), default=1, metavar="N", help="CPU threads of torch; default 1")
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
-    add("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help=f"where runs are kept ({DEFAULT_STORE})")
-    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module with your own leaves")
+    add("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help=f"where runs are kept; default {DEFAULT_STORE}")
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="module or .py file that registers workloads, precisions or devices of your own")  # fmt: skip
     add("--no-isolation", dest="isolation", action="store_false", help="measure in this process, without a worker")
 
 
