@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fp8bench.arguments import DEFAULT_STORE
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.history.runs import find_run, load_run
@@ -14,8 +15,6 @@ from fp8bench.pipeline import execute
 from fp8bench.pipeline import findings as findings_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.text import render
-
-DEFAULT_STORE = ".fp8bench"
 
 
 def run(

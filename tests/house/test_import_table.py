@@ -42,6 +42,7 @@ TABLE: dict[str, frozenset[str]] = {
     "workloads": LEAF,
     "pipeline": ANYONE,
     "api": ANYONE,
+    "arguments": FLOOR,
     "cli": ANYONE,
     "doctor": ANYONE,
     "selftest": ANYONE,
