@@ -185,7 +185,7 @@ def _why_unsure(interval: Interval, rounds: int) -> str:
 
 
 def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
-    """Best-case seconds of each phase: the sum of its cells' minima over all rounds. They sum to the step."""
+    """Best-case seconds of each phase: the sum of its cells' fastest rounds. They sum to the step."""
     best = stats.best_by_segment(cells(timing, _fewest_calls(timing)))
     sums = dict.fromkeys(CELL_PHASES, 0.0)
     for phase, seconds in zip(timing.segments.phases, best, strict=True):

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.bench import RawSlot
+from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker, first_limit, hang_limit
-from fp8bench.measure.segments import Segmentation, by_phase, segment
+from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
 from fp8bench.model import CELL_PHASES, DeviceFacts, Level, PlannedCase, Segments, SlotSample, Timing
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
+# Refilling a cache of some megabytes takes a fraction of a millisecond: of longer steps it is below the band.
+WARMED_BELOW_SECONDS = 100e-3
 # A step this long is timed well enough by its first call.
 LONG_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
@@ -45,6 +47,7 @@ class Arm:
     calls: int = 1
     discard: int = 0
     step_seconds: float = 0.0
+    calibrated: RawStep | None = None
     segmentation: Segmentation | None = None
     varying: bool = False
     slots: list[SlotSample] = field(default_factory=list)
@@ -63,9 +66,23 @@ class Arm:
             again = worker.slot(self.key, _CALIBRATING_CALLS, 0, hang_limit(_seconds(first), _CALIBRATING_CALLS))
         best = min(again.steps, key=lambda step: sum(step.intervals_ns))
         self.step_seconds = max(sum(best.intervals_ns) * 1e-9, 1e-7)
+        self.calibrated = best
         self.segmentation = segment(best.codes, best.intervals_ns)
         if self.step_seconds < REPEAT_BELOW_SECONDS:
             self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
+
+    def cut_like(self, lead: Arm) -> None:
+        """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
+
+        Best cases add the fastest of each cell, so an arm cut finer would be faster for that alone.
+        """
+        assert self.calibrated is not None and lead.calibrated is not None and lead.segmentation is not None
+        if self.calibrated.codes == lead.calibrated.codes:
+            self.segmentation = lead.segmentation
+            return
+        own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(lead.calibrated.intervals_ns)
+        block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
+        self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns)
 
     def run(self, worker: Worker, round_number: int) -> None:
         """One slot of this arm."""
@@ -146,9 +163,19 @@ class Sitting:
         return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
 
     def prepare(self, worker: Worker) -> None:
+        """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
         for arm in self.arms:
             with _guarding(arm):
                 arm.prepare(worker)
+        lead = self.arms[0]
+        for arm in self.arms[1:]:
+            arm.cut_like(lead)
+        # One arm's first call after its neighbour is cold and another's warm second call is not comparable: where any
+        # arm repeats within a slot, all those drop a call for which a cold cache counts.
+        if any(arm.calls > 1 for arm in self.arms if not arm.emulated):
+            for arm in self.arms:
+                if arm.step_seconds < WARMED_BELOW_SECONDS:
+                    arm.discard = 1
 
     def release(self, worker: Worker) -> None:
         for arm in self.arms:

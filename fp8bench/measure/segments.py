@@ -34,9 +34,14 @@ class Segmentation:
         return tuple(totals)
 
 
-def segment(codes: Sequence[int], intervals_ns: Sequence[int]) -> Segmentation:
+def block_length(step_ns: int) -> int:
+    """Nanoseconds of a block in a step of that length."""
+    return max(LEAST_BLOCK_NS, step_ns // MOST_BLOCKS)
+
+
+def segment(codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None) -> Segmentation:
     """Cut a step at its marks into blocks, and number the (block, phase) cells in order of appearance."""
-    block_ns = max(LEAST_BLOCK_NS, sum(intervals_ns) // MOST_BLOCKS)
+    block_ns = block_ns or block_length(sum(intervals_ns))
     cells: dict[tuple[int, int], int] = {}
     cell_of = []
     block, in_block = 0, 0
