@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,9 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
+            near = difflib.get_close_matches(text, choices, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 
     return parse

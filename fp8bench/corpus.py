@@ -61,8 +61,8 @@ def given_text(path: Path) -> bytes:
     return text
 
 
-def prepare_corpus(data: str | None, folder: Path) -> Corpus:
-    """The corpus for a run; its token file is made in `folder` once for each text."""
+def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:
+    """The corpus for a run; its token file is made in `folder` once for each text, if it is to be written."""
     if data is None:
         text, name = standard_library_text(), f"python-{platform.python_version()}"
     else:
@@ -71,7 +71,7 @@ def prepare_corpus(data: str | None, folder: Path) -> Corpus:
         raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
-    if not path.is_file() or path.stat().st_size != 2 * len(text):
+    if write and (not path.is_file() or path.stat().st_size != 2 * len(text)):
         _write(path, text)
     return Corpus(str(path.resolve()), name, digest, len(text))
 

@@ -6,11 +6,10 @@
     |   `-- ImportFailed          2   a module given to --import does not import
     |-- StoreError                2   the store cannot be read or written
     |   `-- RunNotFound           2   no run by that id, stem or path
-    |-- WorkerError               3   the measuring process cannot be used at all
-    |   |-- WorkerLost            3   it crashed or was killed
-    |   |-- WorkerHung            3   it did not answer in time
-    |   `-- WorkerFault           3   it answered with an exception (kept as type, text, traceback)
-    `-- NothingMeasured           3   the run ended without one measured case
+    `-- WorkerError               3   the measuring process cannot be used at all
+        |-- WorkerLost            3   it crashed or was killed
+        |-- WorkerHung            3   it did not answer in time
+        `-- WorkerFault           3   it answered with an exception (kept as type, text, traceback)
 
 A message says what was given, what was expected and what to do. 1 (regression) and 4 (baseline) are kept for later.
 """
@@ -86,9 +85,3 @@ class WorkerFault(WorkerError):
         self.kind = kind
         self.trace = trace
         self.out_of_memory = out_of_memory
-
-
-class NothingMeasured(Fp8benchError):
-    """The run ended without one measured case."""
-
-    exit_code = EXIT_FAILED

@@ -54,7 +54,7 @@ def execute(request: Request, store: Path, observer: Observer, command: str) -> 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
-    corpus = _prepared(request, store)
+    corpus = _prepared(request, store, write=False)
     with _worker(request, corpus) as worker:
         facts = worker.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts
@@ -69,13 +69,13 @@ def findings(run: Run) -> dict[str, Finding]:
     return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
 
 
-def _prepared(request: Request, store: Path) -> Corpus | None:
+def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | None:
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)
     if not workloads.get(request.suite).uses_corpus:
         return None
-    return prepare_corpus(request.data, store / "data")
+    return prepare_corpus(request.data, store / "data", write)
 
 
 def _worker(request: Request, corpus: Corpus | None) -> Worker:

@@ -6,13 +6,13 @@ What a device cannot do becomes a case with a reason, never a missing row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
-from fp8bench.axes import Axis
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
 from fp8bench.protocols import Precision, Workload
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import devices, precisions, workloads
 
 DEFAULT_DTYPES = ("fp32", "bf16", "fp8")
 MOST_CASES = 20_000
@@ -40,6 +40,10 @@ def check_names(request: Request) -> None:
     workload = workloads.get(request.suite)
     modes = _modes(request)
     _precision_map(request, workload, modes, _reference(request, modes))
+    for word in request.devices:
+        devices.canonical(word.partition(":")[0])
+    # Names and parsers of axes are the same on every device, only their defaults differ.
+    _axes(request, workload, DeviceFacts("cpu", 0, "", 0, ""))
 
 
 def _modes(request: Request) -> tuple[str, ...]:
@@ -72,6 +76,13 @@ def _precision_map(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
             "dtype to --dtypes, or another --reference."
         )
+    for mode in (name for name in modes if name != reference):
+        for _, other in layers:
+            if precisions.get(mode).float32_products != precisions.get(other).float32_products:
+                raise UsageError(
+                    f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave "
+                    f"{other} out of the map, or {mode} out of --dtypes."
+                )
     return tuple(layers)
 
 
@@ -90,26 +101,25 @@ def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts
 
 
 def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:
-    axes = {axis.name: axis for axis in workload.axes(facts)}
-    given = dict(request.axes)
-    for name in given:
-        if name not in axes:
-            raise UnknownName(f"axis of suite {request.suite}", name, axes)
-    values = [_axis_values(axis, given) for axis in axes.values()]
-    combinations = 1
-    for one in values:
-        combinations *= len(one)
+    axes = _axes(request, workload, facts)
+    combinations = math.prod(len(one) for one in axes.values())
     if combinations > MOST_CASES:
         raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
     seen: dict[Params, None] = {}
-    for combination in itertools.product(*values):
+    for combination in itertools.product(*axes.values()):
         for params in workload.expand(dict(zip(axes, combination, strict=True))):
             seen[(*params, ("data", corpus)) if corpus and workload.uses_corpus else params] = None
     return seen
 
 
-def _axis_values(axis: Axis, given: Mapping[str, tuple[str, ...]]) -> list[Scalar]:
-    return axis.values(given.get(axis.name, axis.default))
+def _axes(request: Request, workload: Workload, facts: DeviceFacts) -> dict[str, list[Scalar]]:
+    """The values of every axis: those given, else the device's defaults."""
+    axes = {axis.name: axis for axis in workload.axes(facts)}
+    given = dict(request.axes)
+    for name in given:
+        if name not in axes:
+            raise UnknownName(f"axis of suite {request.suite}", name, axes)
+    return {name: axis.values(given.get(name, axis.default)) for name, axis in axes.items()}
 
 
 def _group(

@@ -129,6 +129,8 @@ class Precision(ABC):
     summary: ClassVar[str]
     rank: ClassVar[int]
     loss_scale: ClassVar[float] = 1.0
+    # torch's float32 matmul precision while it runs; a switch of the process, so one case cannot mix two.
+    float32_products: ClassVar[str] = "highest"
     # Dimensions a native product needs as multiples: (of the contraction, of the columns).
     multiples: ClassVar[tuple[int, int]] = (1, 1)
 
@@ -143,7 +145,7 @@ class Precision(ABC):
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Global switches this precision needs, set and restored; plain IEEE fp32 products by default."""
-        with float32_products("highest"):
+        with float32_products(self.float32_products):
             yield
 
 
@@ -220,10 +222,6 @@ class Setup:
     layers: Mapping[str, Arithmetic]
     loss_scale: float = 1.0
     corpus: str | None = None
-
-    def layer(self, kind: str, default: Arithmetic) -> Arithmetic:
-        """The arithmetic of a layer kind."""
-        return self.layers.get(kind, default)
 
 
 class Workload(ABC):

@@ -38,8 +38,6 @@ for key, planned in zip("abc", (group.cases[0], group.cases[0], group.cases[1]),
 for _ in range(10):
     for one in bench._prepared.values():
         one.workload.step(one.state, SilentPhases())
-for planned in group.cases:
-    bench.error(planned.case, facts[0])
 """
 
 
@@ -47,18 +45,20 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _run(words: tuple[str, ...], folder: str) -> None:
-    quiet = subprocess.DEVNULL
-    subprocess.run(words, cwd=folder, env=_environment(), stdout=quiet, stderr=quiet, check=False)
+def _run(words: tuple[str, ...], folder: str, expected: int = 0) -> None:
+    """A command that ends otherwise than expected has not been measured."""
+    done = subprocess.run(words, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode != expected:
+        raise RuntimeError(f"{words} ended with {done.returncode}, not {expected}: {done.stderr[-500:]}")
 
 
-def _cpu_seconds(*words: str) -> float:
+def _cpu_seconds(*words: str, expected: int = 0) -> float:
     """The least CPU time of a few runs of `fp8bench WORDS` as a process of its own."""
     best = float("inf")
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(_REPEATS):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            _run((sys.executable, "-m", "fp8bench", *words), folder)
+            _run((sys.executable, "-m", "fp8bench", *words), folder, expected)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return best
@@ -76,7 +76,7 @@ def track_list() -> float:
 
 def track_bad_usage() -> float:
     """CPU time of a mistyped suite."""
-    return _cpu_seconds("suite", "nosuch")
+    return _cpu_seconds("suite", "nosuch", expected=2)
 
 
 def _overheads() -> tuple[float, float]:
@@ -142,6 +142,8 @@ def _peak_bytes(words: tuple[str, ...]) -> int:
             while process.poll() is None:
                 peak = max(peak, _resident(process.pid))
                 time.sleep(0.02)
+            if process.returncode:
+                raise RuntimeError(f"{words} ended with {process.returncode}")
     return peak
 
 

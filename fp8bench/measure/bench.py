@@ -68,8 +68,16 @@ class Bench:
 
         self._settings = settings
         self._prepared: dict[str, _Prepared] = {}
+        self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         import_user_modules(settings.imports)
+
+    def close(self) -> None:
+        """Put the process's threads back: without isolation it is the user's own."""
+        import torch
+
+        self._prepared.clear()
+        torch.set_num_threads(self._threads_before)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         """Every device on this machine."""

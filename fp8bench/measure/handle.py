@@ -102,6 +102,8 @@ class LocalWorker(Worker):
         raise fault
 
     def close(self) -> None:
+        if self._bench is not None:
+            self._bench.close()
         self._bench = None
 
     def restart(self) -> None:
@@ -169,7 +171,7 @@ class ProcessWorker(Worker):
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(
-                [self._python, "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
+                [self._python, "-P", "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
                 pass_fds=(theirs.fileno(), lifeline_read),
             )  # fmt: skip

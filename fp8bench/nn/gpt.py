@@ -101,8 +101,9 @@ class Block(nn.Module):
         self.mlp = FeedForward(config, arithmetic.mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), phase, rotation)
-        y: Tensor = x + self.mlp(self.norm_mlp(x), phase)
+        # A layer of another precision hands back its own carrier; the stream keeps the model's.
+        x = x + self.attn(self.norm_attn(x), phase, rotation).to(x.dtype)
+        y: Tensor = x + self.mlp(self.norm_mlp(x), phase).to(x.dtype)
         return y
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import TF32
 from fp8bench.model import DeviceFacts, Level, Support
-from fp8bench.protocols import Arithmetic, Precision, Role, float32_products
+from fp8bench.protocols import Arithmetic, Precision, Role
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -23,6 +21,8 @@ class Tf32(Precision):
     name = "tf32"
     summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
     rank = 10
+    # One switch for the process: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
+    float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
         if hardware.is_cpu(facts):
@@ -46,9 +46,3 @@ class Tf32(Precision):
             return round_to(tensor, TF32)
 
         return EmulatedArithmetic(torch.float32, rounded)
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """TF32 allowed. On a CPU it changes nothing: what is multiplied there are TF32 values already."""
-        with float32_products("high"):
-            yield

@@ -30,7 +30,10 @@ PHASE_TITLES: dict[str, str] = {
     UNATTRIBUTED: "unattr",
 }
 
-BEST = "best: the step's best case; median and spread (distance of the quartiles / median): over all calls"
+BEST = (
+    "best: the step undisturbed, the sum over its stretches of each one's three fastest rounds (less than any single "
+    "step); throughput: at the best; median and spread (distance of the quartiles / median): over all calls"
+)
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"

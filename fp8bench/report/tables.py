@@ -84,9 +84,15 @@ def noise_floor(group: ResultGroup) -> str:
     """'+-0.6%', or the range where cases that sat apart have floors of their own."""
     floors = sorted(one.finding.floor for one in group.results if one.finding and one.finding.floor is not None)
     if not floors:
-        return "not measured"
+        return f"not measured{_stopped(group)}"
     low, high = (f"+-{units.percent(floor)}" for floor in (floors[0], floors[-1]))
-    return low if low == high else f"{low} to {high}"
+    return (low if low == high else f"{low} to {high}") + _stopped(group)
+
+
+def _stopped(group: ResultGroup) -> str:
+    """Why measuring ended, which tells whether more time would help."""
+    reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
+    return f"; {' / '.join(reasons)}" if reasons else ""
 
 
 def emulated(result: Result) -> bool:

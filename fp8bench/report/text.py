@@ -57,7 +57,7 @@ def _reference_line(panel: Panel) -> str:
 
 
 def _numbers(panel: Panel) -> list[str]:
-    """Measurements beside the main error, a line for each metric and group: 'loss_error: bf16 1.2e-04, fp8 ...'."""
+    """Measurements beside the main error, and ratios by medians, a line for each metric and group."""
     lines = []
     for group in panel.groups:
         by_metric: dict[str, list[str]] = {}
@@ -65,6 +65,13 @@ def _numbers(panel: Panel) -> list[str]:
             for one in result.record.measurements:
                 label = f"{one.metric} ({one.phase})" if one.phase else one.metric
                 by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}")
+        medians = [
+            f"{one.mode} {units.ratio(one.finding.median_ratio)}"
+            for one in group.results
+            if one.finding and one.finding.median_ratio is not None and not emulated(one)
+        ]
+        if medians:
+            by_metric[f"time vs {panel.reference} by medians"] = medians
         place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
         others = {label: texts for label, texts in by_metric.items() if label != main_error(panel)}
         lines += [f"{label}{place}: {', '.join(texts)}" for label, texts in others.items()]

@@ -161,8 +161,10 @@ def _model(setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str,
 
     chosen = setup.layers if layers is None else layers
     arithmetic = LayerArithmetic(chosen.get("attn", low), chosen.get("mlp", low), chosen.get("head", high))
-    torch.manual_seed(setup.seed)
-    with torch.device(_device(setup)):
+    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    # The process's own random state is put back: without isolation it is the user's.
+    with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
+        torch.manual_seed(setup.seed)
         return GPT(_config(setup), arithmetic, low.carrier)
 
 

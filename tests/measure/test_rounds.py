@@ -315,3 +315,35 @@ def test_a_very_long_step_is_sized_by_its_first_call() -> None:
     one.prepare(worker)
     assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0)]
     assert (one.calls, one.step_seconds) == (1, 10.0)
+
+
+def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:
+    """Identical code that calibrates at 3.99 and 4.01 ms: one repeats, so both drop their first, cold call."""
+    near = {"fp32": steady(4_010_000), "fp32'": steady(4_010_000), "bf16": steady(3_990_000)}
+    sitting = three()
+    sitting.prepare(FakeWorker(near))
+    assert [(one.calls, one.discard) for one in sitting.arms] == [(1, 1), (1, 1), (2, 1)]
+    long = Sitting(arm("fp32"), None, [arm("bf16")])
+    long.prepare(FakeWorker({"fp32": steady(200 * MS), "bf16": steady(MS)}))
+    assert [one.discard for one in long.arms] == [0, 1]
+    neither = three()
+    neither.prepare(FakeWorker({label: steady(5 * MS) for label in ("fp32", "fp32'", "bf16")}))
+    assert [(one.calls, one.discard) for one in neither.arms] == [(1, 0)] * 3
+
+
+def test_arms_with_the_same_marks_have_the_same_cells() -> None:
+    """Although one of them was disturbed while calibrating; other marks get stretches of the same share."""
+
+    def script(first_ns: int, codes: tuple[int, ...]) -> Script:
+        return Script(lambda call: (codes, (first_ns, *[400_000] * (len(codes) - 1))))
+
+    codes = (CAST, GEMM) * 10
+    sitting = three()
+    sitting.prepare(
+        FakeWorker({
+            "fp32": script(400_000, codes), "fp32'": script(9_000_000, codes), "bf16": script(400_000, codes[:-1]),
+        })
+    )  # fmt: skip
+    reference, control, other = sitting.arms
+    assert control.segmentation is reference.segmentation
+    assert other.segmentation is not None and other.segmentation.codes == codes[:-1]
