@@ -26,7 +26,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     layers = _precision_map(request, workload, modes, reference)
     notes = []
     groups = [
-        _group(workload, params, device, modes, reference, layers)
+        _group(workload, params, device, modes, reference, layers, request.reference is not None)
         for device in _devices(request, facts)
         for params in _parameters(request, workload, device, corpus)
     ]
@@ -129,9 +129,10 @@ def _group(
     modes: Sequence[str],
     reference: str,
     layers: tuple[tuple[str, str], ...],
+    firm: bool,
 ) -> Group:
     pure = [_case(workload, params, facts, name, ()) for name in modes]
-    lead = _lead(pure, modes.index(reference))
+    lead = _lead(pure, modes.index(reference), firm)
     cases = tuple(
         one if index == lead or not layers else _case(workload, params, facts, modes[index], layers)
         for index, one in enumerate(pure)
@@ -162,9 +163,13 @@ def _worst(supports: Sequence[Support]) -> Support:
     return max(supports, key=lambda support: order.index(support.level))
 
 
-def _lead(cases: Sequence[PlannedCase], wanted: int) -> int:
-    """The reference's place: the one wanted, or where it cannot run the highest native precision that can."""
-    if cases[wanted].runs:
+def _lead(cases: Sequence[PlannedCase], wanted: int, firm: bool) -> int:
+    """The reference's place: the one wanted, or the highest native precision that can run.
+
+    An emulated reference has no speed to compare with, so it takes the user's word (`firm`) to have one beside native
+    cases.
+    """
+    if cases[wanted].runs and (firm or cases[wanted].support.level is Level.NATIVE):
         return wanted
     able = [index for index, planned in enumerate(cases) if planned.runs]
     native = [index for index in able if cases[index].support.level is Level.NATIVE]

@@ -172,3 +172,16 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
     ]  # fmt: skip
     error = fp8bench.load("last", tmp_path).records[1].measurement("sum_error")
     assert error is not None and error.samples == (0.25,)
+
+
+def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+    """A notebook's threads and random numbers are its own."""
+    torch.set_num_threads(2)
+    torch.manual_seed(123)
+    expected = torch.random.get_rng_state()
+    fp8bench.run(
+        "transformer", dtypes=["bf16"], set={"size": "nano", "batch": 1, "sequence": 16, "micro_batches": 1}, rounds=1,
+        isolation=False, store=tmp_path,
+    )  # fmt: skip
+    assert torch.get_num_threads() == 2
+    assert torch.equal(torch.random.get_rng_state(), expected)

@@ -335,3 +335,33 @@ def test_planning_imports_neither_torch_nor_numpy() -> None:
     command = [sys.executable, "-W", "error", "-c", code]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout.split("\n")[:2] == ["3 18", "[]"]
+
+
+@pytest.mark.parametrize(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
+def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: str) -> None:
+    """It is one switch for the process: a mapped layer would run under the case's, with the wrong name on it."""
+    asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
+    with pytest.raises(UsageError, match="TF32 is one switch"):
+        check_names(asked)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
+        (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
+        (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),
+    ],
+)
+def test_names_of_devices_axes_and_values_need_no_worker(request_: Request, sentence: str) -> None:
+    """Refused with the nearest known word before anything slow is started."""
+    with pytest.raises(UsageError, match=sentence):
+        check_names(request_)
+
+
+def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
+    """On a CPU tf32 ranks above bf16 but has no speed to compare with."""
+    assert reference(one_group(CPU, "tf32", "bf16", "fp8")) == "bf16"
+    assert reference(one_group(CPU, "tf32", "bf16", reference="tf32")) == "tf32"
+    assert reference(one_group(CPU, "tf32", "fp8")) == "tf32"
+    assert reference(one_group(H200, "tf32", "bf16")) == "tf32"

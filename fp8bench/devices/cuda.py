@@ -83,8 +83,9 @@ class Cuda(Device):
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        # cuBLAS asks for its workspace by itself and says so in its own words.
-        return isinstance(error, torch.cuda.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+        # cuBLAS and the driver ask for memory by themselves and say so in their own words.
+        words = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+        return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in words)
 
     def select(self, index: int) -> None:
         import torch

@@ -168,6 +168,8 @@ class ProcessWorker(Worker):
         self._log = tempfile.TemporaryFile()
         threads = str(self._settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        # It would turn TF32 on or off behind a precision's name; set it and nothing here means what it says.
+        environment.pop("NVIDIA_TF32_OVERRIDE", None)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(

@@ -48,7 +48,11 @@ class State:
 
 @workloads.register("gemm")
 class Gemm(Workload):
-    """a (m, k) times b (n, k) transposed, both contracted over their last dimension."""
+    """a (m, k) times b (n, k) transposed, both contracted over their last dimension.
+
+    Operands come in the dtype that a network would carry them in (fp32 for fp32 and tf32, bf16 for bf16 and below), so
+    that the CAST of fp8 is from bf16, and that of bf16 is nothing.
+    """
 
     name = "gemm"
     summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
@@ -61,7 +65,8 @@ class Gemm(Workload):
             Axis("product", "auto (all three for a model), forward, input-gradient, weight-gradient", ("auto",),
                  one_of("auto", *PRODUCTS)),
             Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
-            Axis("operands", "cast in every step, or cast once before it", ("cast",), one_of("cast", "ready")),
+            Axis("operands", "cast from the carrier in every step, or made ready before it", ("cast",),
+                 one_of("cast", "ready")),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:

@@ -139,3 +139,12 @@ def test_constraints_satisfy_the_ranges() -> None:
         pin = pins.get(canonicalize_name(requirement.name))
         if pin is not None:
             assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/method.md", "reports/README.md"])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    """A link to evidence that is not there is a claim without evidence."""
+    text = (ROOT / page).read_text()
+    targets = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in targets if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not missing

@@ -216,3 +216,16 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     assert {"nano": 1e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[name] == pytest.approx(
         total, rel=0.05
     )
+
+
+def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> None:
+    """A feed-forward in fp32 hands back fp32; the stream of a bf16 model stays bf16."""
+    config = GPTConfig(64, 32, 2, 2, 2, 64, batch=1, sequence=16)
+    low, high = PlainArithmetic(torch.bfloat16), PlainArithmetic(torch.float32)
+    model = GPT(config, LayerArithmetic(attn=low, mlp=high, head=low), torch.bfloat16)
+    seen: list[torch.dtype] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    model(tokens, tokens, SilentPhases())
+    assert seen == [torch.bfloat16] * 2
