@@ -20,8 +20,7 @@ class EventStamper(Stamper):
     An event is recorded on the stream that is current for the calling thread; autograd sets it on its own threads.
     """
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
         self._used: list[torch.cuda.Event] = []
 
@@ -73,7 +72,7 @@ class Cuda(Device):
         )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
-        return EventStamper(index)
+        return EventStamper()
 
     def synchronise(self, index: int) -> None:
         import torch

@@ -63,6 +63,7 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
     device.synchronise(facts.index)
     device.empty_cache()
     device.synchronise(facts.index)
+    assert facts in device.available(), "the device is gone after being cleaned"
 
 
 @pytest.mark.parametrize("kind", NAMES)

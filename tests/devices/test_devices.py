@@ -47,7 +47,7 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
     FakeEvent.made = FakeEvent.records = 0
     FakeEvent.synchronised = []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    return EventStamper(0)
+    return EventStamper()
 
 
 def test_the_processor_is_one_device_with_plain_facts() -> None:

@@ -154,11 +154,13 @@ def test_has_no_colour_and_no_newline(screen: Screen, clock: Clock) -> None:
 
 
 def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> None:
+    """Every call returns, and nothing opens the stream again."""
     observer = line(screen, clock)
     screen.close()
     observer.working(CASES[0], "measuring", 0.5)
     observer.working(CASES[1], "measuring", 0.5)
     observer.close()
+    assert screen.closed
 
 
 def test_a_throttled_call_is_cheap(screen: Screen) -> None:
