@@ -20,11 +20,12 @@ from fp8bench.history.runs import RunWriter, check_store, load_run, start_run
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.limits import Limits
 from fp8bench.measure.stopping import rule_for
 from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Run
-from fp8bench.plan import check_names, make_plan
+from fp8bench.plan import check_names, make_plan, reads_corpus
 from fp8bench.protocols import Observer
-from fp8bench.registry import import_user_modules, workloads
+from fp8bench.registry import import_user_modules
 
 
 def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
@@ -73,7 +74,7 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)
-    if not workloads.get(request.suite).uses_corpus:
+    if not reads_corpus(request):
         return None
     return prepare_corpus(request.data, store / "data", write)
 
@@ -108,7 +109,8 @@ def _share(budget: float | None, start: float, groups_left: int) -> float | None
 def _measured(group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer) -> tuple[Record, ...]:
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
-    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer).run()
+    limits = Limits(run.request.case_timeout)
+    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer, limits).run()
 
 
 def _kept(records: Sequence[Record], writer: RunWriter, observer: Observer) -> Sequence[Record]:

@@ -8,69 +8,123 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.protocols import Precision, Workload
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import devices, precisions, user_module, workloads
+from fp8bench.units import size
 
-DEFAULT_DTYPES = ("fp32", "bf16", "fp8")
+ALL = "all"
 MOST_CASES = 20_000
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One suite of a request: its workload, the precisions it gets with the reference first, and its map."""
+
+    workload: Workload
+    modes: tuple[str, ...]
+    reference: str
+    layers: tuple[tuple[str, str], ...]
+
+
 def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None) -> Plan:
-    """All groups of a request, in order of device and parameters. Raises UsageError for what cannot be meant."""
-    workload = workloads.get(request.suite)
-    modes = _modes(request)
-    reference = _reference(request, modes)
-    layers = _precision_map(request, workload, modes, reference)
-    notes = []
+    """All groups of a request, in order of suite, device and parameters. Raises UsageError for what cannot be meant."""
+    parts = _parts(request)
     groups = [
-        _group(workload, params, device, modes, reference, layers, request.reference is not None)
+        _group(part, params, device, request.reference is not None)
+        for part in parts
         for device in _devices(request, facts)
-        for params in _parameters(request, workload, device, corpus)
+        for params in _parameters(request, part.workload, device, corpus)
     ]
-    if request.data is not None and not workload.uses_corpus:
+    notes = []
+    if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
     return Plan(tuple(groups), tuple(notes))
 
 
+def suites_of(request: Request) -> tuple[str, ...]:
+    """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
+    if request.suite == ALL:
+        return tuple(workloads.names())
+    if request.suite.endswith(".py"):
+        names = workloads.names_in(user_module(request.suite))
+        if not names:
+            raise UsageError(
+                f"{request.suite} registers no suite. Put @workloads.register('NAME') before a class in it, or load it "
+                "with --import and name a suite."
+            )
+        return tuple(names)
+    words = [word.strip() for word in request.suite.split(",")]
+    if not all(words):
+        raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
+    for word in words:
+        if word not in workloads.names(hidden=True):
+            raise UnknownName("suite", word, [*workloads.names(), ALL])
+    return tuple(dict.fromkeys(words))
+
+
+def reads_corpus(request: Request) -> bool:
+    """Whether any suite of the request reads the text."""
+    return any(workloads.get(name).uses_corpus for name in suites_of(request))
+
+
 def check_names(request: Request) -> None:
     """Raise for unknown names at once, before anything slow is started."""
-    workload = workloads.get(request.suite)
-    modes = _modes(request)
-    _precision_map(request, workload, modes, _reference(request, modes))
+    parts = _parts(request)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])
     # Names and parsers of axes are the same on every device, only their defaults differ.
-    _axes(request, workload, DeviceFacts("cpu", 0, "", 0, ""))
+    nowhere = DeviceFacts("cpu", 0, "", 0, "")
+    for part in parts:
+        for params in _parameters(request, part.workload, nowhere, None):
+            part.workload.work(dict(params))
 
 
-def _modes(request: Request) -> tuple[str, ...]:
-    """The precisions of the run, the reference first, the others as asked for."""
-    names = [precisions.canonical(word) for word in (request.dtypes or DEFAULT_DTYPES)]
+def _parts(request: Request) -> list[_Part]:
+    chosen = [workloads.get(name) for name in suites_of(request)]
+    _check_axes(request, chosen)
+    _check_kinds(request, chosen)
+    return [_part(request, workload) for workload in chosen]
+
+
+def _part(request: Request, workload: Workload) -> _Part:
+    """Precisions of one suite: those asked for, else its own; the reference first."""
+    names = [precisions.canonical(word) for word in (request.dtypes or workload.dtypes)]
     if request.reference is not None:
         names.append(precisions.canonical(request.reference))
-    lead = _reference(request, names)
-    return (lead, *(name for name in dict.fromkeys(names) if name != lead))
+        lead = names[-1]
+    else:
+        lead = min(names, key=lambda name: precisions.get(name).rank)
+    modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
+    return _Part(workload, modes, lead, _precision_map(request, workload, modes, lead))
 
 
-def _reference(request: Request, modes: Sequence[str]) -> str:
-    """The one asked for, else the highest precision of the run."""
-    if request.reference is not None:
-        return precisions.canonical(request.reference)
-    return min(modes, key=lambda name: precisions.get(name).rank)
+def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
+    """Every axis given must be one of some suite; the others do without it."""
+    nowhere = DeviceFacts("cpu", 0, "", 0, "")
+    known = {axis.name for workload in chosen for axis in workload.axes(nowhere)}
+    for name, _ in request.axes:
+        if name not in known:
+            raise UnknownName(f"axis of suite {request.suite}", name, known)
+
+
+def _check_kinds(request: Request, chosen: Sequence[Workload]) -> None:
+    known = {kind for workload in chosen for kind in workload.layer_kinds}
+    for kind, _ in request.precision_map:
+        if kind not in known:
+            raise UnknownName(f"layer kind of suite {request.suite}", kind, known)
 
 
 def _precision_map(
     request: Request, workload: Workload, modes: Sequence[str], reference: str
 ) -> tuple[tuple[str, str], ...]:
     """Layer kinds and their precisions. Cases other than the reference take it; the reference stays pure."""
-    layers = []
-    for kind, word in request.precision_map:
-        if kind not in workload.layer_kinds:
-            raise UnknownName(f"layer kind of suite {request.suite}", kind, workload.layer_kinds)
-        layers.append((kind, precisions.canonical(word)))
+    layers = [
+        (kind, precisions.canonical(word)) for kind, word in request.precision_map if kind in workload.layer_kinds
+    ]
     if layers and all(name == reference for name in modes):
         raise UsageError(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
@@ -113,28 +167,16 @@ def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus
 
 
 def _axes(request: Request, workload: Workload, facts: DeviceFacts) -> dict[str, list[Scalar]]:
-    """The values of every axis: those given, else the device's defaults."""
-    axes = {axis.name: axis for axis in workload.axes(facts)}
+    """The values of every axis of a suite: those given, else the device's defaults."""
     given = dict(request.axes)
-    for name in given:
-        if name not in axes:
-            raise UnknownName(f"axis of suite {request.suite}", name, axes)
-    return {name: axis.values(given.get(name, axis.default)) for name, axis in axes.items()}
+    return {axis.name: axis.values(given.get(axis.name, axis.default)) for axis in workload.axes(facts)}
 
 
-def _group(
-    workload: Workload,
-    params: Params,
-    facts: DeviceFacts,
-    modes: Sequence[str],
-    reference: str,
-    layers: tuple[tuple[str, str], ...],
-    firm: bool,
-) -> Group:
-    pure = [_case(workload, params, facts, name, ()) for name in modes]
-    lead = _lead(pure, modes.index(reference), firm)
+def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
+    pure = [_case(part.workload, params, facts, name, ()) for name in part.modes]
+    lead = _lead(pure, part.modes.index(part.reference), firm)
     cases = tuple(
-        one if index == lead or not layers else _case(workload, params, facts, modes[index], layers)
+        one if index == lead or not part.layers else _case(part.workload, params, facts, part.modes[index], part.layers)
         for index, one in enumerate(pure)
     )
     return Group(cases, lead)
@@ -144,17 +186,22 @@ def _case(
     workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: tuple[tuple[str, str], ...]
 ) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
-    used = [precisions.get(word) for word in (name, *(other for _, other in layers))]
-    supports = [precision.support(facts) for precision in used]
-    support = _worst(supports)
     named = dict(params)
-    misfits = [
-        workload.misfit(named, precision)
-        for precision, level in zip(used, supports, strict=True)
-        if level.level is Level.NATIVE
-    ]
-    skip = support.reason if support.level is Level.REFUSED else next(filter(None, misfits), "")
-    return PlannedCase(case, support, workload.work(named), skip)
+    used = (name, *(other for _, other in layers))
+    support = _worst([workload.support(named, precisions.get(word), facts) for word in used])
+    work = workload.work(named)
+    skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)
+    return PlannedCase(case, support, work, skip)
+
+
+def _too_large(work: Work, facts: DeviceFacts) -> str:
+    """Why a case is not begun although its precision would do; '' if it may be."""
+    if not facts.memory_bytes or work.least_memory <= facts.memory_bytes:
+        return ""
+    return (
+        f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: choose "
+        "smaller sizes"
+    )
 
 
 def _worst(supports: Sequence[Support]) -> Support:

@@ -14,7 +14,18 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fp8bench.axes import Axis
-from fp8bench.model import PHASES, Case, DeviceFacts, Params, Plan, Record, Scalar, Support, Work
+from fp8bench.model import (
+    PHASES,
+    Case,
+    DeviceFacts,
+    Params,
+    Plan,
+    Record,
+    Scalar,
+    Support,
+    TensorStatistics,
+    Work,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -116,12 +127,25 @@ class Arithmetic(ABC):
         """The operand with its dimensions swapped, for a product that contracts over the other one."""
         return self.cast(source.t(), role)
 
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        """`tensor` on the elements' own grid, without looking for a scale; the cast itself where it has none."""
+        return self.cast(tensor, role)
+
+    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        """The values of an operand in `dtype`: the way back from low precision."""
+        import torch
+
+        if operand.scale is None:
+            return operand.data.to(dtype)
+        return (operand.data.to(torch.float32) * operand.scale).to(dtype)
+
 
 class Precision(ABC):
     """A mode, not a dtype: formats by role, a scaling, and what a device makes of it.
 
     `rank` orders precisions from the highest down: the default reference is the lowest rank of a run. `loss_scale`
-    multiplies the loss of a training step, for formats whose gradients would underflow.
+    multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
+    precision in which values travel between products, where it is not this one: all that is no product runs in it.
     """
 
     name: ClassVar[str]
@@ -129,6 +153,7 @@ class Precision(ABC):
     summary: ClassVar[str]
     rank: ClassVar[int]
     loss_scale: ClassVar[float] = 1.0
+    carried_by: ClassVar[str] = ""
     # torch's float32 matmul precision while it runs; a switch of the process, so one case cannot mix two.
     float32_products: ClassVar[str] = "highest"
     # Dimensions a native product needs as multiples: (of the contraction, of the columns).
@@ -227,7 +252,8 @@ class Setup:
 class Workload(ABC):
     """Something to measure. State lives in the worker; `step` is what is timed.
 
-    `layer_kinds` are the names a precision map may use. `error` runs once a case, apart from any timing.
+    `layer_kinds` are the names a precision map may use, `dtypes` the precisions of a run that names none. `error`,
+    `statistics` and `check` run apart from any timing.
     """
 
     name: ClassVar[str]
@@ -235,6 +261,7 @@ class Workload(ABC):
     version: ClassVar[str] = "1"
     uses_corpus: ClassVar[bool] = False
     layer_kinds: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8")
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -242,7 +269,7 @@ class Workload(ABC):
 
     @abstractmethod
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """FLOPs and tokens of one step."""
+        """What one step does, by count."""
 
     @abstractmethod
     def prepare(self, setup: Setup) -> Any:
@@ -256,13 +283,24 @@ class Workload(ABC):
         """The cases one combination of axis values stands for."""
         return (tuple(params.items()),)
 
-    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
-        """Why these parameters cannot run natively in that precision; '' if they can."""
-        return ""
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        """How a device does these parameters in that precision: never better than the precision itself.
+
+        Worse where a shape does not fit, an operation has no such kernel, or the precision would change nothing.
+        """
+        return precision.support(facts)
 
     def error(self, setup: Setup) -> Mapping[str, float]:
-        """Relative numerical errors of one case, by metric name."""
+        """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""
         return {}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """The values that a step works on, before any scaling; asked once a group, in its reference's precision."""
+        return ()
+
+    def check(self, state: Any) -> str:
+        """What is wrong with a state after all its steps ('the loss is NaN'); '' if nothing is."""
+        return ""
 
 
 class Observer(Protocol):

@@ -5,8 +5,10 @@ This is the one place that imports leaves. Names starting with an underscore are
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -47,6 +49,10 @@ class Registry(Generic[T]):
         """Names without aliases."""
         self._walk()
         return [name for name in self._leaves if hidden or not name.startswith("_")]
+
+    def names_in(self, module: str) -> list[str]:
+        """The names that one module registered."""
+        return [name for name, leaf in self._leaves.items() if leaf.__module__ == module]
 
     def aliases(self) -> dict[str, str]:
         """Alias to name."""
@@ -91,9 +97,15 @@ def import_user_modules(names: Iterable[str]) -> None:
             ) from error
 
 
+def user_module(file: str) -> str:
+    """The module name of a user's file: two files of one name in different folders are two modules."""
+    path = Path(file).resolve()
+    return f"fp8bench_user_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+
+
 def _import_file(path: Path) -> None:
     path = path.resolve()
-    name = f"fp8bench_user_{path.stem}"
+    name = user_module(str(path))
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)

@@ -26,6 +26,7 @@ from fp8bench.model import (
     SlotSample,
     Status,
     Support,
+    TensorStatistics,
     Timing,
     Work,
 )
@@ -62,6 +63,9 @@ class Script:
     preparing_ns: int = 0
     faults: Sequence[Fault] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
+    statistics: tuple[TensorStatistics, ...] = ()
+    wrong: str = ""
+    threads_left: Sequence[str] = ()
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -101,9 +105,8 @@ class FakeWorker(Worker):
         self.limits.append((name, limit))
         return getattr(self, f"_{name}")(*arguments)
 
-    def release(self, key: str) -> None:
-        if self.alive:
-            super().release(key)
+    def release(self, key: str) -> tuple[str, ...]:
+        return super().release(key) if self.alive else ()
 
     def close(self) -> None:
         self.alive = False
@@ -153,9 +156,20 @@ class FakeWorker(Worker):
         seconds = sum(sum(intervals) for _, intervals in kept) / 1e9
         return RawSlot(tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept), seconds, seconds, seconds / calls)
 
-    def _release(self, key: str) -> None:
-        self._calls.pop(key, None)
-        self.log.append(("release", self._labels.get(key, "?")))
+    def _release(self, key: str) -> tuple[str, ...]:
+        held = self._calls.pop(key, None)
+        label = self._labels.get(key, "?")
+        self.log.append(("release", label))
+        return tuple(self._script(label).threads_left) if held is not None else ()
+
+    def _check(self, key: str) -> str:
+        label = self._labels[key]
+        self._strike("check", label)
+        return self._script(label).wrong
+
+    def _statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
+        self._strike("statistics", case.mode)
+        return self._script(case.mode).statistics
 
     def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         self.log.append(("error", case.mode))

@@ -64,6 +64,12 @@ def per_tensor_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return scaled.to(CODE_DTYPES[fmt.name]).contiguous(), inverse
 
 
+def element_codes(x: Tensor, fmt: Format) -> Tensor:
+    """`x` as contiguous float8 codes without a scale: what is too large becomes the largest value."""
+    clamped = x.detach().to(torch.float32).clamp(-fmt.largest, fmt.largest)
+    return clamped.to(CODE_DTYPES[fmt.name]).contiguous()
+
+
 def mx_values(x: Tensor, fmt: Format, rounding: ScaleRounding = ScaleRounding.RCEIL) -> Tensor:
     """`x` (2-D) as the values that the MX format of `fmt` elements leaves of it: blocks of 32, E8M0 scales, float32.
 

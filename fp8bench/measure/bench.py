@@ -10,15 +10,15 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import Case, DeviceFacts, Overheads, Scalar
+from fp8bench.measure.conduct import aside, silent_step, still_running, threads
+from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
 from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
-
-_HIGH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class _Prepared:
     state: Any
     clock: PhaseClock
     stamper: Stamper
+    started: frozenset[Thread]
 
 
 class Bench:
@@ -108,12 +109,15 @@ class Bench:
         device = devices.get(facts.kind)
         device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        with precision.scope():
+        before = threads()
+        with aside(), precision.scope():
             state = workload.prepare(self._setup(case, facts))
             workload.step(state, SilentPhases())
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
-        self._prepared[key] = _Prepared(workload, precision, device, facts.index, state, PhaseClock(stamper), stamper)
+        clock = PhaseClock(stamper)
+        started = threads() - before
+        self._prepared[key] = _Prepared(workload, precision, device, facts.index, state, clock, stamper, started)
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
@@ -125,7 +129,7 @@ class Bench:
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
-            with one.precision.scope():
+            with silent_step(), one.precision.scope():
                 for _ in range(discard):
                     clock.begin()
                     step(state, clock)
@@ -150,17 +154,32 @@ class Bench:
         """The workload's numerical errors for one case, in a pass of its own."""
         devices.get(facts.kind).select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        with precision.scope():
+        with aside(), precision.scope():
             return {name: float(value) for name, value in workload.error(self._setup(case, facts)).items()}
 
-    def release(self, key: str) -> None:
-        """Forget a state and give its memory back. Unknown keys are fine."""
+    def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
+        """The values that one case works on, in a pass of its own."""
+        devices.get(facts.kind).select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with aside(), precision.scope():
+            return tuple(workload.statistics(self._setup(case, facts)))
+
+    def check(self, key: str) -> str:
+        """What is wrong with a state after its steps; '' if nothing is."""
+        one = self._prepared[key]
+        with aside():
+            return str(one.workload.check(one.state))
+
+    def release(self, key: str) -> tuple[str, ...]:
+        """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
         one = self._prepared.pop(key, None)
-        if one is not None:
-            device = one.device
-            del one
-            gc.collect()
-            device.empty_cache()
+        if one is None:
+            return ()
+        device, started = one.device, one.started
+        del one
+        gc.collect()
+        device.empty_cache()
+        return tuple(still_running(started))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         """What looking costs with that device's clock."""
@@ -199,6 +218,6 @@ class Bench:
         layers: Mapping[str, Arithmetic] = {
             kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map
         }
-        high = precisions.get(_HIGH[str(arithmetic.carrier).removeprefix("torch.")]).arithmetic(facts)
+        high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
         settings = self._settings
         return Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)

@@ -7,16 +7,29 @@ one, and alone (label `unpaired`) if even that does not fit.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.measure.handle import Worker, first_limit
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
-from fp8bench.model import DeviceFacts, Group, Level, Measurement, PlannedCase, Provenance, Record, Status, Timing
+from fp8bench.model import (
+    DeviceFacts,
+    Group,
+    Level,
+    Measurement,
+    PlannedCase,
+    Provenance,
+    Record,
+    Status,
+    TensorStatistics,
+    Timing,
+)
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
 
@@ -34,6 +47,7 @@ class _Outcome:
     failure: str = ""
     detail: str = ""
     measurements: list[Measurement] = field(default_factory=list)
+    statistics: tuple[TensorStatistics, ...] = ()
 
 
 class GroupMeasurement:
@@ -48,6 +62,7 @@ class GroupMeasurement:
         judge: Judge,
         seed: int,
         observer: Observer,
+        limits: Limits = USUAL,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -58,6 +73,7 @@ class GroupMeasurement:
         self._seed = random.Random(f"{seed}:{group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._observer = observer
+        self._limits = limits
         self._outcomes = [_Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
@@ -66,7 +82,7 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.timing = outcome.control = outcome.paired_with = None
                 outcome.paired, outcome.stopped = True, ""
-        self._errors()
+        self._numbers()
         reference = self._reference()
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
 
@@ -92,23 +108,27 @@ class GroupMeasurement:
         while waiting:
             leader, with_control, candidates = waiting.pop(0)
             sitting = self._sitting(leader, with_control, candidates)
+            failed: ArmFailed | None = None
             try:
                 self._sit(sitting, leader, candidates, len(waiting) + 1)
-            except ArmFailed as failed:
-                smaller = self._smaller(leader, with_control, candidates) if _exhausted(failed.cause) else []
-                if smaller:
-                    waiting[:0] = smaller
-                    continue
+            except ArmFailed as raised:
+                failed = raised
+            finally:
+                left_over = self._release(sitting)
+            failed = failed or left_over
+            if failed is None:
+                continue
+            smaller = self._smaller(leader, with_control, candidates) if _exhausted(failed.cause) else []
+            if not smaller:
                 self._fail(failed)
                 return "again"
-            finally:
-                self._release(sitting)
+            waiting[:0] = smaller
         return "done"
 
     def _sitting(self, leader: _Outcome | None, with_control: bool, candidates: list[_Outcome]) -> Sitting:
         def arm(outcome: _Outcome, suffix: str = "") -> Arm:
             case = outcome.planned.case
-            return Arm(case.id + suffix, outcome.planned, self._facts[case.device])
+            return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._limits)
 
         control = leader is not None and with_control and leader.planned.support.level is Level.NATIVE
         return Sitting(
@@ -125,6 +145,7 @@ class GroupMeasurement:
             self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
         )  # fmt: skip
+        sitting.check(self._worker)
         reference = sitting.reference.timing() if sitting.reference else None
         control = sitting.control.timing() if sitting.control else None
         shared = leader is None or leader.timing is None
@@ -158,26 +179,48 @@ class GroupMeasurement:
         outcome.failure = "out of memory, even alone" if _exhausted(cause) else str(cause)
         outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
-    def _release(self, sitting: Sitting) -> None:
+    def _release(self, sitting: Sitting) -> ArmFailed | None:
+        """Give the states back; what a case leaves running spoils everything that comes after it in that process."""
         try:
-            sitting.release(self._worker)
+            culprit = sitting.release(self._worker)
         except WorkerError:
             self._worker.restart()
+            return None
+        if culprit is None:
+            return None
+        arm, left = culprit
+        names = ", ".join(left[:5])
+        why = f"{len(left)} started while preparing still run after the state was given back ({names})"
+        return ArmFailed(arm, WorkerFault("ThreadsLeft", why))
 
-    def _errors(self) -> None:
+    def _numbers(self) -> None:
+        """Numerical errors of every case, and the statistics of their data once."""
         for outcome in self._alive():
             case = outcome.planned.case
             self._observer.working(case, "checking numbers", 1.0)
-            limit = 4 * first_limit(outcome.planned.work.flops)
+            limit = self._limits.numbers(outcome.planned.work)
             try:
                 errors = self._worker.error(case, self._facts[case.device], limit)
             except WorkerError as cause:
                 # The times stand; only this number is missing, and the record says why.
                 outcome.detail = f"no numerical error: {cause}"
                 continue
+            outcome.failure = _not_finite(errors)
             outcome.measurements += [
                 Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
             ]
+        self._statistics()
+
+    def _statistics(self) -> None:
+        reference = self._reference()
+        if reference is None:
+            return
+        case = reference.planned.case
+        try:
+            limit = self._limits.numbers(reference.planned.work)
+            reference.statistics = self._worker.statistics(case, self._facts[case.device], limit)
+        except WorkerError as cause:
+            reference.detail = reference.detail or f"no statistics of the data: {cause}"
 
     def _record(self, outcome: _Outcome, is_reference: bool) -> Record:
         planned = outcome.planned
@@ -185,8 +228,14 @@ class GroupMeasurement:
         return Record(
             planned.case, planned.support, status, planned.work, is_reference, planned.skip or outcome.failure,
             outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
-            outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped,
+            outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
         )  # fmt: skip
+
+
+def _not_finite(errors: Mapping[str, float]) -> str:
+    """Why a case fails whose numbers are no numbers; '' if they are."""
+    wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+    return f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
 
 
 def _exhausted(cause: WorkerError) -> bool:

@@ -19,23 +19,10 @@ from typing import IO, Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
-from fp8bench.model import Case, DeviceFacts, Overheads, Scalar
+from fp8bench.measure.limits import HANG_SECONDS
+from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
 
-HANG_SECONDS = 60.0
-HANG_STEPS = 20
-# Slower than any device that will finish in a reasonable time: allows for steps nobody has timed yet.
-SLOWEST_FLOPS = 5e9
 START_SECONDS = 300.0
-
-
-def hang_limit(step_seconds: float, calls: int = 1) -> float:
-    """How long to wait for a slot of `calls` steps: max(60 s, 20 steps)."""
-    return max(HANG_SECONDS, HANG_STEPS * step_seconds * calls)
-
-
-def first_limit(flops: float) -> float:
-    """How long to wait for a step nobody has timed: 60 s, or its FLOPs at 5 GFLOP/s."""
-    return max(HANG_SECONDS, flops / SLOWEST_FLOPS)
 
 
 class Worker(ABC):
@@ -74,8 +61,15 @@ class Worker(ABC):
     def error(self, case: Case, facts: DeviceFacts, limit: float) -> dict[str, float]:
         return cast(dict[str, float], self.ask(limit, "error", case, facts))
 
-    def release(self, key: str) -> None:
-        self.ask(HANG_SECONDS, "release", key)
+    def statistics(self, case: Case, facts: DeviceFacts, limit: float) -> tuple[TensorStatistics, ...]:
+        return cast(tuple[TensorStatistics, ...], self.ask(limit, "statistics", case, facts))
+
+    def check(self, key: str, limit: float) -> str:
+        return cast(str, self.ask(limit, "check", key))
+
+    def release(self, key: str) -> tuple[str, ...]:
+        """Forget a state; returns the names of threads that it leaves behind."""
+        return cast(tuple[str, ...], self.ask(HANG_SECONDS, "release", key))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         return cast(Overheads, self.ask(START_SECONDS, "overheads", facts))
@@ -136,9 +130,9 @@ class ProcessWorker(Worker):
                 raise
         return self._exchange(limit, name, *arguments)
 
-    def release(self, key: str) -> None:
-        if self._process is not None:  # a worker that is gone holds nothing, and need not be started to say so
-            super().release(key)
+    def release(self, key: str) -> tuple[str, ...]:
+        # A worker that is gone holds nothing, and need not be started to say so.
+        return super().release(key) if self._process is not None else ()
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -170,6 +164,8 @@ class ProcessWorker(Worker):
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         # It would turn TF32 on or off behind a precision's name; set it and nothing here means what it says.
         environment.pop("NVIDIA_TF32_OVERRIDE", None)
+        # Its pool of compiling processes and threads would go on running beside what is timed.
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
             self._process = subprocess.Popen(
@@ -188,7 +184,9 @@ class ProcessWorker(Worker):
             self._connection.send((name, arguments))
             if not self._connection.poll(limit):
                 self.restart()
-                raise WorkerHung(f"no answer to {name!r} within {limit:.0f} s; the worker was ended")
+                raise WorkerHung(
+                    f"no answer to {name!r} within {limit:g} s; the worker was ended (--case-timeout sets the limit)"
+                )
             reply = self._connection.recv()
         except (EOFError, OSError):
             raise self._lost(name) from None

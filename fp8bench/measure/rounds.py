@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fp8bench.errors import WorkerError
+from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.bench import RawSlot, RawStep
-from fp8bench.measure.handle import Worker, first_limit, hang_limit
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
 from fp8bench.model import CELL_PHASES, DeviceFacts, Level, PlannedCase, Segments, SlotSample, Timing
@@ -44,6 +45,7 @@ class Arm:
     key: str
     planned: PlannedCase
     facts: DeviceFacts
+    limits: Limits = USUAL
     calls: int = 1
     discard: int = 0
     step_seconds: float = 0.0
@@ -58,12 +60,12 @@ class Arm:
 
     def prepare(self, worker: Worker) -> None:
         """Build the state, then time a few steps to size the slots and cut the cells."""
-        limit = first_limit(self.planned.work.flops)
+        limit = self.limits.first(self.planned.work)
         worker.prepare(self.key, self.planned.case, self.facts, limit)
         first = worker.slot(self.key, 1, 0, limit)
         again = first
         if _seconds(first) < LONG_SECONDS:
-            again = worker.slot(self.key, _CALIBRATING_CALLS, 0, hang_limit(_seconds(first), _CALIBRATING_CALLS))
+            again = worker.slot(self.key, _CALIBRATING_CALLS, 0, self.limits.slot(_seconds(first), _CALIBRATING_CALLS))
         best = min(again.steps, key=lambda step: sum(step.intervals_ns))
         self.step_seconds = max(sum(best.intervals_ns) * 1e-9, 1e-7)
         self.calibrated = best
@@ -86,8 +88,14 @@ class Arm:
 
     def run(self, worker: Worker, round_number: int) -> None:
         """One slot of this arm."""
-        raw = worker.slot(self.key, self.calls, self.discard, hang_limit(self.step_seconds, self.calls + self.discard))
-        self.add(raw, round_number)
+        limit = self.limits.slot(self.step_seconds, self.calls + self.discard)
+        self.add(worker.slot(self.key, self.calls, self.discard, limit), round_number)
+
+    def check(self, worker: Worker) -> None:
+        """Raise if the steps have spoilt the state: numbers that are not finite may take another time."""
+        wrong = worker.check(self.key, self.limits.numbers(self.planned.work))
+        if wrong:
+            raise WorkerFault("after its steps", wrong)
 
     def add(self, raw: RawSlot, round_number: int) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
@@ -177,9 +185,15 @@ class Sitting:
                 if arm.step_seconds < WARMED_BELOW_SECONDS:
                     arm.discard = 1
 
-    def release(self, worker: Worker) -> None:
+    def check(self, worker: Worker) -> None:
         for arm in self.arms:
-            worker.release(arm.key)
+            with _guarding(arm):
+                arm.check(worker)
+
+    def release(self, worker: Worker) -> tuple[Arm, tuple[str, ...]] | None:
+        """Give all states back; returns the first arm that leaves threads running, with their names."""
+        culprits = [(arm, left) for arm in self.arms if (left := worker.release(arm.key))]
+        return culprits[0] if culprits else None
 
     def run(
         self,

@@ -14,6 +14,7 @@ from fp8bench.model.measured import (
     Run,
     Segments,
     SlotSample,
+    TensorStatistics,
     Timing,
 )
 from fp8bench.model.planned import (
@@ -67,6 +68,7 @@ __all__ = [
     "SlotSample",
     "Status",
     "Support",
+    "TensorStatistics",
     "Timing",
     "Verdict",
     "Work",

@@ -23,6 +23,22 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class TensorStatistics:
+    """What values a product (or a batch) is made of, before any scaling.
+
+    `kind` is the layer kind, or what else the values are; `role` the one they have in a product, '' if they have none.
+    `amax` is the largest magnitude of `count` values; `outside` holds for each format, by name, the share of values
+    above its largest and the share of those that are not zero and would become zero.
+    """
+
+    kind: str
+    role: str
+    count: int
+    amax: float
+    outside: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Segments:
     """The cells of a step: the time one phase took within one stretch of the step.
 
@@ -78,7 +94,8 @@ class Record:
     `control` is the second entry of the reference in the same rounds (the A/A control). `paired_with` holds the
     reference's samples where this case sat with the reference apart from the rest of its group; None means the
     samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
-    `stopped` says why measuring ended.
+    `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
+    depend on the precision.
     """
 
     case: Case
@@ -94,6 +111,7 @@ class Record:
     paired: bool = True
     measurements: tuple[Measurement, ...] = ()
     stopped: str = ""
+    statistics: tuple[TensorStatistics, ...] = ()
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -21,10 +21,19 @@ class Support:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does, by count: 0 where the notion does not apply."""
+    """What one step does, by count: 0 where the notion does not apply.
+
+    `bytes` are those of the tensors that a step takes in, each once, in the dtype they come in: the same for every
+    precision, so that throughputs compare. `least_memory` is what one state surely needs, in bytes: a case that needs
+    more than its device has is not begun. `setup_seconds` is how much longer than a step preparing may take
+    (compiling).
+    """
 
     flops: float = 0.0
     tokens: int = 0
+    bytes: float = 0.0
+    least_memory: float = 0.0
+    setup_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, as given: nothing here depends on the machine."""
+    """What the user asked for, as given: nothing here depends on the machine.
+
+    `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
+    seconds that a worker may take to prepare a case or to run one slot of it.
+    """
 
     suite: str
     dtypes: tuple[str, ...] = ()
@@ -154,3 +167,4 @@ class Request:
     threads: int = 1
     imports: tuple[str, ...] = ()
     isolation: bool = True
+    case_timeout: float | None = None

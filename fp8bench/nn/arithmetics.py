@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8bench.formats.grids import Format
-from fp8bench.formats.scaling import per_tensor_codes
+from fp8bench.formats.scaling import element_codes, per_tensor_codes
 from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Role
 
@@ -36,13 +36,20 @@ class PlainArithmetic(Arithmetic):
 class EmulatedArithmetic(Arithmetic):
     """Values rounded by `quantise` and multiplied in float32: right in numbers, and its speed means nothing."""
 
-    def __init__(self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False) -> None:
+    def __init__(
+        self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False, elements: Quantise | None = None
+    ) -> None:
+        """`elements` rounds to the elements' grid alone, where `quantise` scales too."""
         self.carrier = carrier
         self.keeps_source = keeps_source
         self._quantise = quantise
+        self._elements = elements or quantise
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(self._quantise(tensor, role))
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(self._elements(tensor, role))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return values_product(a.data, b.data, dtype)
@@ -68,6 +75,9 @@ class ScaledArithmetic(Arithmetic):
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         codes, inverse_scale = per_tensor_codes(tensor, self._formats[role])
         return Operand(codes, inverse_scale)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(element_codes(tensor, self._formats[role]))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         gradients = [operand for operand in (a, b) if operand.data.dtype == torch.float8_e5m2]

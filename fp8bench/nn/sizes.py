@@ -29,6 +29,11 @@ class GPTConfig:
         attention = self.width * (2 * self.width + 2 * self.key_heads * self.head_width)
         return attention + (3 if self.modern else 2) * self.width * self.hidden
 
+    @property
+    def weights(self) -> int:
+        """All that are trained, norms and positions left out."""
+        return self.layers * self.block_weights + 2 * self.vocabulary * self.width
+
     def step_flops(self, sequences: int, length: int) -> float:
         """Forward and backward: 6 FLOPs a weight and token, and causal attention's products."""
         tokens = sequences * length

@@ -26,6 +26,7 @@ class Fp8(Precision):
         "a power of two), elements to nearest even."
     )
     rank = 40
+    carried_by = "bf16"
     multiples = (16, 16)
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -43,6 +44,7 @@ class Fp8(Precision):
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch
 
+        from fp8bench.formats.quantise import round_to
         from fp8bench.formats.scaling import per_tensor_values
         from fp8bench.nn.arithmetics import EmulatedArithmetic, ScaledArithmetic
 
@@ -52,7 +54,10 @@ class Fp8(Precision):
         def rounded(tensor: Tensor, role: Role) -> Tensor:
             return per_tensor_values(tensor, FORMATS[role])
 
-        return EmulatedArithmetic(torch.bfloat16, rounded)
+        def elements(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, FORMATS[role])
+
+        return EmulatedArithmetic(torch.bfloat16, rounded, elements=elements)
 
 
 def _why_not_on_amd(facts: DeviceFacts) -> str:

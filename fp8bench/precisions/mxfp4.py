@@ -24,6 +24,7 @@ class MxFp4(Precision):
         "rounded up (RCEIL), elements to nearest even."
     )
     rank = 70
+    carried_by = "bf16"
 
     def support(self, facts: DeviceFacts) -> Support:
         return hardware.emulated_everywhere(facts, "MXFP4")
@@ -31,10 +32,14 @@ class MxFp4(Precision):
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch
 
+        from fp8bench.formats.quantise import round_to
         from fp8bench.formats.scaling import mx_values
         from fp8bench.nn.arithmetics import EmulatedArithmetic
 
         def rounded(tensor: Tensor, role: Role) -> Tensor:
             return mx_values(tensor, E2M1)
 
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True)
+        def elements(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, E2M1)
+
+        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)

@@ -24,6 +24,7 @@ class MxFp8(Precision):
         "rounded up (RCEIL), elements to nearest even."
     )
     rank = 50
+    carried_by = "bf16"
 
     def support(self, facts: DeviceFacts) -> Support:
         return hardware.emulated_everywhere(facts, "MXFP8")
@@ -31,10 +32,14 @@ class MxFp8(Precision):
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch
 
+        from fp8bench.formats.quantise import round_to
         from fp8bench.formats.scaling import mx_values
         from fp8bench.nn.arithmetics import EmulatedArithmetic
 
         def rounded(tensor: Tensor, role: Role) -> Tensor:
             return mx_values(tensor, E4M3)
 
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True)
+        def elements(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, E4M3)
+
+        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)

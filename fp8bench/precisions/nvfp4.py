@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8bench.formats import hardware
+from fp8bench.formats.grids import E2M1
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.protocols import Arithmetic, Precision, Role
 from fp8bench.registry import precisions
@@ -24,6 +25,7 @@ class NvFp4(Precision):
         "under one float32 tensor scale, everything to nearest even."
     )
     rank = 60
+    carried_by = "bf16"
 
     def support(self, facts: DeviceFacts) -> Support:
         return hardware.emulated_everywhere(facts, "NVFP4")
@@ -31,10 +33,14 @@ class NvFp4(Precision):
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch
 
+        from fp8bench.formats.quantise import round_to
         from fp8bench.formats.scaling import nvfp4_values
         from fp8bench.nn.arithmetics import EmulatedArithmetic
 
         def rounded(tensor: Tensor, role: Role) -> Tensor:
             return nvfp4_values(tensor)
 
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True)
+        def elements(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, E2M1)
+
+        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)

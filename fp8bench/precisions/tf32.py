@@ -21,6 +21,7 @@ class Tf32(Precision):
     name = "tf32"
     summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
     rank = 10
+    carried_by = "fp32"
     # One switch for the process: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
     float32_products = "high"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Params, Scalar, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -85,17 +85,21 @@ class Gemm(Workload):
         )
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work(flops=2.0 * int(params["m"]) * int(params["n"]) * int(params["k"]))
+        m, n, k = (int(params[name]) for name in "mnk")
+        # Operands and product in two bytes, the least of any carrier.
+        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (m * k + n * k + m * n))
 
-    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = precision.support(facts)
         along_k, along_n = precision.multiples
         k, n = int(params["k"]), int(params["n"])
-        if k % along_k or n % along_n:
-            return (
+        if support.level is Level.NATIVE and (k % along_k or n % along_n):
+            return Support(
+                Level.REFUSED,
                 f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
-                f"N={n}: pad it, or choose another shape"
+                f"N={n}: pad it, or choose another shape",
             )
-        return ""
+        return support
 
     def prepare(self, setup: Setup) -> State:
         a, b, roles = _operands(setup)

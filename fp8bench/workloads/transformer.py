@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Params, Scalar, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
@@ -59,17 +59,22 @@ class Transformer(Workload):
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
-        return Work(SIZES[str(params["size"])].step_flops(sequences, length), sequences * length)
+        config = SIZES[str(params["size"])]
+        # In fp32: weights, two moments, gradient buffers; and the logits of a micro-batch.
+        least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
+        return Work(config.step_flops(sequences, length), sequences * length, least_memory=least)
 
-    def misfit(self, params: Mapping[str, Scalar], precision: Precision) -> str:
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = precision.support(facts)
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if tokens % along:
-            return (
+        if support.level is Level.NATIVE and tokens % along:
+            return Support(
+                Level.REFUSED,
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
-                f"sequence is {tokens}: choose another batch or sequence"
+                f"sequence is {tokens}: choose another batch or sequence",
             )
-        return ""
+        return support
 
     def prepare(self, setup: Setup) -> State:
         import torch

@@ -15,7 +15,7 @@ from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.bench import Bench, Settings
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Params, Request
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Request
 from fp8bench.plan import make_plan
 from fp8bench.registry import precisions, workloads
 
@@ -27,6 +27,7 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "transformer": (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("32",))),
 }
 NAMES = workloads.names()
+ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 WHERE = pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
 
 
@@ -46,7 +47,16 @@ def bench(corpus: Corpus) -> Iterator[Bench]:
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
     """The first case of the smallest setting, as the plan makes it."""
     request = Request(name, (precision,), ("cpu",), axes=SMALL.get(name, ()))
-    return make_plan(request, (CPU,), corpus.identity).groups[0].cases[0].case
+    planned = make_plan(request, (CPU,), corpus.identity).groups[0].cases[0]
+    if planned.skip:
+        pytest.skip(planned.skip)
+    return planned.case
+
+
+def precisions_of(name: str, corpus: Corpus, *wanted: str) -> list[str]:
+    """Those of the wanted precisions that the workload's smallest case can run in."""
+    plan = make_plan(Request(name, wanted, ("cpu",), axes=SMALL.get(name, ())), (CPU,), corpus.identity)
+    return [planned.case.precision for planned in plan.groups[0].cases if planned.runs]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,17 +102,20 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
     """Throughput divides by time, limits by work."""
     for params in default_cases(name, facts):
         work = workloads.get(name).work(dict(params))
-        assert math.isfinite(work.flops) and work.flops > 0 and work.tokens >= 0
+        assert math.isfinite(work.flops) and (work.flops > 0 or work.bytes > 0) and work.tokens >= 0
+        assert 0 < work.least_memory < facts.memory_bytes
 
 
 @WHERE
 @pytest.mark.parametrize("name", NAMES)
-def test_a_misfit_is_told_in_words(name: str, facts: DeviceFacts) -> None:
-    """For any precision: '' or a reason."""
+def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFacts) -> None:
+    """And says why."""
     for params in default_cases(name, facts):
         for precision in precisions.names():
-            reason = workloads.get(name).misfit(dict(params), precisions.get(precision))
-            assert isinstance(reason, str) and "\n" not in reason
+            own = precisions.get(precision).support(facts)
+            support = workloads.get(name).support(dict(params), precisions.get(precision), facts)
+            assert ORDER.index(support.level) >= ORDER.index(own.level)
+            assert support.reason and "\n" not in support.reason
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "nvfp4"])
@@ -139,13 +152,37 @@ def test_a_step_that_is_watched_by_a_clock_ends_outside_all_phases(name: str, co
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_are_named_numbers_that_grow_as_bits_go(name: str, corpus: Corpus, bench: Bench) -> None:
     """The same again for the same seed; NaN would be a bug, an empty answer is allowed."""
-    found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in ("fp32", "bf16", "nvfp4")}
-    assert found["bf16"] == bench.error(smallest(name, "bf16", corpus), CPU)
+    runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
+    first, *_, last = runnable
+    found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in runnable}
+    assert found[last] == bench.error(smallest(name, last, corpus), CPU)
     for errors in found.values():
-        assert set(errors) == set(found["fp32"])
+        assert set(errors) == set(found[first])
         assert all(type(value) is float and value >= 0 and math.isfinite(value) for value in errors.values())
-    for metric in found["fp32"]:
-        assert found["fp32"][metric] < found["nvfp4"][metric]
+    for metric in found[first]:
+        assert found[first][metric] < found[last][metric]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, bench: Bench) -> None:
+    """Each pair once, shares between 0 and 1, the same again for the same seed; a wider range loses less."""
+    first = precisions_of(name, corpus, "fp32", "bf16")[0]
+    found = bench.statistics(smallest(name, first, corpus), CPU)
+    assert found == bench.statistics(smallest(name, first, corpus), CPU)
+    assert len({(one.kind, one.role) for one in found}) == len(found)
+    for one in found:
+        assert one.kind and one.count > 0 and math.isfinite(one.amax)
+        above = [share for _, share, _ in one.outside]
+        assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_is_sound_after_its_steps(name: str, corpus: Corpus, bench: Bench) -> None:
+    """`check` finds nothing to say."""
+    bench.prepare("one", smallest(name, precisions_of(name, corpus, "fp32", "bf16")[-1], corpus), CPU)
+    bench.slot("one", 2, 1)
+    assert bench.check("one") == ""
+    assert bench.release("one") == ()
 
 
 def test_planning_any_workload_needs_no_torch() -> None:

@@ -18,9 +18,10 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.history.runs import load_run
 from fp8bench.measure import handle
 from fp8bench.measure.bench import Settings
-from fp8bench.measure.handle import LocalWorker, ProcessWorker, first_limit, hang_limit
+from fp8bench.measure.handle import LocalWorker, ProcessWorker
+from fp8bench.measure.limits import Limits
 from fp8bench.measure.worker import answer
-from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status
+from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, Work
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import import_user_modules, workloads
 
@@ -343,13 +344,21 @@ def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_hang_is_max_of_sixty_seconds_and_twenty_steps(step: float, calls: int, limit: float) -> None:
     """Per step of the slot."""
-    assert hang_limit(step, calls) == pytest.approx(limit)
+    assert Limits().slot(step, calls) == pytest.approx(limit)
 
 
 def test_a_step_nobody_has_timed_is_given_time_for_its_flops() -> None:
     """At five GFLOP/s, which any device reaches."""
-    assert first_limit(0.0) == first_limit(1e9) == 60.0
-    assert first_limit(1e12) == 200.0
+    assert Limits().first(Work()) == Limits().first(Work(flops=1e9)) == 60.0
+    assert Limits().first(Work(flops=1e12)) == 200.0
+    assert Limits().first(Work(setup_seconds=100)) == 160.0
+    assert Limits().numbers(Work(flops=1e12)) == 800.0
+
+
+def test_a_limit_that_the_user_gave_counts_for_every_request() -> None:
+    """Whatever the work."""
+    limits = Limits(2.5)
+    assert limits.first(Work(flops=1e15)) == limits.slot(100.0, 9) == limits.numbers(Work()) == 2.5
 
 
 def test_the_first_request_must_open_the_bench() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
 from fp8bench.numerics import products
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -161,10 +161,12 @@ def test_operands_come_from_the_seed_alone() -> None:
 @pytest.mark.parametrize(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
 def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fits: bool) -> None:
     """CUDA's scaled product wants multiples of sixteen; rows are free."""
-    reason = Gemm().misfit({"m": m, "n": n, "k": k}, precisions.get("fp8"))
-    assert (reason == "") is fits
-    assert fits or (f"K={k}" in reason and f"N={n}" in reason)
-    assert Gemm().misfit({"m": m, "n": n, "k": k}, precisions.get("bf16")) == ""
+    sizes = {"m": m, "n": n, "k": k}
+    support = Gemm().support(sizes, precisions.get("fp8"), H200)
+    assert support.level is (Level.NATIVE if fits else Level.REFUSED)
+    assert fits or (f"K={k}" in support.reason and f"N={n}" in support.reason)
+    assert Gemm().support(sizes, precisions.get("bf16"), H200).level is Level.NATIVE
+    assert Gemm().support(sizes, precisions.get("fp8"), CPU).level is Level.EMULATED
 
 
 def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:

@@ -1,0 +1,39 @@
+"""How long to wait for a worker before it counts as hung."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8bench.model import Work
+
+HANG_SECONDS = 60.0
+HANG_STEPS = 20
+# Slower than any device that will finish in a reasonable time: allows for steps nobody has timed yet.
+SLOWEST_FLOPS = 5e9
+SLOWEST_BYTES = 50e6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds for the requests of a case; `case_timeout`, if the user gave one, is the limit of each of them."""
+
+    case_timeout: float | None = None
+
+    def first(self, work: Work) -> float:
+        """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling."""
+        if self.case_timeout is not None:
+            return self.case_timeout
+        return max(HANG_SECONDS, work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES) + work.setup_seconds
+
+    def slot(self, step_seconds: float, calls: int) -> float:
+        """For a slot of so many calls of a step whose time is known: 60 s, or 20 times that."""
+        if self.case_timeout is not None:
+            return self.case_timeout
+        return max(HANG_SECONDS, HANG_STEPS * step_seconds * calls)
+
+    def numbers(self, work: Work) -> float:
+        """For the passes that look at numbers, which may run a reference in fp64."""
+        return self.case_timeout if self.case_timeout is not None else 4 * self.first(work)
+
+
+USUAL = Limits()

@@ -1,0 +1,66 @@
+"""What values a tensor is made of: its largest magnitude, and how much of it lies outside each format's range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import RANGES, Format
+from fp8bench.model import TensorStatistics
+
+
+@dataclass
+class Tally:
+    """Counts over many tensors of one kind and role."""
+
+    count: int = 0
+    amax: float = 0.0
+    above: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in RANGES), 0))
+    below: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in RANGES), 0))
+
+    def add(self, x: Tensor) -> None:
+        """Count one more tensor's values."""
+        if x.numel() == 0:
+            return
+        magnitudes = x.detach().abs()
+        self.count += x.numel()
+        self.amax = max(self.amax, float(magnitudes.amax()))
+        for fmt in RANGES:
+            above, below = outside(magnitudes, fmt)
+            self.above[fmt.name] += above
+            self.below[fmt.name] += below
+
+
+def outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
+    """How many magnitudes lie above the format's largest value, and how many that are not zero round to zero in it.
+
+    Half of the smallest subnormal is a tie, which goes to the even neighbour: zero.
+    """
+    above = torch.count_nonzero(magnitudes > fmt.largest)
+    vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
+    return int(above), int(torch.count_nonzero(vanishing))
+
+
+@dataclass
+class Ledger:
+    """Tallies by kind and role, in the order they were first met."""
+
+    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+
+    def add(self, kind: str, role: str, x: Tensor) -> None:
+        self.tallies.setdefault((kind, role), Tally()).add(x)
+
+    def statistics(self) -> tuple[TensorStatistics, ...]:
+        """The shares of all that was counted."""
+        return tuple(
+            TensorStatistics(
+                kind, role, tally.count, tally.amax,
+                tuple(
+                    (fmt.name, tally.above[fmt.name] / max(tally.count, 1), tally.below[fmt.name] / max(tally.count, 1))
+                    for fmt in RANGES
+                ),
+            )
+            for (kind, role), tally in self.tallies.items()
+        )  # fmt: skip
