@@ -74,11 +74,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """GELU between two products, or Llama's gated form."""
 
-    def __init__(self, config: GPTConfig, arithmetic: Arithmetic) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, gain: float, arithmetic: Arithmetic) -> None:
         super().__init__()
-        self.gated = config.modern
-        self.up = Linear(config.width, config.hidden * (2 if self.gated else 1), arithmetic)
-        self.down = Linear(config.hidden, config.width, arithmetic, 1 / math.sqrt(2 * config.layers))
+        self.gated = gated
+        self.up = Linear(width, hidden * (2 if gated else 1), arithmetic)
+        self.down = Linear(hidden, width, arithmetic, gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = self.up(x, phase)
@@ -98,7 +98,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         self.attn = Attention(config, arithmetic.attn)
-        self.mlp = FeedForward(config, arithmetic.mlp)
+        gain = 1 / math.sqrt(2 * config.layers)
+        self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, arithmetic.mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
