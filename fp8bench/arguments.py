@@ -34,10 +34,13 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
 def _options(parser: argparse.ArgumentParser) -> set[str]:
     """All option words of a parser and its commands."""
     words = {word for action in parser._actions for word in action.option_strings}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            words |= {word for command in action.choices.values() for word in _options(command)}
-    return words
+    return words.union(*(_options(command) for command in commands_of(parser).values()))
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands, by name."""
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: command for action in found for name, command in action.choices.items()}
 
 
 def build_parser() -> Parser:
@@ -63,12 +66,14 @@ def build_parser() -> Parser:
     show = commands.add_parser("show", help="print a stored run", allow_abbrev=False)
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
     show.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
+    _add_outputs(show)
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
 
 
 def _add_suite(suite: argparse.ArgumentParser) -> None:
-    suite.add_argument("suite", metavar="NAME", help="a suite; `fp8bench list` names them")
+    words = "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them"
+    suite.add_argument("suite", nargs="?", metavar="NAME", help=words)
     _add_what(suite.add_argument_group("what to measure"))
     _add_how(suite.add_argument_group("how"))
     _add_where(suite.add_argument_group("where"))
@@ -98,12 +103,26 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=_whole("--seed", 0), default=0, metavar="N", help="for data, weights and order; default 0")
     add("--threads", type=_whole("--threads"), default=1, metavar="N", help="CPU threads of torch; default 1")
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
+    words = "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs"
+    add("--case-timeout", type=_seconds, metavar="SECONDS", help=words)
     add("--no-isolation", dest="isolation", action="store_false", help="measure in this process, without a worker")
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     words = f"where runs are kept; default {DEFAULT_STORE}"
     group.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help=words)
+    words = "options in YAML, by their names without dashes, and suite: NAME; the command line wins"
+    group.add_argument("--config", type=Path, metavar="FILE", help=words)
+    words = "go on with a run that was cut off: only what it lacks is measured"
+    group.add_argument("--resume", metavar="RUN", help=words)
+    _add_outputs(group)
+
+
+def _add_outputs(group: argparse._ActionsContainer) -> None:
+    add = group.add_argument
+    add("--json", action="store_true", help="print the run as JSON, all samples and verdicts, instead of the table")
+    words = "also write tidy rows there, one a case, phase and metric; '-' prints them instead of the table"
+    add("--csv", metavar="PATH", help=words)
 
 
 def _add_selftest(selftest: argparse.ArgumentParser) -> None:

@@ -46,6 +46,12 @@ def _load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
+def load_in_words() -> str:
+    """'load 3.1 on 2 cores'."""
+    load = _load()
+    return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
+
+
 def _read(path: str) -> str | None:
     with contextlib.suppress(OSError):
         return Path(path).read_text().strip()

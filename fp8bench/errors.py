@@ -5,6 +5,7 @@
     |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
     |   `-- ImportFailed          2   a module given to --import does not import
     |-- StoreError                2   the store cannot be read or written
+    |   |-- NotKept               2   the store failed while measuring (carries the run)
     |   `-- RunNotFound           2   no run by that id, stem or path
     `-- WorkerError               3   the measuring process cannot be used at all
         |-- WorkerLost            3   it crashed or was killed
@@ -54,6 +55,14 @@ class ImportFailed(UsageError):
 
 class StoreError(Fp8benchError):
     """The store cannot be read or written."""
+
+
+class NotKept(StoreError):
+    """The store failed while measuring; `run` holds all that was measured, what is not in the store included."""
+
+    def __init__(self, message: str, run: object) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 class RunNotFound(StoreError):

@@ -15,23 +15,27 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided, find
 from fp8bench.corpus import Corpus, prepare_corpus
-from fp8bench.environment import gather
-from fp8bench.history.runs import RunWriter, check_store, load_run, start_run
+from fp8bench.environment import gather, load_in_words
+from fp8bench.errors import NotKept, StoreError
+from fp8bench.history.runs import load_run, missing_groups, store_of
+from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.stopping import rule_for
-from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Run
+from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.plan import check_names, make_plan, reads_corpus
 from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules
+from fp8bench.resuming import refuse_foreign
 
 
 def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
-    An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False.
+    An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False. Raises
+    NotKept, which holds the run, where the store fails while measuring.
     """
     start = time.monotonic()
     corpus = _prepared(request, store)
@@ -40,17 +44,30 @@ def execute(request: Request, store: Path, observer: Observer, command: str) -> 
         run = _opened(request, corpus, worker, command)
         observer.planned(run.plan)
         writer = start_run(run, store)
-        run = replace(run, path=str(writer.path))
-        try:
-            for place, group in enumerate(run.plan):
-                budget = _share(request.budget, start, len(run.plan.groups) - place)
-                records = _measured(group, run, budget, worker, observer)
-                run = replace(run, records=(*run.records, *_kept(records, writer, observer)))
-        except KeyboardInterrupt:
-            writer.finish("interrupted")
-            return load_run(writer.path)
-        writer.finish("finished")
-    return replace(run, finished=True)
+        return _measure(replace(run, path=str(writer.path)), run.plan.groups, writer, worker, observer, start)
+
+
+def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
+    """Do what a run lacks, and nothing else; a finished run is returned as it is, with False.
+
+    `store` is for a file that lies in none.
+    """
+    start = time.monotonic()
+    run = load_run(path)
+    groups = missing_groups(run)
+    if run.finished and not groups:
+        return False, run
+    store = store_of(path) or store
+    corpus = _prepared(run.request, store)
+    check_store(store)
+    with _worker(run.request, corpus) as worker:
+        facts = worker.probe()
+        environment = gather(worker.software(), __version__, run.request.threads)
+        refuse_foreign(run, make_plan(run.request, facts, corpus.identity if corpus else None), facts, environment)
+        observer.planned(replace(run.plan, groups=groups))
+        writer = reopen_run(path, Resumption(_now(), command, environment))
+        run = load_run(path)  # without the records of groups that were cut off in their middle
+        return True, _measure(run, missing_groups(run), writer, worker, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
@@ -68,6 +85,30 @@ def findings(run: Run) -> dict[str, Finding]:
         groups.setdefault(record.case.setting, []).append(record)
     overheads = dict(run.overheads)
     return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
+
+
+def _measure(
+    run: Run, groups: Sequence[Group], writer: RunWriter, worker: Worker, observer: Observer, start: float
+) -> Run:
+    """The groups one by one, each kept as soon as it is done."""
+    noted: set[str] = set()
+    measured: list[Record] = []
+    try:
+        for place, group in enumerate(groups):
+            _note_company(writer, noted)
+            measured += _group(group, run, _share(run.request.budget, start, len(groups) - place), worker, observer)
+            writer.append(measured[-len(group.cases) :])
+            for record in measured[-len(group.cases) :]:
+                observer.finished(record)
+        writer.finish("finished")
+    except KeyboardInterrupt:
+        writer.finish("interrupted")
+    except StoreError as error:
+        writer.close()
+        raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
+    finally:
+        writer.close()
+    return load_run(writer.path)
 
 
 def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | None:
@@ -91,7 +132,7 @@ def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: st
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     return Run(
         id=secrets.token_hex(4),
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        started=_now(),
         command=command,
         request=request,
         plan=plan,
@@ -101,20 +142,25 @@ def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: st
     )
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _note_company(writer: RunWriter, noted: set[str]) -> None:
+    """Write down, once for each, that another run is measured into this store at the same time."""
+    for stem in running_beside(writer.path):
+        if stem not in noted:
+            noted.add(stem)
+            writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
+
+
 def _share(budget: float | None, start: float, groups_left: int) -> float | None:
     """This group's part of what is left of the run's budget, in seconds."""
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / groups_left
 
 
-def _measured(group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer) -> tuple[Record, ...]:
+def _group(group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer) -> tuple[Record, ...]:
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
     limits = Limits(run.request.case_timeout)
     return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer, limits).run()
-
-
-def _kept(records: Sequence[Record], writer: RunWriter, observer: Observer) -> Sequence[Record]:
-    for record in records:
-        writer.append(record)
-        observer.finished(record)
-    return records

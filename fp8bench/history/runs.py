@@ -1,123 +1,115 @@
-"""The truth: one append-only JSONL file a run, `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`.
+"""Reading the truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`.
 
-The first line is the header, then a record a line, then an end line; every line is flushed to the disk as soon as
-it is known, so that a crash loses nothing that was finished. docs/run-format.md describes the lines.
+The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere are
+skipped and named. docs/run-format.md describes the lines.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from fp8bench.codec import SCHEMA, Malformed, decode
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.history.codec import Malformed, decode, encode
-from fp8bench.model import Record, Run
-
-SCHEMA = 1
-_HEADER_LEFT_OUT = {"records", "path", "finished", "troubles"}
+from fp8bench.model import (
+    Environment,
+    Group,
+    Plan,
+    PlannedCase,
+    Record,
+    Request,
+    Resumption,
+    Run,
+    Status,
+)
 
 
 @dataclass
-class RunWriter:
-    """An open run file."""
+class _Reading:
+    """What the lines of a file have given so far."""
 
-    path: Path
-    _file: IO[str]
-
-    def append(self, record: Record) -> None:
-        """Write one record through to the disk."""
-        self._line({"record": encode(record)})
-
-    def finish(self, how: str) -> None:
-        """Write the end line and close."""
-        self._line({"end": how})
-        self._file.close()
-
-    def _line(self, value: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"the run file {self.path} cannot be written ({error.strerror}). What was finished before is in it; "
-                "make room, or choose another --store DIR."
-            ) from None
-
-
-def check_store(store: Path) -> None:
-    """Raise if runs cannot be written there; asked before anything is measured."""
-    folder = store / "runs"
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("probe")
-        probe.unlink()
-    except OSError as error:
-        raise StoreError(
-            f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR."
-        ) from None
-
-
-def start_run(run: Run, store: Path) -> RunWriter:
-    """Create the run's file and write its header."""
-    machine = _word(str(run.environment.get("machine") or "unknown"))
-    commit = str(run.environment.get("commit") or "nocommit")[:8]
-    stamp = re.sub(r"[-:]", "", run.started).partition("+")[0] + "Z"
-    path = store / "runs" / machine / f"{stamp}-{commit}-{run.id}.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("x", encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR."
-        ) from None
-    writer = RunWriter(path, file)
-    header = {name.name: encode(getattr(run, name.name)) for name in fields(run) if name.name not in _HEADER_LEFT_OUT}
-    writer._line({"schema": SCHEMA, "header": header})
-    return writer
-
-
-def _word(text: str) -> str:
-    """A name that is safe as a folder."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text).strip(".") or "unknown"
+    run: Run | None = None
+    header_trouble: str = ""
+    records: list[Record] = field(default_factory=list)
+    resumptions: list[Resumption] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+    finished: bool = False
 
 
 def load_run(path: Path) -> Run:
-    """Read a run file. Broken lines are left out and named in `troubles`; a broken header raises."""
+    """Read a run file. Broken lines are left out and named in `troubles`; without a header the records stand alone.
+
+    Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
+    """
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
-    run: Run | None = None
-    records: list[Record] = []
-    troubles: list[str] = []
-    finished = False
+    reading = _Reading()
+    first = True
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
-            if not isinstance(content, dict):
-                raise Malformed("expected an object")
-            if run is None:
-                run = _header(content, path)
-            elif "record" in content:
-                records.append(_record(content["record"]))
-            elif "end" in content:
-                finished = content["end"] == "finished"
+            _take(reading, _object(line), first, path)
         except (ValueError, RecursionError) as error:
-            if run is None:
-                raise StoreError(f"{path} is no run file: its first line is broken ({str(error)[:200]}).") from None
-            troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
-    if run is None:
+            if first:
+                reading.header_trouble = str(error)[:200]
+            else:
+                reading.troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+        first = False
+    if first:
         raise StoreError(f"{path} is no run file: it is empty.")
-    return replace(run, records=tuple(records), path=str(path), finished=finished, troubles=tuple(troubles))
+    return _run(reading, path)
+
+
+def _object(line: str) -> dict[str, Any]:
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise Malformed("expected an object")
+    return content
+
+
+def _take(reading: _Reading, content: dict[str, Any], first: bool, path: Path) -> None:
+    """One line's content into the reading. Kinds of lines that nobody knows yet are passed over."""
+    if first and "record" not in content:
+        reading.run = _header(content, path)
+    elif "record" in content:
+        reading.records.append(_record(content["record"]))
+        if first:
+            raise Malformed("it has no schema version")
+    elif "resumed" in content:
+        resumption = decode(Resumption, content["resumed"])
+        # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
+        if reading.run is not None:
+            reading.records = _of_whole_groups(reading.run.plan, reading.records)
+        reading.resumptions.append(resumption)
+        reading.finished = False
+    elif "note" in content:
+        reading.notes.append(decode(str, content["note"]))
+    elif "end" in content:
+        reading.finished = content["end"] == "finished"
+
+
+def _run(reading: _Reading, path: Path) -> Run:
+    run, records, troubles = reading.run, reading.records, reading.troubles
+    if run is None:
+        if not records:
+            raise StoreError(f"{path} is no run file: its first line is broken ({reading.header_trouble}).")
+        run = _without_header(records, path)
+        lost = f"line 1, the header, is broken ({reading.header_trouble}): what was asked, planned and run on is lost"
+        troubles = [lost, *troubles]
+    places = {planned.case.id: place for place, planned in enumerate(one for group in run.plan for one in group.cases)}
+    latest = {record.case.id: record for record in records}
+    ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
+    return replace(
+        run, records=tuple(ordered), path=str(path), finished=reading.finished, troubles=tuple(troubles),
+        notes=tuple(reading.notes), resumptions=tuple(reading.resumptions),
+    )  # fmt: skip
 
 
 def _header(content: dict[str, Any], path: Path) -> Run:
@@ -141,9 +133,48 @@ def _record(plain: Any) -> Record:
     return record
 
 
+def _of_whole_groups(plan: Plan, records: Sequence[Record]) -> list[Record]:
+    known = {record.case.id for record in records}
+    cut = {planned.case.id for group in _cut(plan, known) for planned in group.cases}
+    return [record for record in records if record.case.id not in cut]
+
+
+def _cut(plan: Plan, known: set[str]) -> list[Group]:
+    return [group for group in plan if not all(planned.case.id in known for planned in group.cases)]
+
+
+def missing_groups(run: Run) -> tuple[Group, ...]:
+    """The groups of the plan that are not all there."""
+    return tuple(_cut(run.plan, {record.case.id for record in run.records}))
+
+
+def _without_header(records: Sequence[Record], path: Path) -> Run:
+    """A run made of its records alone; their groups are told by their settings."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.case.setting, []).append(record)
+    plan = Plan(tuple(_group_of(members) for members in groups.values()))
+    suites = ",".join(dict.fromkeys(record.case.workload for record in records))
+    return Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
+
+
+def _group_of(records: Sequence[Record]) -> Group:
+    cases = tuple(
+        PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
+        for one in records
+    )
+    return Group(cases, next((place for place, one in enumerate(records) if one.is_reference), 0))
+
+
 def run_files(store: Path) -> Iterator[Path]:
     """All run files of a store, newest first."""
     yield from sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+
+
+def store_of(path: Path) -> Path | None:
+    """The store that a run file lies in; None if it lies alone."""
+    folder = path.resolve().parent.parent
+    return folder.parent if folder.name == "runs" else None
 
 
 def find_run(word: str, store: Path) -> Path:
@@ -153,8 +184,9 @@ def find_run(word: str, store: Path) -> Path:
         if direct.is_file():
             return direct
         files = list(run_files(store))
-    except OSError as error:
-        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({error.strerror}).") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
     if word == "last" and files:
         return files[0]
     exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]
@@ -167,4 +199,4 @@ def find_run(word: str, store: Path) -> Path:
         names = ", ".join(path.stem for path in found[:5])
         raise RunNotFound(f"{word!r} fits {len(found)} runs ({names}). Give more of the name.")
     newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    raise RunNotFound(f"no run {word!r} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+    raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")

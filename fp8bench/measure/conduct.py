@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import stat
 import sys
 import threading
 import time
@@ -33,15 +35,16 @@ def aside() -> Iterator[None]:
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
     """Steps run in the body; raises if one printed, or left a thread that was not there before."""
-    before = threads()
+    before, written = threads(), _written()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         yield
-    text = printed.getvalue().strip()
-    if text:
-        first, *more = text.splitlines()
+    lines = printed.getvalue().strip().splitlines()
+    past_python = _written() - written
+    if lines or past_python:
+        what = repr(lines[0][:60]) if lines else f"{past_python} bytes past Python's own stdout"
+        more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
-            f"a step printed {first[:60]!r}{f' and {len(more)} more lines' if more else ''}: printing is timed with "
-            "the step. Print while preparing, or not at all."
+            f"a step printed {what}{more}: printing is timed with the step. Print while preparing, or not at all."
         )
     left = still_running(threads() - before, 0.0)
     if left:
@@ -49,6 +52,15 @@ def silent_step() -> Iterator[None]:
             f"a step left {len(left)} running ({', '.join(left[:5])}): threads that outlive their step are timed with "
             "the next one. Join them in the step, or start them while preparing."
         )
+
+
+def _written() -> int:
+    """Bytes that went to the process's stdout, where that is a file (in the worker it is)."""
+    try:
+        status = os.fstat(1)
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def threads() -> frozenset[threading.Thread]:

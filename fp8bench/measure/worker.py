@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -77,9 +78,10 @@ def main() -> None:
     faulthandler.enable()
     descriptor, lifeline = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(lifeline)
-    # What a workload prints must not mix with the parent's table.
-    os.dup2(2, 1)
-    serve(Connection(descriptor))
+    # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 1)
+        serve(Connection(descriptor))
 
 
 if __name__ == "__main__":

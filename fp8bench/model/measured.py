@@ -188,8 +188,20 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Resumption:
+    """When and under what an unfinished run was gone on with."""
+
+    started: str
+    command: str
+    environment: Environment
+
+
+@dataclass(frozen=True)
 class Run:
-    """One run: header and records. `path` is where it is stored ('' if it is not)."""
+    """One run: header and records. `path` is where it is stored ('' if it is not).
+
+    `notes` were taken while it ran; `troubles` were met by whoever read the file.
+    """
 
     id: str
     started: str
@@ -203,6 +215,8 @@ class Run:
     path: str = ""
     finished: bool = False
     troubles: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    resumptions: tuple[Resumption, ...] = ()
 
     @property
     def ok(self) -> bool:

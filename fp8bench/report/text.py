@@ -8,6 +8,7 @@ from fp8bench import units
 from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_of
+from fp8bench.report.data_table import data_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.tables import emulated, main_error, main_table, noise_floor, phases_table, show_value
@@ -38,6 +39,9 @@ def _panel(panel: Panel, devices: Sequence[DeviceFacts], width: int, paint: Pain
     phases = phases_table(panel, width, paint)
     if phases:
         lines += ["", "phases, as shares of the best case", *phases]
+    data = data_table(panel, width, paint)
+    if data:
+        lines += ["", *data]
     numbers = _numbers(panel)
     if numbers:
         lines += ["", "numbers"]
@@ -106,6 +110,8 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
     lines += _error_legends(panels)
+    if any(result.record.statistics for result in results):
+        lines.append(legend.DATA)
     seen = {label for result in results for label in result.labels}
     lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
     text = ["how to read this", *(line for one in lines for line in wrap(one, width, INDENT, INDENT))]
@@ -144,11 +150,15 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _ending(run: Run, width: int, paint: Paint) -> list[str]:
     """Plan notes, troubles, how much of the plan has a record, and where the run is kept."""
-    lines = [line for note in run.plan.notes for line in wrap(f"note: {note}", width, hang=INDENT)]
+    notes = [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]
+    lines = [line for note in notes for line in wrap(f"note: {note}", width, hang=INDENT)]
     for trouble in run.troubles:
         lines += [paint(line, Tone.DOUBT) for line in wrap(f"trouble: {trouble}", width, hang=INDENT)]
     missing = run.plan.num_cases - len(run.records)
     if not run.finished and missing > 0:
-        lines += wrap(f"stopped early: {missing} of {run.plan.num_cases} cases have no record", width, hang=INDENT)
+        words = (
+            f"stopped early: {missing} of {run.plan.num_cases} cases have no record; --resume {run.id} measures them"
+        )
+        lines += wrap(words, width, hang=INDENT)
     kept = f"stored in {run.path}" if run.path else "this run was not stored"
     return lines + wrap(kept, width, hang=INDENT)

@@ -16,7 +16,8 @@ from fp8bench.analysis.verdicts import conclude, decided, totals
 from fp8bench.corpus import Corpus
 from fp8bench.errors import WorkerLost
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.history.runs import load_run, start_run
+from fp8bench.history.runs import load_run
+from fp8bench.history.writing import start_run
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker, Worker
 from fp8bench.measure.rounds import Arm, Sitting

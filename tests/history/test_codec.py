@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench import model
-from fp8bench.history.codec import Malformed, decode, encode
+from fp8bench.codec import Malformed, decode, encode
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -32,11 +32,13 @@ from fp8bench.model import (
     Provenance,
     Record,
     Request,
+    Resumption,
     Run,
     Segments,
     SlotSample,
     Status,
     Support,
+    TensorStatistics,
     Timing,
     Verdict,
     Work,
@@ -53,29 +55,33 @@ TIMING = Timing(
     varying=True,
 )
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")
+STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))
 RECORD = Record(
-    CASE, SUPPORT, Status.OK, Work(1e9, 7), True, "why", "trace", TIMING, TIMING, TIMING, False, (MEASUREMENT,), "time"
-)
+    CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
+    (MEASUREMENT,), "time", (STATISTICS,),
+)  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False,
+    5, ("module",), False, 12.5,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
 )
+RESUMPTION = Resumption("2026-01-01T01:00:00+00:00", "fp8bench suite --resume abc", Environment({"load": 1.5}))
 RUN = Run(
     "abc", "2026-01-01T00:00:00+00:00", "fp8bench suite gemm", REQUEST, PLAN,
     Environment({"a": None, "b": 1, "c": 0.5, "d": "text", "e": True}), (FACTS,),
     (("cpu", Overheads(1e-7, 2e-7, 3e-8, None)), ("cuda:1", Overheads(1.0, 2.0, 3.0, 4.0))),
-    (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",),
+    (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",), ("a note",),
+    (RESUMPTION,),
 )  # fmt: skip
 FINDING = Finding(
     CASE, Verdict.SLOWER, 1.0, 1.5, 0.1, Interval(1.1, 1.05, 1.2, 0.99), 1.2, 0.01, (("gemm", 0.5),), ("cast",),
     (Label.NOISY, Label.DRIFT), "why",
 )  # fmt: skip
 VALUES: list[Any] = [
-    RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, FINDING, CASE, SUPPORT, Work(), RUN.environment,
+    RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION, RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0],
 ]  # fmt: skip
@@ -91,7 +97,7 @@ def test_every_value_survives_the_trip(value: Any) -> None:
     again = there_and_back(value)
     assert again == value
     assert encode(again) == encode(value)
-    assert hash(again) == hash(value) if not isinstance(value, Environment | Run) else True
+    assert hash(again) == hash(value) if not isinstance(value, Environment | Resumption | Run) else True
 
 
 def test_every_dataclass_of_the_model_is_among_them() -> None:

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.history import runs
-from fp8bench.history.runs import SCHEMA, check_store, find_run, load_run, run_files, start_run
+from fp8bench.history import writing
+from fp8bench.history.runs import find_run, load_run, run_files
+from fp8bench.history.writing import check_store, start_run
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -49,7 +50,7 @@ def run_called(name: str, started: str = "2026-01-02T03:04:05+00:00", **facts: s
 def written(store: Path, name: str = "abcd1234", records: list[Record] = RECORDS, end: str = "finished") -> Path:
     writer = start_run(run_called(name), store)
     for record in records:
-        writer.append(record)
+        writer.append([record])
     writer.finish(end)
     return writer.path
 
@@ -93,7 +94,7 @@ def test_the_header_is_the_first_line_and_each_record_is_there_at_once(tmp_path:
     assert header["schema"] == SCHEMA and header["header"]["id"] == "abcd1234"
     assert not {"records", "path", "finished", "troubles"} & set(header["header"])
     for number, record in enumerate(RECORDS, 1):
-        writer.append(record)
+        writer.append([record])
         now = writer.path.read_bytes()
         assert now.startswith(before) and now.endswith(b"\n") and now.count(b"\n") == number + 1
         assert load_run(writer.path).records == tuple(RECORDS[:number])
@@ -126,11 +127,11 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     writer = start_run(run_called("abcd1234"), tmp_path)
-    writer.append(RECORDS[0])
+    writer.append([RECORDS[0]])
     with monkeypatch.context() as patch:
-        patch.setattr(runs.os, "fsync", full)
+        patch.setattr(writing.os, "fsync", full)
         with pytest.raises(StoreError, match=r"No space left on device.*make room"):
-            writer.append(RECORDS[1])
+            writer.append([RECORDS[1]])
     writer.finish("interrupted")
     assert load_run(writer.path).records[0] == RECORDS[0]
 
