@@ -1,0 +1,141 @@
+"""A 3x3 convolution whose three products run in a chosen arithmetic, and the residual block around two of them.
+
+Images are (batch, height, width, channels): every operand is then a matrix with its contraction last, as in a linear
+layer, without a copy. Forward contracts over window and input channels, the input gradient over output channels, the
+weight gradient over batch and positions. Arithmetics that round get their operands rounded along these and convolved
+in fp32, pixel by pixel along the channels, as a kernel would read them; torch convolves nothing narrower than 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role
+
+WINDOW = 3
+_PADDING = 1
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _casting(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
+    """The CAST marker, or nothing where a cast changes nothing."""
+    return phase.cast if arithmetic.casts else _NOTHING
+
+
+def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
+    """The operand's values in a dtype that torch convolves: its own, or fp32 where it has a scale."""
+    return operand.data if operand.scale is None else arithmetic.restore(operand, torch.float32)
+
+
+def _images(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows of pixels as torch has images, (batch, channels, height, width), channels last in memory."""
+    return matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
+
+
+def _windows(matrix: Tensor) -> Tensor:
+    """Rows of weights, (outputs, window x inputs), as torch has them: (outputs, inputs, height, width)."""
+    return matrix.reshape(matrix.shape[0], WINDOW, WINDOW, -1).permute(0, 3, 1, 2)
+
+
+def _gradient(g: Tensor, images: Tensor, windows: Tensor, wanted: int) -> Tensor:
+    """The gradient of a convolution by its images (wanted=0) or its windows (1), channels last in its dimensions.
+
+    Of the one that is wanted only the shape is used.
+    """
+    one = [1, 1]
+    found: Tensor = torch.ops.aten.convolution_backward(
+        g, images, windows, None, one, [_PADDING, _PADDING], one, False, [0, 0], 1, [wanted == 0, wanted == 1, False]
+    )[wanted]
+    return found.permute(0, 2, 3, 1)
+
+
+class _Product(torch.autograd.Function):
+    """Images (B, H, W, I) under windows (O, 3 x 3 x I), marking its own backward: it may run on another thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+        with _casting(arithmetic, phase):
+            pixels = x.reshape(-1, x.shape[-1])
+            a, b = arithmetic.cast(pixels, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
+            images, windows = _images(_values(a, arithmetic), x.shape), _windows(_values(b, arithmetic))
+        sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
+        ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
+        ctx.arithmetic, ctx.phase, ctx.shape = arithmetic, phase, x.shape
+        with phase.gemm:
+            y = F.conv2d(images, windows, padding=_PADDING)
+            return y.permute(0, 2, 3, 1).to(arithmetic.carrier).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        arithmetic, phase, shape = ctx.arithmetic, ctx.phase, ctx.shape
+        a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
+        a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
+        casting = _casting(arithmetic, phase)
+        with casting:
+            gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+            g = arithmetic.cast(gradient, Role.GRADIENT)
+            images, windows = _images(_values(a, arithmetic), shape), _windows(_values(b, arithmetic))
+        input_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            with casting:
+                b_turned = _windows(_values(arithmetic.turn(b, weight, Role.WEIGHT), arithmetic).t())
+                g_images = _images(_values(g, arithmetic), shape)
+            with phase.gemm:
+                input_gradient = _gradient(g_images, images, b_turned, 0).to(arithmetic.carrier)
+        if ctx.needs_input_grad[1]:
+            with casting:
+                g_turned = _images(_values(arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic).t(), shape)
+                a_turned = _images(_values(arithmetic.turn(a, pixels, Role.INPUT), arithmetic).t(), shape)
+            with phase.gemm:
+                weight_gradient = _gradient(g_turned, a_turned, windows, 1).reshape(windows.shape[0], -1)
+            with casting:  # the master weight is fp32, and autograd would convert outside any phase
+                weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
+        return input_gradient, weight_gradient, None, None
+
+
+class Convolution(nn.Module):
+    """3x3, stride 1, as many positions out as in, without bias; the fp32 master weight is (outputs, 9 x inputs)."""
+
+    def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.weight = nn.Parameter(torch.empty(outputs, WINDOW * WINDOW * inputs))
+        nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight.shape[1]))
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        y: Tensor = _Product.apply(x.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
+        return y
+
+
+class BatchNorm(nn.Module):
+    """Batch norm by the batch's own statistics, computed in at least fp32 and handed back in the input's dtype."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype).permute(0, 3, 1, 2)
+        y = F.batch_norm(wide, None, None, self.weight, self.bias, training=True, eps=1e-5)
+        return y.permute(0, 2, 3, 1).to(x.dtype)
+
+
+class ResidualBlock(nn.Module):
+    """ResNet's basic block: convolution and batch norm twice, ReLU after each, the input added before the last."""
+
+    def __init__(self, channels: int, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.first, self.second = (Convolution(channels, channels, arithmetic) for _ in range(2))
+        self.norm_first, self.norm_second = BatchNorm(channels), BatchNorm(channels)
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        hidden = F.relu(self.norm_first(self.first(x, phase)))
+        return F.relu(x + self.norm_second(self.second(hidden, phase)))

@@ -1,0 +1,84 @@
+"""One layer exercised apart from any model: forward, or forward and backward, with random tensors around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.numerics.errors import joint_relative_frobenius, relative_frobenius
+from fp8bench.protocols import Phases, Setup, SilentPhases
+
+
+@dataclass
+class Exercise:
+    """A layer, called with its inputs and the phases. `pull` is the gradient its output gets; None is forward only."""
+
+    layer: nn.Module
+    inputs: tuple[Tensor, ...]
+    pull: Tensor | None
+
+    def step(self, phase: Phases) -> None:
+        """One pass. What the layer does not mark itself is ELEMENTWISE; all it makes is given back inside."""
+        if self.pull is None:
+            with phase.elementwise, torch.no_grad():
+                self.layer(*self.inputs, phase)
+            return
+        with phase.elementwise:
+            output = self.layer(*self.inputs, phase)
+        with phase.elementwise:
+            # Not backward(): it would copy gradients that a model hands on as they are (those of a sum).
+            torch.autograd.grad(output, self.leaves(), self.pull)
+            del output
+
+    def leaves(self) -> list[Tensor]:
+        """What gradients are asked for: inputs and weights."""
+        return [*self.inputs, *self.layer.parameters()]
+
+    def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output, and all gradients in training."""
+        if self.pull is None:
+            with torch.no_grad():
+                return self.layer(*self.inputs, SilentPhases()), ()
+        output: Tensor = self.layer(*self.inputs, SilentPhases())
+        return output.detach(), torch.autograd.grad(output, self.leaves(), self.pull)
+
+    def errors(self, exact: Exercise) -> dict[str, float]:
+        """Output and, in training, all gradients against those of the same exercise in fp64."""
+        output, gradients = self.outcome()
+        reference, reference_gradients = exact.outcome()
+        found = {"output_error": relative_frobenius(output, reference)}
+        if self.pull is not None:
+            found["gradient_error"] = joint_relative_frobenius(gradients, reference_gradients)
+        return found
+
+
+def exercise(
+    setup: Setup, build: Callable[[], nn.Module], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, training: bool
+) -> Exercise:
+    """Gaussian inputs in `dtype` and a layer on the case's device, from its seed: the same values for every dtype.
+
+    The gradient that comes in is Gaussian too, of order one, as loss scaling would have it.
+    """
+    with _seeded(setup):
+        layer = build()
+        if dtype is torch.float64:
+            layer = layer.double()
+        inputs = tuple(torch.randn(shape).to(dtype).requires_grad_(training) for shape in shapes)
+        if not training:
+            return Exercise(layer, inputs, None)
+        with torch.no_grad():
+            output = layer(*inputs, SilentPhases())
+        return Exercise(layer, inputs, torch.randn(output.shape).to(output.dtype))
+
+
+@contextmanager
+def _seeded(setup: Setup) -> Iterator[None]:
+    """Random numbers from the case's seed, tensors on its device; the process's own random state is put back."""
+    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
+        torch.manual_seed(setup.seed)
+        yield

@@ -1,0 +1,97 @@
+"""A residual block of convolutions, its batch norms in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
+from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from fp8bench.nn.exercise import Exercise
+
+# Weights of a 3x3 window.
+WINDOW = 9
+
+
+@workloads.register("conv")
+class Conv(Workload):
+    """ResNet's basic block: two 3x3 convolutions, batch norm in fp32, ReLU, and the residual's sum.
+
+    The convolutions are GEMM: they are products, contracted over windows and channels.
+    """
+
+    name = "conv"
+    summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")
+        return (
+            Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
+            Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
+            Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
+            Axis("pass", "forward alone, or training: forward and backward", ("training",),
+                 one_of("forward", "training")),
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """FLOPs of the two convolutions, windows over the edge counted whole."""
+        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
+        positions, weights = batch * image * image, 2 * WINDOW * channels * channels
+        # fp32 weights; input and output in two bytes, the least of any carrier.
+        return Work(
+            flops=2.0 * positions * weights * (3 if _training(params) else 1),
+            least_memory=4.0 * weights + 4.0 * positions * channels,
+        )
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = precision.support(facts)
+        # TF32 is a switch of torch's own convolutions; whatever else another precision carries is narrower than those.
+        rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+        if support.level is Level.NATIVE and rounded:
+            return Support(
+                Level.EMULATED, f"torch has no convolution in {precision.name}: values rounded, convolved in fp32"
+            )
+        return support
+
+    def prepare(self, setup: Setup) -> Exercise:
+        return _exercise(setup, setup.arithmetic)
+
+    def step(self, state: Exercise, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Output, and in training all gradients, against the same in fp64 throughout."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+
+        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64)))
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the operands of both convolutions."""
+        from fp8bench.nn.watching import WatchingArithmetic
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger = Ledger()
+        state = _exercise(setup, WatchingArithmetic(setup.arithmetic, "conv", ledger))
+        ledger.tallies.clear()  # preparing ran forward once
+        state.outcome()
+        return ledger.statistics()
+
+
+def _training(params: Mapping[str, Scalar]) -> bool:
+    return params["pass"] == "training"
+
+
+def _exercise(setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    from fp8bench.nn.convolution import ResidualBlock
+    from fp8bench.nn.exercise import exercise
+
+    params = dict(setup.case.params)
+    batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
+    shape = (batch, image, image, channels)
+    return exercise(setup, lambda: ResidualBlock(channels, arithmetic), [shape], arithmetic.carrier, _training(params))

@@ -1,0 +1,96 @@
+"""Norms, activations and their like: what low-precision recipes leave in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
+from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from fp8bench.nn.exercise import Exercise
+
+# Operation: how many tensors of (tokens, width) it takes.
+INPUTS = {
+    "layer_norm": 1,
+    "rms_norm": 1,
+    "gelu": 1,
+    "silu_gate": 2,
+    "softmax": 1,
+    "residual": 2,
+    "cross_entropy": 1,
+}
+
+
+@workloads.register("norm_act")
+class NormAct(Workload):
+    """One operation that is no product, in the precision that carries values between products.
+
+    Norms, softmax and the loss are computed in fp32 whatever the carrier, as training does it.
+    """
+
+    name = "norm_act"
+    summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
+    dtypes = ("fp32", "bf16", "fp16")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
+        return (
+            Axis("operation", ", ".join(INPUTS), tuple(INPUTS), one_of(*INPUTS)),
+            Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),
+            Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
+            Axis("pass", "forward alone, or training: forward and backward", ("training",),
+                 one_of("forward", "training")),
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """Bytes of the inputs and, in training, of the output's gradient, all counted in fp32's four."""
+        tokens, width = int(params["tokens"]), int(params["width"])
+        tensors = INPUTS[str(params["operation"])]
+        taken = tensors + (_training(params) and params["operation"] != "cross_entropy")
+        return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if precision.carried_by:
+            return Support(
+                Level.REFUSED,
+                f"{precision.name} leaves this to {precision.carried_by}, which carries its values: measure "
+                f"{precision.carried_by}",
+            )
+        return precision.support(facts)
+
+    def prepare(self, setup: Setup) -> Exercise:
+        return _exercise(setup, setup.arithmetic)
+
+    def step(self, state: Exercise, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Output, and in training all gradients, against the same in fp64."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+
+        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64)))
+
+
+def _training(params: Mapping[str, Scalar]) -> bool:
+    return params["pass"] == "training"
+
+
+def _exercise(setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    from fp8bench.nn.elementwise import Between
+    from fp8bench.nn.exercise import exercise
+
+    params = dict(setup.case.params)
+    operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
+    return exercise(
+        setup,
+        lambda: Between(operation, tokens, width),
+        [(tokens, width)] * INPUTS[operation],
+        arithmetic.carrier,
+        _training(params),
+    )
