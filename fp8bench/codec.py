@@ -15,6 +15,9 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
 
+# The version of what is kept of a run, and printed as JSON. It is raised when an old reader would read a new one wrong.
+SCHEMA = 1
+
 T = TypeVar("T")
 
 
@@ -29,6 +32,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
+        if set(map(type, value)) <= {int}:
+            return list(value)  # raw samples: many, and worth a short way
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}

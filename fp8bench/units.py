@@ -60,6 +60,11 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
     return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
+def whole(value: int) -> str:
+    """How many: every digit of a few, then an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
+    return str(value) if abs(value) < 10_000 else count(value)
+
+
 def size(value: float | None) -> str:
     """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
     if value is None:
@@ -75,6 +80,15 @@ def percent(share: float | None, decimals: int = 1) -> str:
     if share is None:
         return NONE
     return f"{round(100 * share, decimals) + 0.0:.{decimals}f}%"  # + 0.0: never '-0.0%'
+
+
+def share(value: float) -> str:
+    """A share that may be tiny, where none at all is another matter: '-', '<0.01%', '0.25%', '12.3%'."""
+    if value == 0:
+        return NONE
+    if value < 1e-4:
+        return "<0.01%"
+    return percent(value, 1 if value >= 0.01 else 2)
 
 
 def ratio(value: float | None) -> str:

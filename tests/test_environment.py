@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench import environment
+from fp8bench.codec import decode, encode
 from fp8bench.environment import command_line, gather
-from fp8bench.history.codec import decode, encode
 from fp8bench.model import Environment
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -42,6 +42,11 @@ EMULATED = "emulated: right in numbers, but no speed: its time is the cost of em
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"
 BELOW_FLOOR = f"<: shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it, so no share is given"
 
+DATA = (
+    "data: what the reference's step reads; amax: the largest magnitude; under a format: the share of the values above "
+    "its largest / the share that is not zero and would become zero; -: none"
+)
+
 
 def time_versus(reference: str, levels: str) -> str:
     """What the ratio column says."""

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import doubted
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Interval, Level, Measurement, Record, Status, Verdict
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Interval, Level, Measurement, Record, Status, Verdict, Work
 from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.layout import Column, Paint, Row, SectionRow, Tone, table
 from fp8bench.report.legend import PHASE_TITLES
 
-# The error a reader sees first, by preference: the most telling one a workload offers.
-_MAIN_ERRORS = ("gradient_error", "product_error", "loss_error")
+# The error a reader sees first, where a workload offers more than one: the most telling.
+_MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
 _WORDS = {Verdict.NONE: units.NONE, Verdict.EMULATED: "emulated: cost, not speed"}
 _NOT_MEASURED = {Status.SKIPPED: "skipped, see notes", Status.FAILED: "FAILED, see notes"}
@@ -24,8 +24,9 @@ _VERDICT_WIDTH = len("verdict")
 
 def main_error(panel: Panel) -> str:
     """The metric of the error column; '' if nothing in the panel has an error."""
-    present = {measured.metric for result in panel.results for measured in result.record.measurements}
-    return next((metric for metric in _MAIN_ERRORS if metric in present), "")
+    measured = dict.fromkeys(one.metric for result in panel.results for one in result.record.measurements)
+    errors = [metric for metric in measured if metric.endswith(_ERROR_SUFFIX)]
+    return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
 
 
 def value_of(measurement: Measurement | None) -> float | None:
@@ -140,15 +141,22 @@ def _ratio(interval: Interval) -> str:
 
 
 def _has_work(record: Record) -> bool:
-    return bool(record.work.tokens or record.work.flops)
+    return bool(_rates(record.work))
 
 
 def _throughput(result: Result) -> str:
-    """Tokens or FLOP a second in the best case; nothing for emulations, which have no speed."""
-    work, best = result.record.work, result.best
-    if not best or emulated(result) or not _has_work(result.record):
+    """Tokens, FLOP or bytes a second in the best case; nothing for emulations, which have no speed."""
+    rates = _rates(result.record.work)
+    if not result.best or emulated(result) or not rates:
         return units.NONE
-    return units.count(work.tokens / best, "tok/s") if work.tokens else units.count(work.flops / best, "FLOP/s")
+    amount, unit = rates[0]
+    return units.count(amount / result.best, unit)
+
+
+def _rates(work: Work) -> list[tuple[float, str]]:
+    """What a step does by each count that applies, the most telling first."""
+    counts = ((work.tokens, "tok/s"), (work.flops, "FLOP/s"), (work.bytes, "B/s"))
+    return [(amount, unit) for amount, unit in counts if amount]
 
 
 def _tone(result: Result) -> Tone | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.history.codec import decode, encode
+from fp8bench.codec import decode, encode
 from fp8bench.measure.calibration import calibrate
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import DeviceFacts

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fp8bench.codec import SCHEMA
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.history import writing
 from fp8bench.history.runs import find_run, load_run, run_files

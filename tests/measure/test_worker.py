@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.codec import encode
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.history.runs import load_run
 from fp8bench.measure import handle, limits
 from fp8bench.measure.bench import Settings
