@@ -176,15 +176,18 @@ class Precision(ABC):
 
 @contextmanager
 def float32_products(setting: str) -> Iterator[None]:
-    """torch's float32 matmul precision for the body; restored also when the body raises."""
+    """torch's float32 matmul precision for the body, cuDNN's convolutions included; restored also if it raises."""
     import torch
 
-    before = torch.get_float32_matmul_precision()
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision(setting)
+    # A switch of its own, and on unless told otherwise: fp32 convolutions would be TF32's.
+    torch.backends.cudnn.allow_tf32 = setting != "highest"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 class Stamper(ABC):

@@ -37,7 +37,7 @@ class NormAct(Workload):
     dtypes = ("fp32", "bf16", "fp16")
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
+        tokens, width = ("16384", "4096") if facts.accelerated else ("1024", "1024")
         return (
             Axis("operation", ", ".join(INPUTS), tuple(INPUTS), one_of(*INPUTS)),
             Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),

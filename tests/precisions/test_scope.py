@@ -39,3 +39,17 @@ def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
     with precisions.get("tf32").scope():
         allowed = arithmetic.product(a, b, torch.float32)
     assert torch.equal(plain, allowed)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["tf32", "fp32", "fp8"])
+def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
+    """cuDNN has a switch of its own, which lets fp32 convolutions be TF32 unless it is turned off."""
+    outside = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = before
+    try:
+        with precisions.get(name).scope():
+            assert torch.backends.cudnn.allow_tf32 is (name == "tf32")
+        assert torch.backends.cudnn.allow_tf32 is before
+    finally:
+        torch.backends.cudnn.allow_tf32 = outside
