@@ -46,6 +46,7 @@ TABLE: dict[str, frozenset[str]] = {
     "api": ANYONE,
     "frames": ANYONE,
     "arguments": FLOOR,
+    "config": FLOOR,
     "cli": ANYONE,
     "doctor": ANYONE,
     "selftest": ANYONE,
@@ -61,6 +62,7 @@ LAZY = HEAVY | {"pynvml", "ctypes"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.stats", frozenset({"numpy"})),
+    ("fp8bench.config", frozenset({"yaml"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),
     ("fp8bench.formats.grids", frozenset()),
     ("fp8bench.formats.hardware", frozenset()),
