@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0_BIAS, E8M0_LARGEST_CODE, Format
+from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0_BIAS, E8M0_LARGEST_CODE, FP16, Format
 from fp8bench.formats.quantise import round_to
 
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
-CODE_DTYPES: dict[str, torch.dtype] = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
+CODE_DTYPES: dict[str, torch.dtype] = {
+    E4M3.name: torch.float8_e4m3fn,
+    E5M2.name: torch.float8_e5m2,
+    FP16.name: torch.float16,
+}
 
 # Bounds that keep a scale and its inverse normal float32 numbers.
 _LARGEST_SCALE = 2.0**126
@@ -58,7 +62,7 @@ def per_tensor_values(x: Tensor, fmt: Format) -> Tensor:
 
 
 def per_tensor_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """`x` as contiguous float8 codes, and the inverse scale that gives the values back."""
+    """`x` as contiguous codes (float8, or scaled fp16), and the inverse scale that gives the values back."""
     scale, inverse = per_tensor_scale(x, fmt)
     scaled = (x.detach().to(torch.float32) * scale).clamp_(-fmt.largest, fmt.largest)
     return scaled.to(CODE_DTYPES[fmt.name]).contiguous(), inverse

@@ -1,0 +1,141 @@
+"""AdamW with its moments kept in some precision between steps.
+
+Weights and gradients are fp32, and so is the step itself: low-precision moments are restored before it and cast
+after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fp8bench.formats.grids import FP16
+from fp8bench.formats.scaling import per_tensor_codes
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.protocols import Arithmetic, Operand, Role
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a moment is kept. `casts` is False where it stays the fp32 tensor that the step writes."""
+
+    keep: Callable[[Tensor], Operand]
+    restore: Callable[[Operand], Tensor]
+    casts: bool = True
+
+
+def scaled_half() -> Storage:
+    """fp16 codes under one scale a tensor, which takes the largest magnitude to fp16's own."""
+    return Storage(lambda x: Operand(*per_tensor_codes(x, FP16)), _unscaled)
+
+
+def in_arithmetic(arithmetic: Arithmetic) -> Storage:
+    """A precision's own cast and way back. A moment lies as its weight does, and is rounded as one."""
+    return Storage(
+        partial(arithmetic.cast, role=Role.WEIGHT), partial(arithmetic.restore, dtype=torch.float32), arithmetic.casts
+    )
+
+
+def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
+    """Of the first and of the second moment.
+
+    fp32 and bf16 keep both as they are. fp16 has too little range to do without a scale. Below that the first moment
+    has the precision's own format and the second is scaled fp16, as in FP8-LM, unless it is to be the `same`: a second
+    moment that a short range flushes to zero divides the update by epsilon.
+    """
+    if isinstance(arithmetic, PlainArithmetic) and arithmetic.carrier is torch.float16:
+        return scaled_half(), scaled_half()
+    own = in_arithmetic(arithmetic)
+    return own, own if same or isinstance(arithmetic, PlainArithmetic) else scaled_half()
+
+
+class Bucket:
+    """Some matrices with all that AdamW keeps of them.
+
+    `plain` holds the moments themselves where they are kept in fp32: there a step has nothing to restore or cast.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        storages: tuple[Storage, Storage],
+        steps: int,
+        fused: bool,
+    ) -> None:
+        """`first` and `second` are fp32 and the bucket's from now on, as are the parameters; `steps` went before."""
+        self.parameters = parameters
+        self.gradients = [torch.zeros_like(one) for one in parameters]
+        self.plain = None if any(storage.casts for storage in storages) else (first, second)
+        self._fused = fused
+        self._storages = storages
+        self._kept: tuple[list[Operand], list[Operand]] = ([], [])
+        # torch reads the count of an unfused step on the host, and of a fused one on the device.
+        place = parameters[0].device if fused else torch.device("cpu")
+        self._steps = [torch.tensor(float(steps), device=place) for _ in parameters]
+        if self.plain is None:
+            self.keep(first, second)
+
+    def restored(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Both moments in fp32."""
+        if self.plain is not None:
+            return self.plain
+        first, second = (
+            [storage.restore(one) for one in kept] for storage, kept in zip(self._storages, self._kept, strict=True)
+        )
+        return first, second
+
+    def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
+        """Both moments cast to what they are kept in, where that is not fp32."""
+        a, b = self._storages
+        self._kept = [a.keep(one) for one in first], [b.keep(one) for one in second]
+
+    def update(self, first: list[Tensor], second: list[Tensor]) -> None:
+        """One step of torch's own AdamW, which writes weights and both moments in place.
+
+        Not fused is torch's choice without it: whole lists (foreach) on a GPU, tensor by tensor on a processor.
+        """
+        adamw(
+            self.parameters,
+            self.gradients,
+            first,
+            second,
+            [],
+            self._steps,
+            fused=True if self._fused else None,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            eps=EPSILON,
+            maximize=False,
+        )
+
+
+def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
+    """Runs of tensors with at most so many elements together, and at least one tensor."""
+    start = total = 0
+    for index, count in enumerate(elements):
+        if total and total + count > most:
+            yield slice(start, index)
+            start, total = index, 0
+        total += count
+    if total:
+        yield slice(start, len(elements))
+
+
+def _unscaled(operand: Operand) -> Tensor:
+    assert operand.scale is not None
+    return operand.data.to(torch.float32).mul_(operand.scale)

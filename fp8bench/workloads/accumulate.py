@@ -1,0 +1,185 @@
+"""Gradients of several micro-batches added up in a buffer of some precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.storage import storage_support
+from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+class Buffer(Protocol):
+    """Where gradients add up."""
+
+    def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
+        """Add a micro-batch's gradients; the first one of a step starts from zero."""
+
+    def values(self) -> list[Tensor]:
+        """The sums, as they can be read."""
+
+
+class PlainBuffer:
+    """Tensors of one of torch's dtypes, added to in place."""
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        import torch
+
+        self._sums = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+    def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
+        import torch
+
+        with phase.accumulate:
+            if first:
+                torch._foreach_zero_(self._sums)
+            torch._foreach_add_(self._sums, gradients)
+
+    def values(self) -> list[Tensor]:
+        return self._sums
+
+
+class ScaledBuffer:
+    """Operands, codes with their scales: each micro-batch restores them to fp32, adds, and casts again.
+
+    The first is cast as it comes. Whole lists at a time, so that a step has few and long phases: between restoring
+    and casting, the sums of all tensors exist in fp32.
+    """
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self._operands: list[Operand] = []
+
+    def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
+        import torch
+
+        if first:
+            with phase.cast:
+                self._keep(gradients)
+            return
+        with phase.cast:
+            sums = self.values()
+        with phase.accumulate:
+            torch._foreach_add_(sums, gradients)
+        with phase.cast:
+            self._keep(sums)
+            del sums  # giving memory back takes time too, and belongs to a phase
+
+    def values(self) -> list[Tensor]:
+        import torch
+
+        return [self._arithmetic.restore(operand, torch.float32) for operand in self._operands]
+
+    def _keep(self, sums: Sequence[Tensor]) -> None:
+        self._operands = [self._arithmetic.cast(one, Role.GRADIENT) for one in sums]
+
+
+@dataclass
+class State:
+    """The gradients of every micro-batch, and the buffer."""
+
+    micro_batches: list[list[Tensor]]
+    buffer: Buffer
+    loss_scale: float
+
+
+@workloads.register("accumulate")
+class Accumulate(Workload):
+    """The case's precision is that of the buffer; gradients are the same for all.
+
+    fp32, bf16 and fp16 buffers are added to in place. fp8 and below have a scale, so that every micro-batch casts the
+    whole buffer there and back, and rounds it again.
+    """
+
+    name = "accumulate"
+    summary = "gradients of several micro-batches added up in a buffer of each precision"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        widths = ("1024", "2048") if facts.accelerated else ("256", "512")
+        tensors = "16" if facts.accelerated else "8"
+        return (
+            Axis("micro_batches", "micro-batches in a step, at least two", ("2", "8"), whole_number(low=2, high=1024)),
+            Axis("tensors", "gradients in a micro-batch, one a layer", (tensors,), whole_number(high=4096)),
+            Axis("width", "rows and columns of each gradient", widths, whole_number(high=1 << 16)),
+            Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
+        )
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        count = int(params["tensors"]) * int(params["width"]) ** 2
+        gradients = float(BYTES[str(params["gradients"])] * int(params["micro_batches"]) * count)
+        # Beside the gradients a buffer, half a byte an element at the least.
+        return Work(bytes=gradients, least_memory=gradients + count / 2)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return storage_support(precision, facts, "there is no buffer of it")
+
+    def prepare(self, setup: Setup) -> State:
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+
+        dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
+        micro_batches = [
+            [(one * setup.loss_scale).to(dtype) for one in gradients] for gradients in _micro_batches(setup)
+        ]
+        arithmetic = setup.arithmetic
+        if isinstance(arithmetic, PlainArithmetic):
+            first = micro_batches[0]
+            plain = PlainBuffer([one.shape for one in first], arithmetic.carrier, first[0].device)
+            return State(micro_batches, plain, setup.loss_scale)
+        return State(micro_batches, ScaledBuffer(arithmetic), setup.loss_scale)
+
+    def step(self, state: State, phase: Phases) -> None:
+        for index, gradients in enumerate(state.micro_batches):
+            state.buffer.add(gradients, phase, first=index == 0)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """The sums of one step against those of the unrounded gradients in fp64."""
+        import torch
+
+        from fp8bench.numerics.errors import joint_relative_frobenius
+
+        state = self.prepare(setup)
+        self.step(state, SilentPhases())
+        first, *others = _micro_batches(setup)
+        exact = [one.to(torch.float64) for one in first]
+        for gradients in others:
+            torch._foreach_add_(exact, gradients)
+        sums = [one.to(torch.float64) / state.loss_scale for one in state.buffer.values()]
+        return {"accumulate_error": joint_relative_frobenius(sums, exact)}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger = Ledger()
+        for gradients in _micro_batches(setup):
+            for one in gradients:
+                ledger.add("gradients", Role.GRADIENT.value, one)
+        return ledger.statistics()
+
+    def check(self, state: State) -> str:
+        finite = all(bool(one.isfinite().all()) for one in state.buffer.values())
+        return "" if finite else "the sums of the gradients are not finite"
+
+
+def _micro_batches(setup: Setup) -> list[list[Tensor]]:
+    """The gradients of every micro-batch in fp32, before any loss scale."""
+    import torch
+
+    from fp8bench.nn.gradients import GradientSource
+
+    case = setup.case
+    width = int(case.param("width"))
+    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    source = GradientSource([(width, width)] * int(case.param("tensors")), generator)
+    return [source.draw() for _ in range(int(case.param("micro_batches")))]

@@ -1,0 +1,137 @@
+"""One cast: a tensor into a format, or back from it, with a scale or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.storage import storage_support
+from fp8bench.protocols import Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BYTES = {"fp32": 4, "bf16": 2}
+_SIDE = whole_number(high=1 << 18)
+_CPU_SHAPES = ("1024x1024", "2048x2048")
+_GPU_SHAPES = ("2048x8192", "8192x8192")
+
+
+@dataclass
+class State:
+    """The tensor as it comes, and what is done with it in every step."""
+
+    source: Tensor
+    change: Callable[[], object]
+
+
+@workloads.register("cast")
+class Cast(Workload):
+    """A matrix cast to a precision (looking for its scale included), or restored from it.
+
+    By default the source is fp32, what master weights and gradients are: so fp32 is the floor that any cast of that
+    size has, and every other precision has something to round. Where a cast changes nothing (the source has that
+    dtype already), a step is a plain copy: that floor. An emulated format's values are fp32, so that its way back to
+    fp32 is such a copy, too.
+    """
+
+    name = "cast"
+    summary = "one cast to or from each format, with its scale and without"
+    dtypes = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
+        return (
+            Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", shapes, parse_shape),
+            Axis("source", "what is cast from, and restored to: fp32 or bf16", ("fp32",), one_of(*BYTES)),
+            Axis("direction", "to the precision, or from it", ("to", "from"), one_of("to", "from")),
+            Axis("scaling", "on, or off: the elements' own grid. A way back always has its scales", ("on", "off"),
+                 one_of("on", "off")),
+            Axis("role", "input (fp8: E4M3) or gradient (fp8: E5M2), with values like that", ("input",),
+                 one_of(Role.INPUT.value, Role.GRADIENT.value)),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        rows, columns = (int(side) for side in str(params["shape"]).split("x"))
+        scaling = (("scaling", params["scaling"]),) if params["direction"] == "to" else ()
+        return (
+            (
+                ("rows", rows), ("columns", columns), ("source", params["source"]), ("direction", params["direction"]),
+                *scaling, ("role", params["role"]),
+            ),
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        count = int(params["rows"]) * int(params["columns"])
+        source = float(BYTES[str(params["source"])] * count)
+        # Beside the source its image, half a byte an element at the least.
+        return Work(bytes=source, least_memory=source + count / 2)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return storage_support(precision, facts, "there is nothing to cast")
+
+    def prepare(self, setup: Setup) -> State:
+        source = _source(setup)
+        if setup.case.param("direction") == "to":
+            into = _into(setup)
+            return State(source, _or_copy(lambda: into(source).data, source))
+        operand, restore = _into(setup)(source), setup.arithmetic.restore
+        return State(source, _or_copy(lambda: restore(operand, source.dtype), operand.data))
+
+    def step(self, state: State, phase: Phases) -> None:
+        with phase.cast:
+            state.change()  # the result goes at once, inside the phase
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """There and back again, against the source."""
+        from fp8bench.numerics.errors import relative_frobenius
+
+        source = _source(setup)
+        return {"cast_error": relative_frobenius(setup.arithmetic.restore(_into(setup)(source), source.dtype), source)}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger = Ledger()
+        ledger.add("source", str(setup.case.param("role")), _source(setup))
+        return ledger.statistics()
+
+
+def parse_shape(text: str) -> str:
+    """'512' is a square, '512x1024' rows and columns."""
+    sides = text.split("x")
+    if len(sides) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in sides):
+        raise ValueError("expected a size or ROWSxCOLUMNS")
+    numbers = [_SIDE(side) for side in sides] * (3 - len(sides))
+    return "x".join(str(number) for number in numbers)
+
+
+def _or_copy(change: Callable[[], Tensor], given: Tensor) -> Callable[[], object]:
+    """`change`, or a copy where it would only hand back what it was given."""
+    return given.clone if change().data_ptr() == given.data_ptr() else change
+
+
+def _into(setup: Setup) -> Callable[[Tensor], Operand]:
+    """The cast of a case, with its scale or without."""
+    role = Role(str(setup.case.param("role")))
+    off = dict(setup.case.params).get("scaling") == "off"
+    cast = setup.arithmetic.unscaled if off else setup.arithmetic.cast
+    return lambda tensor: cast(tensor, role)
+
+
+def _source(setup: Setup) -> Tensor:
+    """Standard normal inputs, or gradients with a network's magnitudes, in the dtype of the source."""
+    import torch
+
+    from fp8bench.nn.gradients import GradientSource
+
+    case = setup.case
+    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    draws = GradientSource([(int(case.param("rows")), int(case.param("columns")))], generator)
+    (values,) = draws.draw() if case.param("role") == Role.GRADIENT else draws.normal()
+    return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)

@@ -1,0 +1,185 @@
+"""A step of AdamW with its moments in some precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.storage import storage_support
+from fp8bench.protocols import Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fp8bench.nn.gradients import GradientSource
+    from fp8bench.nn.moments import Bucket, Storage
+
+# Moments are restored and cast for so many elements at a time: 256 MiB of fp32 moments, in phases of a good length.
+BUCKET_ELEMENTS = 1 << 25
+# As after some training: the moments are what gradients of steady magnitudes make of them.
+STEPS_BEFORE = 1000
+STEPS_OF_ERROR = 10
+
+
+@dataclass
+class State:
+    """All that is trained, in buckets."""
+
+    buckets: list[Bucket]
+
+
+@workloads.register("optimizer")
+class Optimizer(Workload):
+    """Weights and gradients are fp32; the case's precision is that of the moments.
+
+    fp32 and bf16 moments are kept as they are, those of fp16 and below with scales; all but fp32 are restored before a
+    step and cast after it. The second moment of fp8 and below is scaled fp16 by default: in the same format as the
+    first it is flushed to zero where it is small, and the update explodes.
+    """
+
+    name = "optimizer"
+    summary = "AdamW, fused and not, with its moments in each precision"
+    dtypes = ("fp32", "bf16", "fp16", "fp8")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        widths = ("1024", "4096") if facts.accelerated else ("256", "512")
+        tensors = "16" if facts.accelerated else "8"
+        return (
+            Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
+            Axis("second_moment", "that of fp8 and below: scaled-fp16, or the same format as the first's",
+                 ("scaled-fp16",), one_of("scaled-fp16", "same")),
+            Axis("tensors", "weights, one a layer", (tensors,), whole_number(high=4096)),
+            Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        count = float(int(params["tensors"]) * int(params["width"]) ** 2)
+        # Weights and gradients come in; beside them two moments, half a byte an element each at the least.
+        return Work(bytes=8 * count, least_memory=9 * count)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return storage_support(precision, facts, "there are no moments of it")
+
+    def prepare(self, setup: Setup) -> State:
+        state, source = _begin(setup, _storages(setup), setup.case.param("fused") == "yes")
+        _give_gradients(state, source)
+        return state
+
+    def step(self, state: State, phase: Phases) -> None:
+        for bucket in state.buckets:
+            if bucket.plain is not None:
+                with phase.optimizer_step:
+                    bucket.update(*bucket.plain)
+                continue
+            with phase.cast:
+                first, second = bucket.restored()
+            with phase.optimizer_step:
+                bucket.update(first, second)
+            with phase.cast:
+                bucket.keep(first, second)
+                del first, second  # giving memory back takes time too, and belongs to a phase
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Ten steps with changing gradients against the same with fp32 moments, not fused, from the same state.
+
+        The update is what the steps made of the weights: the weights themselves would hide it.
+        """
+        from fp8bench.numerics.errors import joint_relative_frobenius
+
+        exact, (exact_first, exact_second) = self._after(setup, _plain(), fused=False)
+        update, (first, second) = self._after(setup, _storages(setup), fused=setup.case.param("fused") == "yes")
+        return {
+            "update_error": joint_relative_frobenius(update, exact),
+            "first_moment_error": joint_relative_frobenius(first, exact_first),
+            "second_moment_error": joint_relative_frobenius(second, exact_second),
+        }
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger = Ledger()
+        state, source = _begin(setup, _plain(), fused=False)
+        _give_gradients(state, source)
+        for bucket in state.buckets:
+            first, second = bucket.restored()
+            for kind, tensors in (("gradient", bucket.gradients), ("first_moment", first), ("second_moment", second)):
+                for one in tensors:
+                    ledger.add(kind, Role.GRADIENT.value if kind == "gradient" else "", one)
+        return ledger.statistics()
+
+    def check(self, state: State) -> str:
+        finite = all(bool(one.isfinite().all()) for bucket in state.buckets for one in bucket.parameters)
+        return "" if finite else "the weights are not finite"
+
+    def _after(
+        self, setup: Setup, storages: tuple[Storage, Storage], fused: bool
+    ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]]]:
+        """What ten steps made of the weights, and the moments after them."""
+        state, source = _begin(setup, storages, fused)
+        before = [one.clone() for bucket in state.buckets for one in bucket.parameters]
+        for _ in range(STEPS_OF_ERROR):
+            _give_gradients(state, source)
+            self.step(state, SilentPhases())
+        weights = [one for bucket in state.buckets for one in bucket.parameters]
+        for one, start in zip(weights, before, strict=True):
+            one.sub_(start)
+        moments = [bucket.restored() for bucket in state.buckets]
+        first = [one for pair in moments for one in pair[0]]
+        return weights, (first, [one for pair in moments for one in pair[1]])
+
+
+def _storages(setup: Setup) -> tuple[Storage, Storage]:
+    from fp8bench.nn.moments import storages
+
+    return storages(setup.arithmetic, same=setup.case.param("second_moment") == "same")
+
+
+def _plain() -> tuple[Storage, Storage]:
+    """fp32, whatever the case's precision."""
+    import torch
+
+    from fp8bench.nn.arithmetics import PlainArithmetic
+    from fp8bench.nn.moments import storages
+
+    return storages(PlainArithmetic(torch.float32), same=True)
+
+
+def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tuple[State, GradientSource]:
+    """Weights and moments from the seed, and the source of the gradients that such moments come from."""
+    import torch
+
+    from fp8bench.nn.gradients import GradientSource
+    from fp8bench.nn.moments import BETAS, Bucket, bucketed
+
+    case = setup.case
+    shape = (int(case.param("width")), int(case.param("width")))
+    shapes = [shape] * int(case.param("tensors"))
+    generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    source = GradientSource(shapes, generator)
+    weights = [one.mul_(shape[1] ** -0.5) for one in source.normal()]
+    # A moving average of noise has the variance (1 - beta) / (1 + beta) of that noise; of its squares, twice that.
+    spread = [((1 - beta) / (1 + beta)) ** 0.5 for beta in BETAS]
+    first = [one.mul_(spread[0]) for one in source.draw()]
+    second = [
+        one.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
+        for one, scale in zip(source.normal(), source.scales, strict=True)
+    ]
+    buckets = [
+        Bucket(weights[part], first[part], second[part], storages, STEPS_BEFORE, fused)
+        for part in bucketed([one.numel() for one in weights], BUCKET_ELEMENTS)
+    ]
+    return State(buckets), source
+
+
+def _give_gradients(state: State, source: GradientSource) -> None:
+    """The next gradients of every weight."""
+    import torch
+
+    gradients = source.draw()
+    into = [one for bucket in state.buckets for one in bucket.gradients]
+    torch._foreach_copy_(into, gradients)
