@@ -1,0 +1,151 @@
+"""Loading data: decode, batch, cast, pin and copy, with the reading or the transfer dominating."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fp8bench.nn.records import Bytes, Destination, Indices, Records
+
+# Kind: records in a batch unless told otherwise.
+BATCHES = {"reading": 16, "transfer": 128}
+# Records in the data set.
+RECORDS = 256
+# Bytes a second that zlib compresses on a slow machine.
+_COMPRESSING = 5e6
+
+
+@dataclass
+class State:
+    """Where records come from, which are drawn, how they are cast and where they go."""
+
+    records: Records
+    random: np.random.Generator
+    arithmetic: Arithmetic
+    destination: Destination
+    batch: int
+
+
+@workloads.register("data")
+class Data(Workload):
+    """The input side of training: what it takes to bring a batch to the device in a precision.
+
+    reading: records lie compressed in a file, and decoding dominates. transfer: they lie decoded in memory as fp32;
+    a large batch is gathered and copied. Either batch is cast on the host, so that low precision has fewer bytes to
+    move. Where the device is the processor itself, the transfer is a copy in its own memory, and nothing is pinned.
+    """
+
+    name = "data"
+    summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
+    uses_corpus = True
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        # An image of 224 x 224 in three colours, or a small one.
+        record = "150528" if facts.accelerated else "16384"
+        usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
+        return (
+            Axis("kind", "compressed records from a file, or decoded ones in memory", tuple(BATCHES), one_of(*BATCHES)),
+            Axis("batch", f"records in a batch; auto is {usual}", ("auto",), _batch),
+            Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
+        )
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        own = BATCHES[str(params["kind"])]
+        return (tuple((name, own if value == "auto" else value) for name, value in params.items()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """Bytes of a batch as it comes: one a value where it is decoded, four where it lies as fp32."""
+        batch, record = int(params["batch"]), int(params["record"])
+        reading = params["kind"] == "reading"
+        return Work(
+            bytes=float(batch * record * (1 if reading else 4)),
+            least_memory=batch * record / 2,  # in four bits, the least of any precision
+            setup_seconds=RECORDS * record / _COMPRESSING if reading else 0.0,
+        )
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if precision.float32_products != "highest":
+            return Support(
+                Level.REFUSED,
+                f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32",
+            )
+        return precision.support(facts)
+
+    def prepare(self, setup: Setup) -> State:
+        from fp8bench.nn.records import Destination
+
+        text, random = _text(setup)
+        batch = int(setup.case.param("batch"))
+        records = _records(setup, text)
+        like = setup.arithmetic.cast(records.batch(_drawn(random, batch)), Role.INPUT)
+        return State(records, random, setup.arithmetic, Destination(like, setup.facts.key), batch)
+
+    def step(self, state: State, phase: Phases) -> None:
+        with phase.data_load:
+            values = state.records.batch(_drawn(state.random, state.batch))
+        if state.arithmetic.casts:
+            with phase.cast:
+                batch = state.arithmetic.cast(values, Role.INPUT)
+        else:
+            batch = Operand(values)
+        with phase.data_load:
+            state.destination.take(batch)
+            del values, batch  # giving memory back takes time too, and belongs to a phase
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Of the values of a batch in the case's precision, against the same bytes normalised in fp64."""
+        import torch
+
+        from fp8bench.nn.records import DOUBLE, normalised
+        from fp8bench.numerics.errors import relative_frobenius
+
+        text, random = _text(setup)
+        drawn = _drawn(random, int(setup.case.param("batch")))
+        batch = setup.arithmetic.cast(_records(setup, text).batch(drawn), Role.INPUT)
+        exact = torch.from_numpy(normalised(text[drawn], DOUBLE))
+        return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32), exact)}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the values of a batch."""
+        from fp8bench.numerics.ranges import Ledger
+
+        text, random = _text(setup)
+        ledger = Ledger()
+        ledger.add("batch", "", _records(setup, text).batch(_drawn(random, int(setup.case.param("batch")))))
+        return ledger.statistics()
+
+
+def _batch(text: str) -> Scalar:
+    """'auto' or a whole number."""
+    return "auto" if text == "auto" else whole_number(high=1 << 16)(text)
+
+
+def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
+    """The bytes of all records, and the random numbers that batches are drawn by; both from the seed."""
+    import numpy as np
+
+    from fp8bench.nn.records import text_records
+
+    if setup.corpus is None:
+        raise ValueError("loading data needs a token file and was given none")
+    random = np.random.default_rng(setup.seed)
+    return text_records(setup.corpus, RECORDS, int(setup.case.param("record")), random), random
+
+
+def _records(setup: Setup, text: Bytes) -> Records:
+    from fp8bench.nn.records import CompressedRecords, DecodedRecords
+
+    return CompressedRecords(text) if setup.case.param("kind") == "reading" else DecodedRecords(text)
+
+
+def _drawn(random: np.random.Generator, batch: int) -> Indices:
+    return random.integers(0, RECORDS, batch)
