@@ -18,7 +18,7 @@ from fp8bench.arguments import DEFAULT_STORE, build_parser, commands_of
 from fp8bench.environment import command_line
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
 from fp8bench.model import Request, Run
-from fp8bench.plan import check_names
+from fp8bench.plan import check_names, files_of
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 
 _BESIDE_RESUME = {"command", "resume", "store", "json", "csv"}
@@ -80,7 +80,8 @@ def _suite(arguments: argparse.Namespace) -> int:
         suite=arguments.suite, dtypes=arguments.dtypes, devices=arguments.devices, reference=arguments.reference,
         axes=tuple(axes.items()), precision_map=arguments.precision_map, data=arguments.data, quick=arguments.quick,
         budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed, threads=arguments.threads,
-        imports=tuple(arguments.imports), isolation=arguments.isolation, case_timeout=arguments.case_timeout,
+        imports=(*arguments.imports, *files_of(arguments.suite)), isolation=arguments.isolation,
+        case_timeout=arguments.case_timeout,
     )  # fmt: skip
     _allow_imports_from_here(request.imports)
     check_names(request)
@@ -202,17 +203,19 @@ def _color() -> bool:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    _allow_imports_from_here(arguments.imports)
+    files = files_of(arguments.what or "")
+    imports = (*arguments.imports, *files)
+    _allow_imports_from_here(imports)
     kinds = {"suites": workloads.names(), "dtypes": precisions.names(), "devices": devices.names()}
     if arguments.what is None:
         for kind, names in kinds.items():
             print(f"{kind}: {', '.join(names)}")
         return EXIT_OK
-    if arguments.what not in (*kinds, *kinds["suites"]):
+    if not files and arguments.what not in (*kinds, *kinds["suites"]):
         raise UnknownName("thing to list", arguments.what, [*kinds, *kinds["suites"]])
     from fp8bench.doctor import listing
 
-    print("\n".join(listing(arguments.what, tuple(arguments.imports))))
+    print("\n".join(listing(arguments.what, imports)))
     return EXIT_OK
 
 

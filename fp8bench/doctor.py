@@ -16,7 +16,7 @@ from fp8bench.environment import gather
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
-from fp8bench.plan import make_plan
+from fp8bench.plan import make_plan, suites_of
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.units import percent, seconds, size
 
@@ -135,10 +135,15 @@ def listing(what: str, imports: tuple[str, ...]) -> Iterator[str]:
         yield from _dtypes(facts)
     else:
         chosen = next((one for one in facts if one.accelerated), facts[0])
-        yield f"{what}: {workloads.get(what).summary}"
-        yield f"axes, with the values {chosen.key} takes by default (--set AXIS=A,B):"
-        for axis in workloads.get(what).axes(chosen):
-            yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+        for name in suites_of(Request(what)):
+            yield from _axes(name, chosen)
+
+
+def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
+    yield f"{name}: {workloads.get(name).summary}"
+    yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
+    for axis in workloads.get(name).axes(facts):
+        yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fp8bench.errors import UnknownName, UsageError
+from fp8bench.errors import Fp8benchError, UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.protocols import Precision, Workload
-from fp8bench.registry import devices, precisions, user_module, workloads
+from fp8bench.registry import devices, own_words, precisions, user_module, workloads
 from fp8bench.units import size
 
 ALL = "all"
@@ -33,12 +34,14 @@ class _Part:
 def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None) -> Plan:
     """All groups of a request, in order of suite, device and parameters. Raises UsageError for what cannot be meant."""
     parts = _parts(request)
-    groups = [
-        _group(part, params, device, request.reference is not None)
-        for part in parts
-        for device in _devices(request, facts)
-        for params in _parameters(request, part.workload, device, corpus)
-    ]
+    groups = []
+    for part in parts:
+        with _answering(part.workload):
+            groups += [
+                _group(part, params, device, request.reference is not None)
+                for device in _devices(request, facts)
+                for params in _parameters(request, part.workload, device, corpus)
+            ]
     notes = []
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
@@ -47,23 +50,37 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
 def suites_of(request: Request) -> tuple[str, ...]:
     """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
-    if request.suite == ALL:
-        return tuple(workloads.names())
-    if request.suite.endswith(".py"):
-        names = workloads.names_in(user_module(request.suite))
-        if not names:
-            raise UsageError(
-                f"{request.suite} registers no suite. Put @workloads.register('NAME') before a class in it, or load it "
-                "with --import and name a suite."
-            )
-        return tuple(names)
-    words = [word.strip() for word in request.suite.split(",")]
+    words = _suite_words(request.suite)
     if not all(words):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    for word in words:
-        if word not in workloads.names(hidden=True):
-            raise UnknownName("suite", word, [*workloads.names(), ALL])
-    return tuple(dict.fromkeys(words))
+    return tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+
+
+def files_of(suite: str) -> tuple[str, ...]:
+    """The files among the words of a suite: importing them is what makes their suites known."""
+    return tuple(word for word in _suite_words(suite) if word.endswith(".py"))
+
+
+def _suite_words(suite: str) -> list[str]:
+    return [word.strip() for word in suite.split(",")]
+
+
+def _suites(word: str) -> Sequence[str]:
+    if word == ALL:
+        return workloads.names()
+    if word.endswith(".py"):
+        names = workloads.names_in(user_module(word))
+        if not names:
+            raise UsageError(
+                f"{word} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
+                "--import and name a suite."
+            )
+        return names
+    if word not in workloads.names():
+        if "/" in word:
+            raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
+        raise UnknownName("suite", word, [*workloads.names(), ALL])
+    return [word]
 
 
 def reads_corpus(request: Request) -> bool:
@@ -79,8 +96,22 @@ def check_names(request: Request) -> None:
     # Names and parsers of axes are the same on every device, only their defaults differ.
     nowhere = DeviceFacts("cpu", 0, "", 0, "")
     for part in parts:
-        for params in _parameters(request, part.workload, nowhere, None):
-            part.workload.work(dict(params))
+        with _answering(part.workload):
+            for params in _parameters(request, part.workload, nowhere, None):
+                part.workload.work(dict(params))
+
+
+@contextmanager
+def _answering(workload: Workload) -> Iterator[None]:
+    """What a user's own workload raises while it is asked about its cases, as a sentence; ours are to be reported."""
+    try:
+        yield
+    except Fp8benchError:
+        raise
+    except Exception as error:
+        if type(workload).__module__.startswith("fp8bench."):
+            raise
+        raise UsageError(f"suite {workload.name!r} cannot be planned: {own_words(error)}. Mend the file.") from error
 
 
 def _parts(request: Request) -> list[_Part]:
@@ -105,7 +136,10 @@ def _part(request: Request, workload: Workload) -> _Part:
 def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
     """Every axis given must be one of some suite; the others do without it."""
     nowhere = DeviceFacts("cpu", 0, "", 0, "")
-    known = {axis.name for workload in chosen for axis in workload.axes(nowhere)}
+    known = set()
+    for workload in chosen:
+        with _answering(workload):
+            known |= {axis.name for axis in workload.axes(nowhere)}
     for name, _ in request.axes:
         if name not in known:
             raise UnknownName(f"axis of suite {request.suite}", name, known)

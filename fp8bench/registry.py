@@ -5,12 +5,14 @@ This is the one place that imports leaves. Names starting with an underscore are
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,23 +24,34 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The leaves of one kind, in the order they were found."""
+    """The leaves of one kind, in the order they were found.
 
-    def __init__(self, kind: str, package: str) -> None:
+    `base` is the class they derive from, `words` the attributes each must have; the first is its name.
+    """
+
+    def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self.package = package
+        self._base = base
+        self._words = words
         self._leaves: dict[str, type[T]] = {}
         self._aliases: dict[str, str] = {}
         self._walked = False
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator. A name that is taken raises: two leaves of one name would hide each other."""
+        """Class decorator. A name that is taken raises: two leaves of one name would hide each other.
+
+        The same class defined again replaces the old one: a notebook's cell may be run twice.
+        """
 
         def decorate(leaf: type[T]) -> type[T]:
+            self._check(name, leaf)
             for word in (name, *aliases):
                 holder = self._leaves.get(self._aliases.get(word, word))
-                if holder is not None and holder.__qualname__ != leaf.__qualname__:
-                    raise Fp8benchError(f"two {self.kind}s are called {word!r}: {holder} and {leaf}. Rename one.")
+                if holder is not None and _address(holder) != _address(leaf):
+                    raise Fp8benchError(
+                        f"two {self.kind}s are called {word!r}: {_address(holder)} and {_address(leaf)}. Rename one."
+                    )
             self._leaves[name] = leaf
             self._aliases.update(dict.fromkeys(aliases, name))
             return leaf
@@ -51,8 +64,8 @@ class Registry(Generic[T]):
         return [name for name in self._leaves if hidden or not name.startswith("_")]
 
     def names_in(self, module: str) -> list[str]:
-        """The names that one module registered."""
-        return [name for name, leaf in self._leaves.items() if leaf.__module__ == module]
+        """The names that one module registered, hidden ones left out."""
+        return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
         """Alias to name."""
@@ -71,6 +84,22 @@ class Registry(Generic[T]):
         """A new instance of the leaf of that name or alias."""
         return self._leaves[self.canonical(word)]()
 
+    def _check(self, name: str, leaf: type[T]) -> None:
+        """What is missing is said when a leaf registers, not in the middle of a run."""
+        if not issubclass(leaf, self._base):
+            raise Fp8benchError(
+                f"the {self.kind} {name!r} is no {self._base.__name__}: derive {_address(leaf)} from it."
+            )
+        missing = sorted(getattr(leaf, "__abstractmethods__", ()))
+        missing += [word for word in self._words if not hasattr(leaf, word)]
+        if missing:
+            raise Fp8benchError(f"the {self.kind} {name!r} lacks {', '.join(missing)}: give them to {_address(leaf)}.")
+        if self._words and getattr(leaf, self._words[0]) != name:
+            raise Fp8benchError(
+                f"{_address(leaf)} registers as {name!r} and has {self._words[0]} = {getattr(leaf, self._words[0])!r}. "
+                "Write the same name twice."
+            )
+
     def _walk(self) -> None:
         if self._walked:
             return
@@ -80,21 +109,38 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{found.name}")
 
 
-workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads")
-precisions: Registry[Precision] = Registry("dtype", "fp8bench.precisions")
-devices: Registry[Device] = Registry("device", "fp8bench.devices")
+def _address(leaf: type) -> str:
+    return f"{leaf.__module__}.{leaf.__qualname__}"
+
+
+workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary"))
+precisions: Registry[Precision] = Registry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
+devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))
 
 
 def import_user_modules(names: Iterable[str]) -> None:
-    """Import modules (or files ending in .py) that register leaves of the user's own."""
+    """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output."""
     for name in names:
+        for registry in (workloads, precisions, devices):
+            registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
         try:
-            _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-        except Exception as error:  # foreign code may raise anything
+            with contextlib.redirect_stdout(sys.stderr):
+                _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # foreign code may raise anything
             raise ImportFailed(
-                f"--import {name} failed with {type(error).__name__}: {error}. Expected an importable module or a "
-                "Python file that registers workloads, precisions or devices."
+                f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
+                "registers workloads, precisions or devices."
             ) from error
+
+
+def own_words(error: BaseException) -> str:
+    """What foreign code raised, in one line: kind, text, and the line of theirs that led to it."""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
+    words = ": ".join(part for part in (kind, text) if part)
+    ours = (f"{Path(__file__).parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
+    theirs = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(ours)]
+    return f"{words} ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else words
 
 
 def user_module(file: str) -> str:
@@ -109,6 +155,8 @@ def _import_file(path: Path) -> None:
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     module = importlib.util.module_from_spec(spec)
