@@ -23,7 +23,10 @@ CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 # Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "accumulate": (("width", ("64",)), ("tensors", ("3",))),
+    "cast": (("shape", ("64",)),),
     "gemm": (("shape", ("32",)),),
+    "optimizer": (("width", ("64",)), ("tensors", ("3",))),
     "transformer": (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("32",))),
 }
 NAMES = workloads.names()

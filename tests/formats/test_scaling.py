@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
+from fp8bench.formats.grids import E2M1, E4M3, E5M2, FP16, Format
 from fp8bench.formats.scaling import (
     ScaleRounding,
     mx_values,
@@ -171,6 +171,20 @@ def test_codes_are_the_emulated_values(fmt: Format, dtype: torch.dtype) -> None:
         codes, inverse = per_tensor_codes(source.to(dtype), fmt)
         assert codes.is_contiguous()
         assert torch.equal(codes.float() * inverse, per_tensor_values(source.to(dtype), fmt))
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-10, 1.0, 1e10])
+def test_scaled_fp16_codes_are_those_of_numpy(size: float) -> None:
+    """Bit by bit, subnormals and zeros included; the largest magnitude becomes fp16's own and never infinity."""
+    source = gaussian(96, 80) * torch.logspace(-9, 0, 96)[:, None] * size
+    codes, inverse = per_tensor_codes(source, FP16)
+    scale, _ = per_tensor_scale(source, FP16)
+    scaled = source.numpy() * scale.numpy()
+    wanted = np.clip(scaled, -65504, 65504).astype(np.float16)
+    assert codes.dtype == torch.float16
+    assert np.array_equal(codes.numpy().view(np.uint16), wanted.view(np.uint16))
+    assert codes.abs().max() == 65504 and (codes == 0).any() and (codes.abs() < 2**-14).sum() > (codes == 0).sum()
+    assert (codes.float() * inverse).abs().max().item() == pytest.approx(source.abs().max().item(), rel=1e-6)
 
 
 def test_per_tensor_scale_takes_amax_to_the_largest() -> None:

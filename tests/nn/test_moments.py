@@ -1,0 +1,131 @@
+"""AdamW's moments in low precision, against AdamW by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.scaling import per_tensor_values
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled_half, storages
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+Doubles = npt.NDArray[np.float64]
+
+
+def tensors(seed: int, size: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(24, columns, generator=generator) * size for columns in (32, 48)]
+
+
+def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
+    return storages(precisions.get(precision).arithmetic(CPU), same)
+
+
+def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
+    kept = storages_of(precision, same)
+    second = [one.square() for one in tensors(3, 1e-3)]
+    made = Bucket(tensors(1, 0.02), tensors(2, 1e-3), second, kept, steps, fused)
+    torch._foreach_copy_(made.gradients, tensors(4, 1e-3))
+    return made
+
+
+def step(made: Bucket) -> None:
+    first, second = made.restored()
+    made.update(first, second)
+    if made.plain is None:
+        made.keep(first, second)
+
+
+def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tuple[Doubles, Doubles, Doubles]:
+    """Loshchilov and Hutter's algorithm 2, in fp64, with the settings of torch."""
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g**2
+    corrected = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return w - 3e-4 * 0.1 * w - 3e-4 * corrected, m, v
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
+    """Three steps, counted on from those before."""
+    made = bucket("fp32", fused)
+    w, g = ([one.double().numpy() for one in some] for some in (made.parameters, made.gradients))
+    m, v = ([one.double().numpy() for one in some] for some in made.restored())
+    start = [one.copy() for one in w]
+    for t in (8, 9, 10):
+        step(made)
+        for i in range(2):
+            w[i], m[i], v[i] = adamw_by_hand(w[i], g[i], m[i], v[i], t)
+    for found, wanted, before in zip(made.parameters, w, start, strict=True):
+        moved = found.double().numpy() - before
+        assert np.linalg.norm(moved - (wanted - before)) < 1e-4 * np.linalg.norm(wanted - before)
+    for found, wanted in zip((*made.restored()[0], *made.restored()[1]), (*m, *v), strict=True):
+        assert np.linalg.norm(found.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)]
+)
+def test_moments_are_rounded_to_their_precision_between_steps(precision: str, low: float, high: float) -> None:
+    """And nothing else of a step is."""
+    exact, made = bucket("fp32"), bucket(precision)
+    for wanted, found in zip(exact.restored()[0], made.restored()[0], strict=True):
+        assert low < (found - wanted).norm() / wanted.norm() < high
+    first, second = made.restored()
+    kept = [one.clone() for one in first]
+    twin = Bucket(tensors(1, 0.02), kept, [one.clone() for one in second], storages_of("fp32"), 7, False)
+    torch._foreach_copy_(twin.gradients, made.gradients)
+    step(made)
+    step(twin)
+    assert all(torch.equal(one, other) for one, other in zip(made.parameters, twin.parameters, strict=True))
+
+
+def test_scaled_fp16_reaches_where_fp16_does_not() -> None:
+    """A second moment of small gradients is below fp16's smallest."""
+    small = tensors(5)[0].square() * 1e-14
+    storage = scaled_half()
+    operand = storage.keep(small)
+    assert operand.data.dtype == torch.float16 and not small.half().any()
+    assert (storage.restore(operand) - small).norm() < 4e-4 * small.norm()
+
+
+@pytest.mark.parametrize(
+    ("precision", "same", "second"),
+    [("fp32", True, "as it is"), ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "scaled"),
+     ("fp16", False, "scaled"), ("fp8", False, "scaled"), ("fp8", True, "e4m3")],
+)  # fmt: skip
+def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: bool, second: str) -> None:
+    """Scaled fp16 unless there is range enough, or the same format is wished for."""
+    x = tensors(6)[0].square() * 1e-9
+    wanted = {
+        "as it is": x,
+        "bf16": x.bfloat16().float(),
+        "scaled": scaled_half().restore(scaled_half().keep(x)),
+        "e4m3": per_tensor_values(x, E4M3),
+    }[second]
+    first, storage = storages_of(precision, same)
+    assert torch.equal(storage.restore(storage.keep(x)), wanted)
+    assert storage.casts is first.casts is (precision != "fp32")
+
+
+def test_only_fp32_moments_are_the_very_tensors_that_a_step_writes() -> None:
+    """So that a step of fp32 casts nothing."""
+    plain = bucket("fp32").plain
+    assert plain is not None and [len(one) for one in plain] == [2, 2]
+    assert bucket("bf16").plain is None and bucket("fp8").plain is None
+
+
+@pytest.mark.parametrize(
+    ("elements", "most", "parts"),
+    [([4, 4, 4], 8, [2, 1]), ([9, 1], 8, [1, 1]), ([1, 9, 1], 8, [1, 1, 1]), ([1, 1], 8, [2]), ([], 8, [])],
+)
+def test_buckets_are_full_and_never_empty(elements: list[int], most: int, parts: list[int]) -> None:
+    """A tensor larger than a bucket has one of its own."""
+    cut = list(bucketed(elements, most))
+    assert [len(elements[part]) for part in cut] == parts
+    assert [one for part in cut for one in elements[part]] == elements

@@ -1,0 +1,168 @@
+"""Accumulation: buffers of each precision, their phases, their errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+
+
+def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
+    params = {"micro_batches": 3, "tensors": 2, "width": 48, "gradients": "fp32"}
+    one = precisions.get(precision)
+    case = Case("accumulate", tuple((params | changes).items()), precision, "cpu")
+    return Setup(case, CPU, seed, one.arithmetic(CPU), one.arithmetic(CPU), {}, one.loss_scale)
+
+
+def phases(setup: Setup) -> list[str]:
+    workload, clock = Accumulate(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    for _ in range(2):
+        clock.begin()
+        workload.step(state, clock)
+        codes, _ = clock.end()
+    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+
+
+def test_plain_buffers_only_add() -> None:
+    """Once a micro-batch; nothing is cast."""
+    for precision in ("fp32", "bf16", "fp16"):
+        assert phases(setup_for(precision)) == ["accumulate"] * 3
+
+
+def test_buffers_with_a_scale_are_restored_and_cast_for_every_micro_batch() -> None:
+    """But the first, which is cast as it comes."""
+    for precision in ("fp8", "mxfp8", "nvfp4"):
+        assert phases(setup_for(precision)) == ["cast"] + ["cast", "accumulate", "cast"] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4"])
+def test_a_step_begins_from_zero(precision: str) -> None:
+    """A second step leaves what the first one left."""
+    state = Accumulate().prepare(setup_for(precision))
+    Accumulate().step(state, SilentPhases())
+    once = [one.clone() for one in state.buffer.values()]
+    Accumulate().step(state, SilentPhases())
+    assert all(torch.equal(one, other) for one, other in zip(once, state.buffer.values(), strict=True))
+    assert all(one.any() for one in once) and Accumulate().check(state) == ""
+
+
+def test_bf16_sums_are_those_of_ml_dtypes() -> None:
+    """Each micro-batch is added exactly and rounded once, bit by bit."""
+    state = Accumulate().prepare(setup_for("bf16"))
+    Accumulate().step(state, SilentPhases())
+    for index, found in enumerate(state.buffer.values()):
+        total = np.zeros((48, 48), dtype=ml_dtypes.bfloat16)
+        for gradients in state.micro_batches:
+            total = (total.astype(np.float32) + gradients[index].numpy()).astype(ml_dtypes.bfloat16)
+        assert np.array_equal(found.view(torch.uint16).numpy(), total.view(np.uint16))
+
+
+def test_fp8_sums_are_those_of_ml_dtypes() -> None:
+    """Each sum is rounded to E5M2 under its own scale, which takes its largest magnitude to the format's."""
+    state = Accumulate().prepare(setup_for("fp8"))
+    assert isinstance(state.buffer, ScaledBuffer)
+    Accumulate().step(state, SilentPhases())
+    for index, found in enumerate(state.buffer.values()):
+        total = np.zeros((48, 48), dtype=np.float32)
+        for gradients in state.micro_batches:
+            total = total + gradients[index].numpy()
+            scale = np.float32(1) / np.abs(total).max() * np.float32(57344)  # how torch divides a number by a tensor
+            codes = np.clip(total * scale, -57344, 57344).astype(ml_dtypes.float8_e5m2)
+            total = codes.astype(np.float32) * (np.float32(1) / scale)
+        assert np.array_equal(found.numpy(), total)
+
+
+@pytest.mark.parametrize(
+    ("precision", "low", "high"), [("fp32", 0, 2e-7), ("fp16", 1e-5, 1e-3), ("bf16", 1e-3, 5e-3), ("fp8", 0.05, 0.15)]
+)
+@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+def test_errors_are_as_small_as_the_buffer_allows(precision: str, low: float, high: float, gradients: str) -> None:
+    """Against sums in fp64; gradients that arrive in bf16 have lost as much before."""
+    found = Accumulate().error(setup_for(precision, gradients=gradients))["accumulate_error"]
+    if gradients == "bf16":
+        low, high = max(low, 1e-3), max(high, 3e-3)
+    assert low <= found < high
+
+
+def test_the_error_is_that_of_numpy_in_fp64() -> None:
+    """The sum of what was drawn, before any rounding; the loss scale is taken out again."""
+    for precision in ("bf16", "fp16"):
+        setup = setup_for(precision, seed=5)
+        drawn = Accumulate().prepare(setup_for("fp32", seed=5)).micro_batches
+        state = Accumulate().prepare(setup)
+        Accumulate().step(state, SilentPhases())
+        exact = np.stack([sum(one[i].double().numpy() for one in drawn) for i in range(2)])
+        found = np.stack([one.double().numpy() for one in state.buffer.values()]) / setup.loss_scale
+        wanted = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert Accumulate().error(setup)["accumulate_error"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_more_micro_batches_lose_more() -> None:
+    """A buffer of few bits rounds once for each."""
+    few, many = (Accumulate().error(setup_for("fp8", micro_batches=k))["accumulate_error"] for k in (2, 12))
+    assert many > 1.3 * few
+
+
+def test_fp16_gradients_arrive_multiplied_by_the_loss_scale() -> None:
+    """Without it many would be below what fp16 can hold."""
+    scaled = setup_for("fp16")
+    assert scaled.loss_scale == 1024
+    without = Accumulate().error(replace(scaled, loss_scale=1.0))["accumulate_error"]
+    assert Accumulate().error(scaled)["accumulate_error"] < without
+
+
+def test_gradients_come_from_the_seed_alone() -> None:
+    """Every micro-batch has its own, every state its own tensors with the same values."""
+    one, other, different = (Accumulate().prepare(setup_for(seed=seed)).micro_batches for seed in (3, 3, 4))
+    assert torch.equal(one[0][0], other[0][0]) and one[0][0].data_ptr() != other[0][0].data_ptr()
+    assert not torch.equal(one[0][0], different[0][0]) and not torch.equal(one[0][0], one[1][0])
+    in_bf16 = Accumulate().prepare(setup_for(gradients="bf16")).micro_batches
+    assert in_bf16[0][0].dtype == torch.bfloat16
+
+
+def test_work_is_the_gradients_of_all_micro_batches() -> None:
+    """In the dtype they arrive in."""
+    params: dict[str, Scalar] = {"micro_batches": 3, "tensors": 2, "width": 8, "gradients": "bf16"}
+    assert Accumulate().work(params).bytes == 3 * 2 * 64 * 2
+    assert Accumulate().work(params).least_memory == 3 * 2 * 64 * 2 + 64
+    assert Accumulate().work({**params, "gradients": "fp32"}).bytes == 3 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("axis", "text"), [("micro_batches", "1"), ("micro_batches", "many"), ("width", "0"), ("gradients", "fp64")]
+)
+def test_axes_refuse_nonsense_with_a_sentence(axis: str, text: str) -> None:
+    """One micro-batch accumulates nothing."""
+    (one,) = (one for one in Accumulate().axes(CPU) if one.name == axis)
+    with pytest.raises(UsageError, match=f"{axis}.*expected"):
+        one.values([text])
+
+
+def test_sums_that_are_not_finite_are_told() -> None:
+    """Gradients too large for fp16."""
+    state = Accumulate().prepare(setup_for("fp16"))
+    state.micro_batches[0][0][0, 0] = 1e30
+    Accumulate().step(state, SilentPhases())
+    assert "not finite" in Accumulate().check(state)
+
+
+def test_tf32_is_no_buffer() -> None:
+    """It is refused with the reason, native or emulated."""
+    for facts in (CPU, H200):
+        support = Accumulate().support({}, precisions.get("tf32"), facts)
+        assert support.level is Level.REFUSED and "no buffer" in support.reason

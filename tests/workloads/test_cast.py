@@ -1,0 +1,153 @@
+"""Casts: what a step changes, what it marks, its error."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.cast import Cast, parse_shape
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+ALL = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+
+
+def setup_for(precision: str = "fp8", seed: int = 0, **changes: Scalar) -> Setup:
+    params = {"rows": 40, "columns": 72, "source": "fp32", "direction": "to", "scaling": "on", "role": "input"}
+    arithmetic = precisions.get(precision).arithmetic(CPU)
+    case = Case("cast", tuple((params | changes).items()), precision, "cpu")
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
+
+
+def result(setup: Setup) -> torch.Tensor:
+    """What one step makes."""
+    made = Cast().prepare(setup).change()
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+@pytest.mark.parametrize(("text", "shape"), [("512", "512x512"), ("8x1024", "8x1024"), ("007", "7x7"), ("1x1", "1x1")])
+def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
+    """A square, or rows and columns."""
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "x", "1x", "1x2x3", "0", "0x4", "-1", "1.5", "²", str((1 << 18) + 1), "big"])
+def test_shapes_that_cannot(text: str) -> None:
+    """With what is expected."""
+    with pytest.raises(ValueError, match="expected"):
+        parse_shape(text)
+
+
+def expand(**changes: Scalar) -> dict[str, Scalar]:
+    params = {"shape": "8x16", "source": "fp32", "direction": "to", "scaling": "on", "role": "input"}
+    (found,) = Cast().expand(params | changes)
+    return dict(found)
+
+
+def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
+    """It always has its scales."""
+    assert expand(scaling="on") != expand(scaling="off")
+    assert expand(direction="from", scaling="on") == expand(direction="from", scaling="off")
+    assert expand() == {
+        "rows": 8, "columns": 16, "source": "fp32", "direction": "to", "scaling": "on", "role": "input",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "size"), [("fp32", 4), ("bf16", 2)])
+def test_work_is_the_source_once(source: str, size: int) -> None:
+    """In its own dtype, the same for every precision."""
+    work = Cast().work(expand(source=source))
+    assert (work.bytes, work.least_memory, work.flops) == (size * 128, size * 128 + 64, 0)
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+@pytest.mark.parametrize("source", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ALL)
+def test_a_step_never_hands_back_what_it_was_given(precision: str, source: str, direction: str) -> None:
+    """Where a cast changes nothing the step copies, so that no case has a time of nothing."""
+    setup = setup_for(precision, source=source, direction=direction)
+    state, clock = Cast().prepare(setup), PhaseClock(HostStamper())
+    one, other = state.change(), state.change()
+    assert isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    assert one.shape == (40, 72) and torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+    clock.begin()
+    Cast().step(state, clock)
+    codes, _ = clock.end()
+    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "cast", "unattributed"]
+
+
+def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
+    """E4M3 for inputs, E5M2 for gradients, without a scale and with one."""
+    for role, dtype, largest in (("input", ml_dtypes.float8_e4m3fn, 448), ("gradient", ml_dtypes.float8_e5m2, 57344)):
+        source = Cast().prepare(setup_for(role=role)).source.numpy()
+        plain = np.clip(source, -largest, largest).astype(dtype).astype(np.float32)
+        assert np.array_equal(result(setup_for(role=role, scaling="off")).numpy(), plain)
+        scale = np.float32(1) / np.abs(source).max() * np.float32(largest)  # how torch divides a number by a tensor
+        scaled = np.clip(source * scale, -largest, largest).astype(dtype).astype(np.float32) * (1 / scale)
+        assert np.array_equal(result(setup_for(role=role)).numpy(), scaled)
+        assert not np.array_equal(plain, scaled)
+        restored = result(setup_for(role=role, source="bf16", direction="from"))
+        assert restored.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_torchs_own_dtypes_are_cast_by_torch(precision: str, dtype: torch.dtype) -> None:
+    """There and back."""
+    source = Cast().prepare(setup_for()).source
+    assert torch.equal(result(setup_for(precision)), source.to(dtype))
+    assert torch.equal(result(setup_for(precision, direction="from")), source.to(dtype).float())
+
+
+def test_errors_are_those_of_there_and_back() -> None:
+    """Nothing is lost in fp32, nor of a bf16 source in bf16; each format loses as much as its mantissa is short."""
+    errors = {precision: Cast().error(setup_for(precision))["cast_error"] for precision in ALL}
+    assert errors["fp32"] == 0 == Cast().error(setup_for("bf16", source="bf16"))["cast_error"]
+    assert errors["fp16"] == pytest.approx(2.1e-4, rel=0.1) and errors["bf16"] == pytest.approx(1.67e-3, rel=0.1)
+    assert 0.02 < errors["fp8"] < 0.03 and 0.02 < errors["mxfp8"] < 0.03
+    assert 0.08 < errors["nvfp4"] < errors["mxfp4"] < 0.13
+    source = Cast().prepare(setup_for()).source.double().numpy()
+    there = source.astype(ml_dtypes.bfloat16).astype(np.float64)
+    wanted = np.linalg.norm(there - source) / np.linalg.norm(source)
+    assert errors["bf16"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_gradients_need_their_scale() -> None:
+    """Without one nearly all of E5M2 gradients is gone; inputs around 1 hardly notice."""
+    lost = {
+        (role, scaling): Cast().error(setup_for(role=role, scaling=scaling))["cast_error"]
+        for role in ("input", "gradient")
+        for scaling in ("on", "off")
+    }
+    assert lost["input", "off"] < 1.1 * lost["input", "on"]
+    tiny = Cast().statistics(setup_for(role="gradient"))[0]
+    assert tiny.role == "gradient" and tiny.count == 40 * 72
+    shares = {name: below for name, _, below in tiny.outside}
+    assert shares["e4m3"] > shares["e5m2"] > shares["bf16"] == 0
+    assert lost["gradient", "off"] > lost["gradient", "on"]
+
+
+def test_the_source_comes_from_the_seed_alone() -> None:
+    """The control has a tensor of its own with the same values."""
+    one, other, different = (Cast().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
+    assert torch.equal(one.source, other.source) and one.source.data_ptr() != other.source.data_ptr()
+    assert not torch.equal(one.source, different.source)
+    assert Cast().prepare(setup_for(source="bf16")).source.dtype == torch.bfloat16
+    before = one.source.clone()
+    Cast().step(one, SilentPhases())
+    assert torch.equal(one.source, before)
+
+
+def test_tf32_is_no_cast() -> None:
+    """It is refused with the reason, native or emulated."""
+    for facts in (CPU, H200):
+        support = Cast().support({}, precisions.get("tf32"), facts)
+        assert support.level is Level.REFUSED and "nothing to cast" in support.reason
+        assert Cast().support({}, precisions.get("fp8"), facts).level is not Level.REFUSED

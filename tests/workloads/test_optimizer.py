@@ -1,0 +1,192 @@
+"""The optimiser: phases, buckets, and errors of updates against AdamW by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.nn.gradients import GradientSource
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads import optimizer
+from fp8bench.workloads.optimizer import Optimizer, State
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+
+
+def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
+    params = {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64}
+    arithmetic = precisions.get(precision).arithmetic(CPU)
+    case = Case("optimizer", tuple((params | changes).items()), precision, "cpu")
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
+
+
+def phases(setup: Setup) -> list[str]:
+    workload, clock = Optimizer(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    clock.begin()
+    workload.step(state, clock)
+    codes, _ = clock.end()
+    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+
+
+def parameters(state: State) -> list[torch.Tensor]:
+    return [one for bucket in state.buckets for one in bucket.parameters]
+
+
+def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
+    """Whole lists: three stretches, whatever the number of tensors."""
+    assert phases(setup_for("fp32")) == ["optimizer_step"]
+    for precision in ("bf16", "fp16", "fp8", "nvfp4"):
+        assert phases(setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They only bound the memory of restored moments."""
+    whole = Optimizer().prepare(setup_for(precision, tensors=5))
+    monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 2 * 64 * 64)
+    split = Optimizer().prepare(setup_for(precision, tensors=5))
+    assert [len(bucket.parameters) for bucket in split.buckets] == [2, 2, 1]
+    for _ in range(3):
+        Optimizer().step(whole, SilentPhases())
+        Optimizer().step(split, SilentPhases())
+    assert all(torch.equal(one, other) for one, other in zip(parameters(whole), parameters(split), strict=True))
+
+
+@pytest.mark.parametrize("fused", ["yes", "no"])
+def test_a_step_is_adamw_by_hand(fused: str) -> None:
+    """In numpy and fp64, from the moments that a state begins with."""
+    state = Optimizer().prepare(setup_for(fused=fused))
+    (bucket,) = state.buckets
+    first, second = bucket.restored()
+    w, g, m, v = (
+        np.stack([one.double().numpy() for one in some])
+        for some in (bucket.parameters, bucket.gradients, first, second)
+    )
+    Optimizer().step(state, SilentPhases())
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g * g
+    update = -3e-4 * (0.1 * w + m / (1 - 0.9**1001) / (np.sqrt(v / (1 - 0.999**1001)) + 1e-8))
+    found = np.stack([one.double().numpy() for one in bucket.parameters]) - w
+    assert np.linalg.norm(found - update) < 1e-4 * np.linalg.norm(update)
+
+
+def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
+    """A thousand steps of gradients from the same source lead to moments of the same mean and spread."""
+    state = Optimizer().prepare(setup_for(tensors=1))
+    (first,), (second,) = state.buckets[0].restored()
+    source = GradientSource([(64, 64)], torch.Generator().manual_seed(0))
+    scale = source.scales[0]
+    m, v = torch.zeros(64, 64), scale**2 * torch.ones(64, 64)
+    for _ in range(1000):
+        (gradient,) = source.draw()
+        m.mul_(0.9).add_(gradient, alpha=0.1)
+        v.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    assert (first / scale).std().item() == pytest.approx((m / scale).std().item(), rel=0.05)
+    assert (second / scale**2).mean().item() == pytest.approx((v / scale**2).mean().item(), rel=0.01)
+    # After a thousand steps an average over a thousand has 93% of its spread.
+    assert (second / scale**2).std().item() == pytest.approx((v / scale**2).std().item(), rel=0.15)
+
+
+def test_fp32_is_the_reference_exactly_and_fused_nearly() -> None:
+    """Two orders of the same operations."""
+    assert Optimizer().error(setup_for()) == {
+        "update_error": 0.0, "first_moment_error": 0.0, "second_moment_error": 0.0,
+    }  # fmt: skip
+    fused = Optimizer().error(setup_for(fused="yes"))
+    assert 0 < fused["update_error"] < 1e-5 and max(fused.values()) < 1e-5
+
+
+def test_errors_grow_as_the_moments_have_fewer_bits() -> None:
+    """Of updates and of the moments themselves; fp16 with its scale beats bf16."""
+    found = {name: Optimizer().error(setup_for(name)) for name in ("fp16", "bf16", "fp8", "nvfp4")}
+    for metric, bounds in (("update_error", (1e-3, 1e-2, 0.1, 0.5)), ("first_moment_error", (1e-3, 1e-2, 0.15, 0.5))):
+        values = [errors[metric] for errors in found.values()]
+        assert values == sorted(values) and all(value < most for value, most in zip(values, bounds, strict=True))
+    assert found["fp8"]["second_moment_error"] == found["fp16"]["second_moment_error"] < 1e-3
+
+
+def test_the_update_error_is_that_of_weights_by_hand() -> None:
+    """Ten steps of the reference in numpy, the rounded case as the workload makes it."""
+    setup = setup_for("bf16")
+    state, source = optimizer._begin(setup, optimizer._storages(setup), fused=False)
+    exact, same_source = optimizer._begin(setup, optimizer._plain(), fused=False)
+    first, second = exact.buckets[0].restored()
+    w, m, v = (np.stack([one.double().numpy() for one in some]) for some in (parameters(exact), first, second))
+    start = w.copy()
+    for t in range(1001, 1011):
+        optimizer._give_gradients(state, source)
+        Optimizer().step(state, SilentPhases())
+        g = np.stack([one.double().numpy() for one in same_source.draw()])
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w - 3e-4 * (0.1 * w + m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8))
+    update = np.stack([one.double().numpy() for one in parameters(state)]) - start
+    wanted = np.linalg.norm(update - (w - start)) / np.linalg.norm(w - start)
+    assert Optimizer().error(setup)["update_error"] == pytest.approx(wanted, rel=1e-2)
+
+
+def test_a_second_moment_in_fp8_explodes() -> None:
+    """What is flushed to zero leaves the update divided by epsilon: why scaled fp16 is the default."""
+    fine, bad = (Optimizer().error(setup_for("fp8", second_moment=kept)) for kept in ("scaled-fp16", "same"))
+    assert fine["update_error"] < 0.1 and bad["update_error"] > 10
+    assert bad["first_moment_error"] == fine["first_moment_error"]
+
+
+def test_states_of_one_seed_agree_bit_by_bit() -> None:
+    """Weights, gradients and moments; another seed has others."""
+    one, other, different = (Optimizer().prepare(setup_for("fp8", seed=seed)).buckets[0] for seed in (3, 3, 4))
+    for a, b, c in (
+        (one.parameters, other.parameters, different.parameters),
+        (one.gradients, other.gradients, different.gradients),
+        *zip(one.restored(), other.restored(), different.restored(), strict=True),
+    ):
+        assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(a, b, strict=True))
+        assert not torch.equal(a[0], c[0]) and a[0].any()
+
+
+def test_work_is_weights_and_gradients() -> None:
+    """In fp32, whatever the moments are."""
+    work = Optimizer().work({"tensors": 3, "width": 8, "fused": "no", "second_moment": "same"})
+    assert (work.bytes, work.least_memory) == (3 * 64 * 8, 3 * 64 * 9)
+
+
+def test_statistics_tell_gradients_and_moments_apart() -> None:
+    """Second moments reach far lower than gradients: what they need a scale for, at a glance."""
+    found = {one.kind: one for one in Optimizer().statistics(setup_for())}
+    assert set(found) == {"gradient", "first_moment", "second_moment"}
+    assert {one.count for one in found.values()} == {3 * 64 * 64}
+    below = {kind: {name: low for name, _, low in one.outside} for kind, one in found.items()}
+    assert below["second_moment"]["fp16"] > below["gradient"]["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "text"), [("fused", "maybe"), ("second_moment", "fp8"), ("tensors", "0"), ("width", "1.5")]
+)
+def test_axes_refuse_nonsense_with_a_sentence(axis: str, text: str) -> None:
+    """That says what is expected."""
+    (one,) = (one for one in Optimizer().axes(CPU) if one.name == axis)
+    with pytest.raises(UsageError, match=f"{axis}.*expected"):
+        one.values([text])
+
+
+def test_weights_that_are_not_finite_are_told() -> None:
+    """After many steps of a state that goes wrong."""
+    state = Optimizer().prepare(setup_for())
+    assert Optimizer().check(state) == ""
+    state.buckets[0].gradients[0][0, 0] = float("nan")
+    Optimizer().step(state, SilentPhases())
+    assert "not finite" in Optimizer().check(state)
+
+
+def test_tf32_has_no_moments() -> None:
+    """It is refused with the reason, native or emulated."""
+    for facts in (CPU, H200):
+        support = Optimizer().support({}, precisions.get("tf32"), facts)
+        assert support.level is Level.REFUSED and "no moments" in support.reason
