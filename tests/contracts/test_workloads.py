@@ -24,9 +24,14 @@ H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 # Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),
+    "attention": (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",))),
     "cast": (("shape", ("64",)),),
     "gemm": (("shape", ("32",)),),
     "optimizer": (("width", ("64",)), ("tensors", ("3",))),
+    "mlp": (("tokens", ("32",)), ("width", ("64",)), ("hidden", ("128",)), ("gated", ("yes",))),
+    "conv": (("batch", ("2",)), ("channels", ("32",)), ("image", ("8",))),
+    "norm_act": (("tokens", ("32",)), ("width", ("64",))),
+    "data": (("batch", ("4",)), ("record", ("1024",))),
     "transformer": (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("32",))),
 }
 NAMES = workloads.names()

@@ -1,0 +1,93 @@
+"""One layer alone: the same numbers for every dtype, nothing left behind, errors against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.exercise import Exercise, exercise
+from fp8bench.protocols import Phases, Setup
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+class Scaled(nn.Module):
+    """A weight a feature, and one input that is only added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, other: Tensor, phase: Phases) -> Tensor:
+        return x * self.weight.to(x.dtype) + other
+
+
+def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 0) -> Exercise:
+    arithmetic = PlainArithmetic(dtype)
+    setup = Setup(Case("some", (), "fp32", "cpu"), CPU, seed, arithmetic, arithmetic, {})
+    return exercise(setup, Scaled, [(4, 8), (4, 8)], dtype, training)
+
+
+def test_the_numbers_are_the_same_in_every_dtype() -> None:
+    """Rounded from the same fp32 values, so that errors compare arithmetic and nothing else."""
+    single, half, double = (made(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+    assert single.pull is not None and half.pull is not None and double.pull is not None
+    for one, low, high in zip(
+        (*single.inputs, single.pull), (*half.inputs, half.pull), (*double.inputs, double.pull), strict=True
+    ):
+        assert torch.equal(one.to(torch.bfloat16), low) and torch.equal(one.double(), high)
+    assert not torch.equal(single.inputs[0], single.inputs[1])
+    weights = [next(one.layer.parameters()).detach() for one in (single, half, double)]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0].double(), weights[2])
+
+
+def test_they_come_from_the_seed_and_leave_the_process_alone() -> None:
+    """Without isolation the random state is the user's."""
+    before = torch.get_rng_state()
+    one, other, different = made(), made(), made(seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.inputs[0], other.inputs[0]) and one.inputs[0].data_ptr() != other.inputs[0].data_ptr()
+    assert not torch.equal(one.inputs[0], different.inputs[0])
+    assert not torch.equal(next(one.layer.parameters()), next(different.layer.parameters()))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_step_is_elementwise_and_leaves_nothing(training: bool) -> None:
+    """No gradient stays on any leaf; forward alone builds no graph."""
+    state = made(training=training)
+    clock = PhaseClock(HostStamper())
+    clock.begin()
+    state.step(clock)
+    marked = [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
+    assert marked == (["elementwise", "elementwise"] if training else ["elementwise"])
+    assert all(leaf.grad is None for leaf in state.leaves())
+    assert (state.pull is not None) is training
+    assert all(one.requires_grad is training for one in state.inputs)
+
+
+def test_the_outcome_is_the_output_and_every_gradient() -> None:
+    """Of both inputs and the weight, by hand."""
+    state = made()
+    (x, other), pull = state.inputs, state.pull
+    weight = next(state.layer.parameters())
+    output, gradients = state.outcome()
+    assert pull is not None and not output.requires_grad
+    assert torch.equal(output, x * weight + other)
+    for found, wanted in zip(gradients, (pull * weight, pull, (pull * x).sum(0)), strict=True):
+        torch.testing.assert_close(found, wanted)
+    forward, none = made(training=False).outcome()
+    assert torch.equal(forward, output) and none == ()
+
+
+def test_errors_are_those_of_output_and_gradients() -> None:
+    """Gradients only where there are any; an exact one has none."""
+    exact = made(torch.float64)
+    errors = made(torch.bfloat16).errors(exact)
+    assert set(errors) == {"output_error", "gradient_error"} and all(1e-4 < one < 1e-2 for one in errors.values())
+    assert exact.errors(made(torch.float64)) == {"output_error": 0.0, "gradient_error": 0.0}
+    assert set(made(training=False).errors(made(torch.float64, training=False))) == {"output_error"}

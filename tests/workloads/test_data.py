@@ -1,0 +1,159 @@
+"""Loading data: what arrives, under which phases, and what low precision does to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.scaling import per_tensor_values
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.nn.records import text_records
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.data import BATCHES, RECORDS, Data, State
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+SMALL = {"kind": "reading", "batch": 4, "record": 512}
+KINDS = pytest.mark.parametrize("kind", BATCHES)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
+
+
+def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
+    mode = precisions.get(precision)
+    arithmetic = mode.arithmetic(CPU)
+    params = {**SMALL, **changes, "data": corpus.identity}
+    case = Case("data", tuple(params.items()), precision, "cpu")
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {}, mode.loss_scale, corpus.path)
+
+
+def arrived(state: State) -> torch.Tensor:
+    """What a step leaves on the device."""
+    Data().step(state, SilentPhases())
+    (batch,) = state.destination.buffers
+    return batch.clone()
+
+
+def by_hand(corpus: Corpus, steps: int) -> list[np.ndarray]:
+    """The batches of the first steps, decoded from the text itself; preparing draws one."""
+    random = np.random.default_rng(0)
+    text = text_records(corpus.path, RECORDS, 512, random)
+    batches = [text[random.integers(0, RECORDS, 4)] for _ in range(steps + 1)]
+    return [(one.astype(np.float32) - np.float32(127.5)) / np.float32(63.75) for one in batches[1:]]
+
+
+@KINDS
+def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str) -> None:
+    """The same ones whichever way they lie, others in every step."""
+    state = Data().prepare(setup_for(corpus, kind=kind))
+    for wanted in by_hand(corpus, 3):
+        assert torch.equal(arrived(state), torch.from_numpy(wanted))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
+                                                  ("fp16", torch.float16)])  # fmt: skip
+@KINDS
+def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision: str, dtype: torch.dtype) -> None:
+    """Two bytes a value instead of four."""
+    batch = arrived(Data().prepare(setup_for(corpus, precision, kind=kind)))
+    assert batch.dtype == dtype and torch.equal(batch, torch.from_numpy(by_hand(corpus, 1)[0]).to(dtype))
+
+
+def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
+    """Scaled as inputs are."""
+    batch = arrived(Data().prepare(setup_for(corpus, "fp8")))
+    assert torch.equal(batch, per_tensor_values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3))
+
+
+@pytest.mark.parametrize(("precision", "wanted"), [("fp32", ["data_load", "data_load"]),
+                                                   ("bf16", ["data_load", "cast", "data_load"])])  # fmt: skip
+@KINDS
+def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, wanted: list[str]) -> None:
+    """And fp32 casts nothing."""
+    state, clock = Data().prepare(setup_for(corpus, precision, kind=kind)), PhaseClock(HostStamper())
+    clock.begin()
+    Data().step(state, clock)
+    assert [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"] == wanted
+
+
+@KINDS
+def test_errors_grow_as_bits_go(corpus: Corpus, kind: str) -> None:
+    """Against the bytes normalised in fp64; the same however they are stored."""
+    errors = [
+        Data().error(setup_for(corpus, name, kind=kind))["batch_error"]
+        for name in ("fp32", "fp16", "bf16", "fp8", "nvfp4")
+    ]
+    assert errors == sorted(errors) and 0 < errors[0] < 1e-7 and 1e-3 < errors[2] < 3e-3 and errors[-1] < 0.3
+    assert errors[-1] == Data().error(setup_for(corpus, "nvfp4", kind="reading"))["batch_error"]
+
+
+def test_statistics_are_those_of_a_batch(corpus: Corpus) -> None:
+    """Bytes of text, normalised: none is large."""
+    (found,) = Data().statistics(setup_for(corpus))
+    assert (found.kind, found.role, found.count) == ("batch", "", 4 * 512)
+    assert 0.5 < found.amax <= 2 and {name for name, *_ in found.outside} >= {"fp16", "e4m3", "e2m1"}
+
+
+def test_two_states_of_one_seed_draw_alike(corpus: Corpus) -> None:
+    """The control loads the very same records."""
+    one, other, different = (Data().prepare(setup_for(corpus, seed=seed)) for seed in (3, 3, 4))
+    for _ in range(2):
+        batch = arrived(one)
+        assert torch.equal(batch, arrived(other)) and not torch.equal(batch, arrived(different))
+
+
+def test_work_by_hand() -> None:
+    """A byte a value where records are decoded, four where they lie as fp32; compressing takes time before."""
+    reading, transfer = (Data().work({**SMALL, "kind": kind}) for kind in ("reading", "transfer"))
+    assert (reading.bytes, transfer.bytes) == (4 * 512, 4 * 512 * 4)
+    assert reading.setup_seconds > 0 and transfer.setup_seconds == 0
+
+
+def test_auto_is_the_kinds_own_batch() -> None:
+    """Reading is slow, transfers are large."""
+    for kind, batch in BATCHES.items():
+        assert Data().expand({**SMALL, "kind": kind, "batch": "auto"}) == (
+            (("kind", kind), ("batch", batch), ("record", 512)),
+        )
+    assert Data().expand(SMALL) == (tuple(SMALL.items()),)
+
+
+def test_tf32_is_nothing_to_load() -> None:
+    """It is a way to multiply."""
+    support = Data().support(SMALL, precisions.get("tf32"), H200)
+    assert support.level is Level.REFUSED and "measure fp32" in support.reason
+    assert Data().support(SMALL, precisions.get("fp8"), H200).level is Level.NATIVE
+
+
+def test_axes_and_defaults() -> None:
+    """Both kinds; nonsense is refused with the axis's name."""
+    for facts in (CPU, H200):
+        axes = {axis.name: axis for axis in Data().axes(facts)}
+        assert axes["kind"].default == ("reading", "transfer")
+        for name, value in (("kind", "writing"), ("batch", "0"), ("batch", "some"), ("record", "-1")):
+            with pytest.raises(UsageError, match=f"axis '{name}' cannot be '{value}'"):
+                axes[name].values([value])
+
+
+def test_without_a_text_it_says_so(corpus: Corpus, tmp_path: Path) -> None:
+    """And with one that is too short."""
+    setup = setup_for(corpus)
+    with pytest.raises(ValueError, match="was given none"):
+        Data().prepare(replace(setup, corpus=None))
+    short = tmp_path / "short.tokens"
+    short.write_bytes(b"\1\0" * 10)
+    with pytest.raises(ValueError, match="10 bytes of text; a record of 512 needs more"):
+        Data().prepare(replace(setup, corpus=str(short)))

@@ -1,0 +1,144 @@
+"""The feed-forward block: what it computes and marks, what hardware asks of its sizes, what its errors say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.mlp import Mlp
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+SMALL = {"tokens": 24, "width": 16, "hidden": 48, "gated": "no", "pass": "training"}
+
+
+def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setup:
+    mode = precisions.get(precision)
+    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
+    case = Case("mlp", tuple({**SMALL, **changes}.items()), precision, "cpu")
+    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale)
+
+
+@pytest.mark.parametrize("gated", ["no", "yes"])
+def test_it_is_a_feed_forward_block(gated: str) -> None:
+    """GELU between two products, or Llama's gate."""
+    state = Mlp().prepare(setup_for("fp32", gated=gated))
+    (x,), (up, down) = state.inputs, list(state.layer.parameters())
+    hidden = x @ up.t()
+    if gated == "yes":
+        hidden = functional.silu(hidden[:, :48]) * hidden[:, 48:]
+    else:
+        hidden = functional.gelu(hidden, approximate="tanh")
+    torch.testing.assert_close(state.layer(x, SilentPhases()), hidden @ down.t())
+    assert x.shape == (24, 16) and up.shape == (96 if gated == "yes" else 48, 16) and down.shape == (16, 48)
+
+
+@pytest.mark.parametrize(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
+def test_work_by_hand(gated: str, weights: int) -> None:
+    """Two FLOPs a weight and token forward, four more backward."""
+    training, forward = (Mlp().work({**SMALL, "gated": gated, "pass": one}) for one in ("training", "forward"))
+    assert (training.flops, forward.flops) == (6.0 * 24 * weights, 2.0 * 24 * weights)
+    assert training.tokens == forward.tokens == 24 and training.least_memory > 4 * weights
+
+
+def phases(setup: Setup) -> list[str]:
+    workload, clock = Mlp(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    clock.begin()
+    workload.step(state, clock)
+    return [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
+
+
+def test_each_pass_runs_its_products() -> None:
+    """Two forward; four more backward, which only training runs."""
+    assert phases(setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
+    assert phases(setup_for("fp32")).count("gemm") == 6
+    assert "cast" not in phases(setup_for("fp32"))
+    assert set(phases(setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
+
+
+@pytest.mark.parametrize("gated", ["no", "yes"])
+@pytest.mark.parametrize("pass_", ["forward", "training"])
+def test_errors_grow_as_bits_go(pass_: str, gated: str) -> None:
+    """Gradients are compared where there are any."""
+    found = [
+        Mlp().error(setup_for(name, width=64, hidden=128, gated=gated, **{"pass": pass_}))
+        for name in ("fp32", "bf16", "fp8", "nvfp4")
+    ]
+    assert set(found[0]) == ({"output_error", "gradient_error"} if pass_ == "training" else {"output_error"})
+    for metric in found[0]:
+        errors = [one[metric] for one in found]
+        assert errors == sorted(errors) and errors[0] < 1e-6 and errors[1] > 1e-3 and errors[-1] < 0.5
+
+
+def test_a_precision_map_changes_one_product() -> None:
+    """With both mapped to bf16, fp8 is bf16."""
+    setup, bf16 = setup_for("fp8", width=64, hidden=128), precisions.get("bf16").arithmetic(CPU)
+    mapped = {
+        kinds: Mlp().error(replace(setup, layers=dict.fromkeys(kinds, bf16)))["output_error"]
+        for kinds in ((), ("up",), ("down",), ("up", "down"))
+    }
+    assert len(set(mapped.values())) == 4
+    assert max(mapped.values()) == mapped[()] and min(mapped.values()) == mapped["up", "down"]
+    assert mapped["up", "down"] == Mlp().error(setup_for("bf16", width=64, hidden=128))["output_error"]
+
+
+def test_statistics_count_every_operand_once() -> None:
+    """Of both products, by role; forward alone has no gradients."""
+    counts = {(one.kind, one.role): one.count for one in Mlp().statistics(setup_for("fp32", gated="yes"))}
+    assert counts == {
+        ("up", "input"): 24 * 16, ("up", "weight"): 96 * 16, ("up", "gradient"): 24 * 96,
+        ("down", "input"): 24 * 48, ("down", "weight"): 16 * 48, ("down", "gradient"): 24 * 16,
+    }  # fmt: skip
+    forward = Mlp().statistics(setup_for("fp32", **{"pass": "forward"}))
+    assert {one.role for one in forward} == {"input", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [({}, True), ({"width": 24}, False), ({"hidden": 40}, False), ({"tokens": 20}, False),
+     ({"tokens": 20, "pass": "forward"}, True)],
+)  # fmt: skip
+def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits: bool) -> None:
+    """Weight gradients contract over the tokens, so training asks it of them too."""
+    params = {**SMALL, "tokens": 32, **sizes}
+    support = Mlp().support(params, precisions.get("fp8"), H200)
+    assert support.level is (Level.NATIVE if fits else Level.REFUSED)
+    assert fits or f"tokens={params['tokens']}, width={params['width']}" in support.reason
+    assert Mlp().support(params, precisions.get("bf16"), H200).level is Level.NATIVE
+    assert Mlp().support(params, precisions.get("fp8"), CPU).level is Level.EMULATED
+
+
+def test_both_kinds_and_training_are_the_default() -> None:
+    """Small on a processor, a layer of a real model on a GPU, whose sizes fit every precision."""
+    for facts, largest in ((CPU, 2**30), (H200, 2**50)):
+        axes = {axis.name: axis.values(axis.default) for axis in Mlp().axes(facts)}
+        assert axes["gated"] == ["no", "yes"] and axes["pass"] == ["training"]
+        params = {name: values[-1] for name, values in axes.items()}
+        assert largest / 1000 < Mlp().work(params).flops < 2 * largest
+        assert Mlp().support(params, precisions.get("fp8"), H200).level is Level.NATIVE
+
+
+@pytest.mark.parametrize(("axis", "value"), [("tokens", "0"), ("width", "x"), ("gated", "maybe"), ("pass", "back")])
+def test_what_an_axis_cannot_be_is_refused(axis: str, value: str) -> None:
+    """With the axis's name."""
+    axes = {one.name: one for one in Mlp().axes(CPU)}
+    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}'"):
+        axes[axis].values([value])
+
+
+def test_two_states_of_one_seed_are_alike() -> None:
+    """With tensors of their own."""
+    one, other, different = (Mlp().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
+    assert torch.equal(one.inputs[0], other.inputs[0]) and one.inputs[0].data_ptr() != other.inputs[0].data_ptr()
+    assert not torch.equal(one.inputs[0], different.inputs[0])
+    assert one.inputs[0].dtype == torch.bfloat16

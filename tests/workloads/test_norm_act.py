@@ -1,0 +1,143 @@
+"""The operations between products: each against its definition, in the carriers' precisions only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.nn.elementwise import OPERATIONS
+from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.norm_act import INPUTS, NormAct
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+SMALL = {"operation": "gelu", "tokens": 24, "width": 32, "pass": "training"}
+
+
+def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
+    mode = precisions.get(precision)
+    arithmetic = mode.arithmetic(CPU)
+    case = Case("norm_act", tuple({**SMALL, **changes}.items()), precision, "cpu")
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {}, mode.loss_scale)
+
+
+def spread(x: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt()
+
+
+# By their papers, in fp64.
+WANTED: dict[str, Callable[..., Tensor]] = {
+    "layer_norm": lambda x: spread(x - x.mean(-1, keepdim=True)),
+    "rms_norm": spread,
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu_gate": lambda gate, value: gate / (1 + (-gate).exp()) * value,
+    "softmax": lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+    "residual": lambda x, y: x + y,
+}
+
+
+def test_every_operation_is_known_by_both_lists() -> None:
+    """The one that plans without torch and the one that computes."""
+    assert set(INPUTS) == set(OPERATIONS) == {*WANTED, "cross_entropy"}
+
+
+@pytest.mark.parametrize("operation", WANTED)
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
+def test_operations_are_what_their_names_say(operation: str, precision: str, limit: float) -> None:
+    """Handed back in the carrier."""
+    state = NormAct().prepare(setup_for(precision, operation=operation))
+    output = state.layer(*state.inputs, SilentPhases())
+    assert output.dtype == state.inputs[0].dtype == precisions.get(precision).arithmetic(CPU).carrier
+    assert relative_frobenius(output, WANTED[operation](*(one.detach().double() for one in state.inputs))) < limit
+    assert len(state.inputs) == INPUTS[operation]
+
+
+def test_the_loss_is_summed_over_the_tokens() -> None:
+    """In fp32 whatever the carrier."""
+    state = NormAct().prepare(setup_for("bf16", operation="cross_entropy"))
+    (logits,), targets = state.inputs, next(state.layer.buffers())
+    output, gradients = state.outcome()
+    wanted = (logits.detach().double().logsumexp(-1) - logits.detach().double()[torch.arange(24), targets]).sum()
+    assert output.dtype == torch.float32 and float(output) == pytest.approx(float(wanted), rel=1e-5)
+    assert len(set(targets.tolist())) > 10 and int(targets.min()) >= 0 and int(targets.max()) < 32
+    assert gradients[0].dtype == torch.bfloat16 and float(gradients[0].abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm", "softmax"])
+def test_what_sums_is_computed_in_fp32(operation: str) -> None:
+    """In bf16 alone the error would be several times that of rounding the result once."""
+    state = NormAct().prepare(setup_for("bf16", operation=operation, width=512))
+    (x,) = (one.detach() for one in state.inputs)
+    once = WANTED[operation](x.double()).to(torch.bfloat16)
+    output = state.layer(x, SilentPhases()).detach()
+    assert float((output != once).double().mean()) < 0.001
+
+
+def test_bf16_is_measured_instead_of_what_it_carries() -> None:
+    """Refused with the name of the precision to measure; the carriers are what they are."""
+    for precision, carrier in (("fp8", "bf16"), ("nvfp4", "bf16"), ("tf32", "fp32")):
+        support = NormAct().support(SMALL, precisions.get(precision), H200)
+        assert support.level is Level.REFUSED and f"measure {carrier}" in support.reason
+    assert {NormAct().support(SMALL, precisions.get(name), CPU).level for name in NormAct.dtypes} == {Level.NATIVE}
+
+
+@pytest.mark.parametrize("operation", INPUTS)
+def test_everything_is_elementwise(operation: str) -> None:
+    """Forward and backward, or forward alone."""
+    for pass_, entries in (("training", 2), ("forward", 1)):
+        state = NormAct().prepare(setup_for(operation=operation, **{"pass": pass_}))
+        clock = PhaseClock(HostStamper())
+        clock.begin()
+        NormAct().step(state, clock)
+        marked = [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
+        assert marked == ["elementwise"] * entries
+
+
+@pytest.mark.parametrize("operation", INPUTS)
+def test_errors_grow_as_bits_go(operation: str) -> None:
+    """fp32, fp16, bf16: ten bits of mantissa beat seven."""
+    found = [NormAct().error(setup_for(name, operation=operation)) for name in ("fp32", "fp16", "bf16")]
+    for metric in ("output_error", "gradient_error"):
+        errors = [one[metric] for one in found]
+        assert errors == sorted(errors) and errors[0] < 1e-6 and errors[1] > 10 * errors[0] and errors[-1] < 0.02
+
+
+@pytest.mark.parametrize(
+    ("operation", "pass_", "tensors"),
+    [("gelu", "forward", 1), ("gelu", "training", 2), ("silu_gate", "training", 3), ("residual", "forward", 2),
+     ("cross_entropy", "training", 1)],
+)  # fmt: skip
+def test_work_by_hand(operation: str, pass_: str, tensors: int) -> None:
+    """Inputs and the gradient that comes in, four bytes a value; the loss's gradient is one number."""
+    work = NormAct().work({**SMALL, "operation": operation, "pass": pass_})
+    assert work.bytes == tensors * 24 * 32 * 4 and work.flops == 0 and work.tokens == 0
+
+
+@pytest.mark.parametrize("operation", ["silu_gate", "layer_norm", "cross_entropy"])
+def test_two_states_of_one_seed_are_alike(operation: str) -> None:
+    """Targets included."""
+    one, other, different = (
+        NormAct().prepare(setup_for("bf16", seed, operation=operation)).outcome() for seed in (3, 3, 4)
+    )
+    assert torch.equal(one[0], other[0]) and not torch.equal(one[0], different[0])
+    assert all(torch.equal(mine, others) for mine, others in zip(one[1], other[1], strict=True))
+
+
+def test_axes_and_defaults() -> None:
+    """Every operation, in training; nonsense is refused with the axis's name."""
+    for facts in (CPU, H200):
+        axes = {axis.name: axis for axis in NormAct().axes(facts)}
+        assert axes["operation"].default == tuple(INPUTS) and axes["pass"].default == ("training",)
+        for name, value in (("operation", "gelus"), ("tokens", "0"), ("width", "-4"), ("pass", "")):
+            with pytest.raises(UsageError, match=f"axis '{name}' cannot be '{value}'"):
+                axes[name].values([value])
