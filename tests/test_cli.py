@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from fp8bench import cli, doctor, pipeline
 from fp8bench.cli import build_parser, main
 from fp8bench.errors import WorkerLost
-from fp8bench.history.runs import load_run, run_files, start_run
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.history.writing import start_run
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Environment, Plan, Request, Run, Status
 from fp8bench.plan import check_names, make_plan
@@ -35,11 +37,12 @@ OPTIONS = {
     "": COMMON | {"--version"},
     "suite": COMMON | {
         "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
-        "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation",
+        "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
+        "--config", "--resume", "--json", "--csv",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
-    "show": COMMON | {"RUN", "--store"},
+    "show": COMMON | {"RUN", "--store", "--json", "--csv"},
     "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 
@@ -117,9 +120,13 @@ def test_lists(
 REFUSED = {
     "unknown command": (["siute"], "Did you mean 'suite'"),
     "unknown option": (["suite", "gemm", "--dtype", "fp8"], "Did you mean --dtypes"),
-    "no suite": (["suite"], "NAME"),
+    "no suite": (["suite"], "no suite was named. Give one of"),
     "unknown suite": (["suite", "gem"], "Did you mean 'gemm'"),
-    "hidden names are not offered": (["suite", "nothing_like_it"], "Known: gemm, transformer."),
+    "a hidden suite": (["suite", "_planted"], "unknown suite '_planted'"),
+    "a hidden suite among others": (["suite", "gemm,_planted"], "unknown suite '_planted'"),
+    "a hidden suite's axes": (["list", "_planted"], "unknown thing to list '_planted'"),
+    "an empty name among suites": (["suite", "gemm,"], "the suite 'gemm,' has an empty name"),
+    "a path that is no Python file": (["suite", "./file"], "the suite './file' is a path"),
     "unknown dtype": (["suite", "gemm", "--dtypes", "fp8,bf61"], "unknown dtype 'bf61'. Did you mean 'bf16'"),
     "unknown reference": (["suite", "gemm", "--reference", "fp23"], "Did you mean 'fp32'"),
     "unknown device": (["suite", "gemm", "--devices", "cpx"], "Did you mean 'cpu'"),
@@ -171,12 +178,12 @@ REFUSED = {
     "a text and a store below a file": (["suite", "transformer", "--store", "file"], "Choose --store DIR"),
     "a module that fails": (
         ["suite", "gemm", "--import", "failing.py"],
-        "--import failing.py failed with ValueError: no",
+        "importing 'failing.py' failed: ValueError: no (failing.py, line 1). Expected",
     ),
     "a module that is not there": (["suite", "gemm", "--import", "no_such_module"], "ModuleNotFoundError"),
     "a file that is not there": (["suite", "gemm", "--import", "nowhere.py"], "no such file"),
     "unknown thing to list": (["list", "dtype"], "Did you mean 'dtypes'"),
-    "a module that fails, listing": (["list", "--import", "failing.py"], "failed with ValueError"),
+    "a module that fails, listing": (["list", "--import", "failing.py"], "failed: ValueError"),
     "unknown run": (["show", "abc"], "no run 'abc' in .fp8bench"),
     "no run": (["show"], "RUN"),
     "a run with too long a name": (["show", "a" * 400], "failed (File name too long)"),
@@ -202,6 +209,15 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert shown.err.startswith("fp8bench: ") and shown.err.count("\n") == 1 and shown.err.endswith(".\n")
     assert not shown.out and "Traceback" not in shown.err
     assert not list(run_files(store))
+
+
+def test_hidden_names_are_not_offered(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The self-test's own suite is nobody's choice; the names that are known are those that `list` names."""
+    assert main(["suite", "nothing_like_it"]) == 2
+    known = capsys.readouterr().err.partition("Known: ")[2].split(", ")
+    assert "gemm" in known and not [name for name in known if name.startswith("_")]
+    assert main(["list", "suites"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("_")]
 
 
 def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +312,6 @@ def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
     path = store.parent / "door_failing.py"
     path.write_text(FAILING)
-    monkeypatch.delitem(sys.modules, "fp8bench_user_door_failing", raising=False)
     return str(path)
 
 
@@ -337,7 +352,11 @@ EMPTY = Run(
     ("outcome", "code", "sentence"),
     [
         (KeyboardInterrupt(), 130, "fp8bench: interrupted\n"),
-        (EMPTY, 130, "fp8bench: interrupted; what was finished is kept in kept.jsonl\n"),
+        (
+            EMPTY,
+            130,
+            "fp8bench: interrupted; what was finished is kept in kept.jsonl. To do the rest: fp8bench suite -",
+        ),
         (WorkerLost("the worker crashed during 'probe': it exited with status 1"), 3, "fp8bench: the worker crashed"),
     ],
     ids=["interrupted before measuring", "interrupted while measuring", "no worker at all"],
@@ -400,7 +419,12 @@ def _fake_execute(request: Request, store: Path, observer: Observer, command: st
 def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest: list[str]) -> None:
     """Measuring itself is left out; parsing, planning and printing are real."""
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         patch.setattr(pipeline, "execute", _fake_execute)
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
@@ -408,6 +432,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(report, "run_checks", lambda: 0)
         patch.setattr(report, "run_power", lambda trials, path, chosen: 0)
         patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv makes files
         try:
             code = main([*start, *rest])
         except SystemExit as ended:  # argparse leaves this way after --help and --version

@@ -134,7 +134,7 @@ def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: s
     path.write_text(content)
     word = str(path) if by_path else "fails_to_import"
     for _ in range(2):
-        with pytest.raises(ImportFailed, match=r"--import .*fails_to_import.* failed with \w+Error"):
+        with pytest.raises(ImportFailed, match=r"importing '.*fails_to_import.*' failed: \w+Error"):
             import_user_modules([word])
 
 
@@ -143,12 +143,12 @@ def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: s
 )
 def test_a_module_that_does_not_exist_is_refused(word: str) -> None:
     """Whatever the word looks like."""
-    with pytest.raises(ImportFailed, match="--import"):
+    with pytest.raises(ImportFailed, match="importing"):
         import_user_modules([word])
 
 
 def test_a_folder_that_ends_in_py_is_no_module(tmp_path: Path) -> None:
     """It would else be an empty namespace."""
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(ImportFailed, match="no such file"):
+    with pytest.raises(ImportFailed, match=r"folder\.py is a directory"):
         import_user_modules([str(tmp_path / "folder.py")])
