@@ -1,8 +1,8 @@
 """fp8bench: does low precision pay here, what does it cost in numbers, has it changed, and can I believe it?
 
 From Python: `fp8bench.run("transformer", dtypes=["fp8", "bf16"])` returns the Run; `fp8bench.table(run)` is what the
-command line prints; `fp8bench.load("last")` reads a stored one. Importing fp8bench is cheap: torch is only ever
-imported by the worker (or, with isolation=False, by the call that measures).
+command line prints; `fp8bench.load("last")` reads a stored one, with its tables as pandas frames. Importing fp8bench
+is cheap: torch is only ever imported by the worker (or, with isolation=False, by the call that measures).
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ from pathlib import Path
 from fp8bench.arguments import DEFAULT_STORE
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
+from fp8bench.frames import RunFrames
 from fp8bench.history.runs import find_run, load_run
 from fp8bench.model import Finding, Request, Run
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import findings as findings_of
+from fp8bench.plan import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.text import render
 
@@ -56,7 +58,7 @@ def run(
         rounds=rounds,
         seed=seed,
         threads=threads,
-        imports=_names(imports),
+        imports=(*_names(imports), *files_of(suite)),
         isolation=isolation,
     )
     _check(request)
@@ -91,9 +93,12 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(str(one) for one in value)
 
 
-def load(run: str | Path, store: str | Path = DEFAULT_STORE) -> Run:
-    """A stored run by id, file stem, path, or 'last'."""
-    return load_run(find_run(str(run), Path(store)))
+def load(run: str | Path | Run, store: str | Path = DEFAULT_STORE) -> RunFrames:
+    """A run and its tables as pandas frames: a Run at hand, or a stored one by id, file stem, path, or 'last'.
+
+    `.run` is the Run; `.results`, `.samples` and `.statistics` are made when they are first asked for.
+    """
+    return RunFrames(run if isinstance(run, Run) else load_run(find_run(str(run), Path(store))))
 
 
 def findings(run: Run) -> dict[str, Finding]:

@@ -29,11 +29,11 @@ class RunFrames:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """The tidy rows: just what reading the run's CSV gives, to the last digit."""
+        """The tidy rows: just what reading the run's CSV gives."""
         import pandas as pd
 
         text = render(self.run, findings(self.run))
-        return pd.read_csv(io.StringIO(text), float_precision="round_trip", low_memory=False)
+        return pd.read_csv(io.StringIO(text), low_memory=False)
 
     @cached_property
     def samples(self) -> pd.DataFrame:
@@ -58,7 +58,7 @@ class RunFrames:
             (record.case.id, one.kind, one.role, one.count, one.amax, *outside)
             for record in self.run.records
             for one in record.statistics
-            for outside in one.outside
+            for outside in one.outside or ((None, None, None),)
         ]
         return pd.DataFrame(rows, columns=list(STATISTICS_COLUMNS))
 

@@ -41,12 +41,25 @@ def test_run_returns_the_run_with_its_records(kept: tuple[Run, Path]) -> None:
 
 
 def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
-    """The stored run is the returned one."""
+    """The stored run is the returned one; a run at hand needs no reading."""
     run, store = kept
     for word in ("last", run.id, Path(run.path), Path(run.path).stem):
-        assert fp8bench.load(word, store) == run
+        assert fp8bench.load(word, store).run == run
+    assert fp8bench.load(run).run is run
     with pytest.raises(RunNotFound):
         fp8bench.load("nothing", store)
+
+
+def test_a_loaded_run_has_frames(kept: tuple[Run, Path]) -> None:
+    """From real samples: the step's row for each case, whose median follows from the samples."""
+    loaded = fp8bench.load(*kept)
+    steps = loaded.results.query("metric == 'time' and phase == 'step'")
+    assert list(steps["mode"]) == ["bf16", "fp8"] * 2 and set(steps.param_k) == {32}
+    own = loaded.samples[loaded.samples.arm == "case"]
+    medians = (
+        own.groupby(["case", "round", "call"], observed=True).nanoseconds.sum().groupby("case", observed=True).median()
+    )
+    assert [medians[case] * 1e-9 for case in steps.case] == pytest.approx(list(steps.median_in_unit), rel=1e-12)
 
 
 def test_findings_are_by_case_id(kept: tuple[Run, Path]) -> None:
@@ -170,7 +183,7 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
     assert listener.heard == [
         "planned 2", "preparing", "measuring", "checking numbers", "finished fp32", "finished bf16",
     ]  # fmt: skip
-    error = fp8bench.load("last", tmp_path).records[1].measurement("sum_error")
+    error = fp8bench.load("last", tmp_path).run.records[1].measurement("sum_error")
     assert error is not None and error.samples == (0.25,)
 
 

@@ -90,6 +90,25 @@ def test_percent(value: float | None, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (0.0, "-"), (1e-300, "<0.01%"), (9.9e-5, "<0.01%"), (1e-4, "0.01%"), (0.0025, "0.25%"), (0.0123, "1.2%"),
+        (1.0, "100.0%"), (math.nan, "nan%"),
+    ],
+)  # fmt: skip
+def test_share(value: float, text: str) -> None:
+    """None at all and hardly any are told apart."""
+    assert units.share(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (7, "7"), (9999, "9999"), (10_000, "10.0 k"), (131_072, "131 k"), (1 << 40, "1.10 T")]
+)
+def test_whole(value: int, text: str) -> None:
+    assert units.whole(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
         (None, "-"), (0.0, "0.000x"), (1.0312, "1.031x"), (0.512, "0.512x"), (0.0512, "0.0512x"), (0.0004, "0.000400x"),
         (12.345, "12.35x"), (123456.0, "123500x"), (math.inf, "infx"), (math.nan, "nanx"),
     ],

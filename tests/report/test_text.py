@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,147 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.model import (
-    Case,
-    DeviceFacts,
-    Environment,
-    Finding,
-    Group,
-    Interval,
-    Label,
-    Level,
-    Measurement,
-    Plan,
-    PlannedCase,
-    Record,
-    Request,
-    Run,
-    Scalar,
-    Status,
-    Support,
-    Verdict,
-    Work,
-)  # fmt: skip
+from fp8bench.model import Finding, Interval, Label, Record, Run, Status, Verdict, Work
 from fp8bench.report.legend import LABELS
 from fp8bench.report.text import render, render_plan
+from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-Make = Callable[[], tuple[Run, dict[str, Finding]]]
 GREEN, RED = "\x1b[32m", "\x1b[31m"
-CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
-NATIVE = Support(Level.NATIVE, "torch's own kernels")
-EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
-REFUSED = Support(Level.REFUSED, "no backend")
-
-
-def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
-    return Case(workload, tuple(params.items()), precision, "cpu")
-
-
-def run_of(records: list[Record], **changes: object) -> Run:
-    """A run whose plan is just what its records say."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.case.setting, []).append(record)
-    plan = Plan(
-        tuple(
-            Group(
-                tuple(
-                    PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
-                    for one in members
-                ),
-                next((index for index, one in enumerate(members) if one.is_reference), 0),
-            )
-            for members in groups.values()
-        )
-    )
-    run = Run(
-        "20260105-120000", "2026-01-05T12:00:00Z", "fp8bench suite x", Request("x"), plan, Environment({}), (CPU,),
-        records=tuple(records), finished=True,
-    )  # fmt: skip
-    return replace(run, **changes)  # type: ignore[arg-type]
-
-
-def error(metric: str, value: float) -> Measurement:
-    return Measurement(metric, "", (value,))
-
-
-def transformer() -> tuple[Run, dict[str, Finding]]:
-    """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated."""
-    work = Work(flops=3.1e9, tokens=1024)
-    params: dict[str, Scalar] = {"layers": 4, "width": 256, "heads": 4, "context": 256, "batch": 4}
-    bf16, fp16, fp8 = (case("transformer", name, params) for name in ("bf16", "fp16", "fp8"))
-    records = [
-        Record(
-            bf16, NATIVE, Status.OK, work, is_reference=True,
-            measurements=(error("loss_error", 1.24e-5), error("gradient_error", 3.1e-3)),
-        ),
-        Record(
-            fp16, NATIVE, Status.OK, work,
-            measurements=(error("loss_error", 2.2e-6), error("gradient_error", 4.2e-4)),
-        ),
-        Record(
-            fp8, EMULATED, Status.OK, work,
-            measurements=(error("loss_error", 8.8e-4), error("gradient_error", 4.7e-2)),
-        ),
-    ]  # fmt: skip
-    findings = [
-        Finding(
-            bf16, Verdict.REFERENCE, 0.0243, 0.0251, 0.0213, floor=0.006,
-            phases=phases(0.0243, data_load=1e-6, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
-                          elementwise=0.2),
-            below_floor=("data_load",),
-        ),
-        Finding(
-            fp16, Verdict.UNSURE, 0.0249, 0.0262, 0.051, Interval(1.0247, 0.9971, 1.0533, 0.99), 1.04, 0.0064,
-            phases=phases(0.0249, cast=0.01, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
-                          elementwise=0.2),
-            labels=(Label.CONTENDED, Label.FEW_SAMPLES),
-            why="the interval is too wide to tell; give it more time (--budget), or a quieter machine",
-        ),
-        Finding(
-            fp8, Verdict.EMULATED, 0.061, 0.0625, 0.04,
-            phases=phases(0.061, cast=0.6, gemm=0.2, attention=0.04, accumulate=0.02, optimizer_step=0.04,
-                          elementwise=0.08),
-        ),
-    ]  # fmt: skip
-    run = run_of(records, path=".fp8bench/runs/box/20260105T120000Z-0a1b2c3d-7f.jsonl")
-    run = replace(run, plan=replace(run.plan, notes=("nvfp4 was left out: --quick keeps three precisions",)))
-    return run, {one.case.id: one for one in findings}
-
-
-def phases(best: float, **shares: float) -> tuple[tuple[str, float], ...]:
-    """Seconds of each phase, the rest unattributed."""
-    named = [(name, share * best) for name, share in shares.items()]
-    return (*named, ("unattributed", best - sum(seconds for _, seconds in named)))
-
-
-def gemm() -> tuple[Run, dict[str, Finding]]:
-    """Three groups: fp32 as the reference, bf16 faster, fp8 emulated; nvfp4 skipped, one fp8 failed."""
-    records, findings = [], []
-    for m, n, k, best in ((256, 256, 256, 412e-6), (512, 512, 512, 3.05e-3), (1, 2048, 2048, 871e-6)):
-        work = Work(flops=2.0 * m * n * k)
-        params: dict[str, Scalar] = {"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}
-        fp32, bf16, fp8, nvfp4 = (case("gemm", name, params) for name in ("fp32", "bf16", "fp8", "nvfp4"))
-        records += [
-            Record(fp32, NATIVE, Status.OK, work, is_reference=True, measurements=(error("product_error", 2.3e-7),)),
-            Record(bf16, NATIVE, Status.OK, work, measurements=(error("product_error", 2.4e-3),)),
-            Record(fp8, EMULATED, Status.FAILED, work, reason="out of memory, even alone")
-            if m == 512
-            else Record(fp8, EMULATED, Status.OK, work, measurements=(error("product_error", 3.7e-2),)),
-            Record(nvfp4, REFUSED, Status.SKIPPED, work, reason="fp4 needs torch 2.8 or later, this is 2.7.1"),
-        ]
-        findings += [
-            Finding(fp32, Verdict.REFERENCE, best, best * 1.02, 0.012, floor=0.004, phases=phases(best, gemm=0.97)),
-            Finding(
-                bf16, Verdict.FASTER, best / 2, best * 0.52, 0.02, Interval(0.512, 0.508, 0.515, 0.99), 0.51, 0.004,
-                phases=phases(best / 2, cast=0.1, gemm=0.87),
-            ),
-        ]  # fmt: skip
-        if m != 512:
-            shares = phases(best * 3, cast=0.7, gemm=0.28)
-            findings.append(Finding(fp8, Verdict.EMULATED, best * 3, best * 3.1, 0.03, phases=shares))
-    return run_of(records), {one.case.id: one for one in findings}
 
 
 def plain(text: str) -> str:
@@ -229,6 +94,50 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     findings[case] = replace(findings[case], verdict=Verdict.FASTER, labels=(label,))
     text = render(run, findings, color=True)
     assert "faster" in text and GREEN not in text and RED not in text
+
+
+@pytest.mark.parametrize(
+    ("work", "shown"),
+    [
+        (Work(flops=1e9, tokens=1024, bytes=1e6), "42.1 ktok/s"),
+        (Work(flops=1e9, bytes=1e6), "41.2 GFLOP/s"),
+        (Work(bytes=1e6), "41.2 MB/s"),
+    ],
+)
+def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None:
+    """Tokens, else FLOP, else bytes."""
+    run, findings = transformer()
+    records = tuple(replace(one, work=work) for one in run.records)
+    text = render(replace(run, records=records), findings)
+    assert line_of(text, "bf16  ").split()[-3:-1] == shown.split()
+
+
+def test_without_work_there_is_no_throughput() -> None:
+    run, findings = transformer()
+    records = tuple(replace(one, work=Work(least_memory=1e6)) for one in run.records)
+    assert "throughput" not in line_of(render(replace(run, records=records), findings), "case")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "main"),
+    [
+        (("cast_error",), "cast_error"),
+        (("first_moment_error", "update_error"), "update_error"),
+        (("sum_error", "batch_error"), "sum_error"),
+        (("loss_error", "gradient_error"), "gradient_error"),
+        (("steps", "loss_error"), "loss_error"),
+        (("steps",), ""),
+    ],
+)
+def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
+    """Else the first there is; the others follow under numbers."""
+    run, findings = transformer()
+    measured = tuple(error(metric, 0.125) for metric in metrics)
+    text = render(replace(run, records=tuple(replace(one, measurements=measured) for one in run.records)), findings)
+    assert ("error" in line_of(text, "case").split()) == bool(main)
+    assert (f"error: {main} " in text) == bool(main)
+    for metric in metrics:
+        assert (f"{metric}: bf16 " in text) == (metric != main)
 
 
 def test_every_label_has_its_sentence() -> None:
@@ -319,35 +228,6 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     text = render(replace(run, records=(run.records[0], failed)), findings)
     assert "\x1b" not in text and "\x07" not in text
     assert "second line" in text
-
-
-words = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=60)
-numbers = st.one_of(st.none(), st.floats(1e-12, 1e9))
-ratios = st.one_of(st.none(), st.builds(Interval, *[st.floats(1e-6, 1e6)] * 3, st.just(0.99)))
-
-
-@st.composite
-def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
-    """Runs with long names and reasons, any labels and any numbers."""
-    records, findings = [], {}
-    for size in range(draw(st.integers(1, 3))):
-        for index in range(draw(st.integers(1, 4))):
-            named = case(draw(words), f"p{index}-{draw(words)}", {"size": size, "axis": draw(words)})
-            one = replace(named, precision_map=((draw(words), draw(words)),))
-            support = draw(st.sampled_from([NATIVE, EMULATED, REFUSED]))
-            status = draw(st.sampled_from(list(Status)))
-            reason = " ".join(draw(st.lists(words, max_size=20)))
-            measured = tuple(error(name, 0.1) for name in draw(st.lists(words, max_size=4)))
-            work = Work(1e9, draw(st.integers(0, 9)))
-            records.append(Record(one, support, status, work, index == 0, reason, measurements=measured))
-            best = draw(numbers)
-            findings[one.id] = Finding(
-                one, draw(st.sampled_from(list(Verdict))), best, draw(numbers), draw(numbers), draw(ratios),
-                floor=draw(st.one_of(st.none(), st.floats(0, 10))),
-                phases=phases(best, gemm=0.5, cast=0.1) if best else (),
-                labels=tuple(draw(st.lists(st.sampled_from(list(Label)), unique=True))), why=reason,
-            )  # fmt: skip
-    return run_of(records, path=draw(words), troubles=(draw(words),)), findings
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,262 @@
+"""Runs made by hand, for the tests of everything that shows a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    Environment,
+    Finding,
+    Group,
+    Interval,
+    Label,
+    Level,
+    Measurement,
+    Overheads,
+    Plan,
+    PlannedCase,
+    Record,
+    Request,
+    Run,
+    Scalar,
+    Segments,
+    SlotSample,
+    Status,
+    Support,
+    TensorStatistics,
+    Timing,
+    Verdict,
+    Work,
+)
+from fp8bench.pipeline import findings as findings_of
+
+Make = Callable[[], tuple[Run, dict[str, Finding]]]
+CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
+NATIVE = Support(Level.NATIVE, "torch's own kernels")
+EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, products in fp32")
+REFUSED = Support(Level.REFUSED, "no backend")
+
+
+def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
+    return Case(workload, tuple(params.items()), precision, "cpu")
+
+
+def run_of(records: list[Record], **changes: object) -> Run:
+    """A run whose plan is just what its records say."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.case.setting, []).append(record)
+    plan = Plan(
+        tuple(
+            Group(
+                tuple(
+                    PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
+                    for one in members
+                ),
+                next((index for index, one in enumerate(members) if one.is_reference), 0),
+            )
+            for members in groups.values()
+        )
+    )
+    run = Run(
+        "20260105-120000", "2026-01-05T12:00:00Z", "fp8bench suite x", Request("x"), plan, Environment({}), (CPU,),
+        records=tuple(records), finished=True,
+    )  # fmt: skip
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def error(metric: str, value: float) -> Measurement:
+    return Measurement(metric, "", (value,))
+
+
+def transformer() -> tuple[Run, dict[str, Finding]]:
+    """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated."""
+    work = Work(flops=3.1e9, tokens=1024)
+    params: dict[str, Scalar] = {"layers": 4, "width": 256, "heads": 4, "context": 256, "batch": 4}
+    bf16, fp16, fp8 = (case("transformer", name, params) for name in ("bf16", "fp16", "fp8"))
+    records = [
+        Record(
+            bf16, NATIVE, Status.OK, work, is_reference=True,
+            measurements=(error("loss_error", 1.24e-5), error("gradient_error", 3.1e-3)),
+        ),
+        Record(
+            fp16, NATIVE, Status.OK, work,
+            measurements=(error("loss_error", 2.2e-6), error("gradient_error", 4.2e-4)),
+        ),
+        Record(
+            fp8, EMULATED, Status.OK, work,
+            measurements=(error("loss_error", 8.8e-4), error("gradient_error", 4.7e-2)),
+        ),
+    ]  # fmt: skip
+    findings = [
+        Finding(
+            bf16, Verdict.REFERENCE, 0.0243, 0.0251, 0.0213, floor=0.006,
+            phases=phases(0.0243, data_load=1e-6, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
+                          elementwise=0.2),
+            below_floor=("data_load",),
+        ),
+        Finding(
+            fp16, Verdict.UNSURE, 0.0249, 0.0262, 0.051, Interval(1.0247, 0.9971, 1.0533, 0.99), 1.04, 0.0064,
+            phases=phases(0.0249, cast=0.01, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
+                          elementwise=0.2),
+            labels=(Label.CONTENDED, Label.FEW_SAMPLES),
+            why="the interval is too wide to tell; give it more time (--budget), or a quieter machine",
+        ),
+        Finding(
+            fp8, Verdict.EMULATED, 0.061, 0.0625, 0.04,
+            phases=phases(0.061, cast=0.6, gemm=0.2, attention=0.04, accumulate=0.02, optimizer_step=0.04,
+                          elementwise=0.08),
+        ),
+    ]  # fmt: skip
+    run = run_of(records, path=".fp8bench/runs/box/20260105T120000Z-0a1b2c3d-7f.jsonl")
+    run = replace(run, plan=replace(run.plan, notes=("nvfp4 was left out: --quick keeps three precisions",)))
+    return run, {one.case.id: one for one in findings}
+
+
+def phases(best: float, **shares: float) -> tuple[tuple[str, float], ...]:
+    """Seconds of each phase, the rest unattributed."""
+    named = [(name, share * best) for name, share in shares.items()]
+    return (*named, ("unattributed", best - sum(seconds for _, seconds in named)))
+
+
+def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
+    """Operands within the range of bf16 and fp16; how many lie outside E4M3's and E2M1's depends on their columns."""
+    outside = (
+        ("bf16", 0.0, 0.0), ("fp16", 0.0, 0.0), ("e4m3", 0.0, columns * 3.9e-7),
+        ("e2m1", columns * 2e-9, 0.2 - columns * 1e-5),
+    )  # fmt: skip
+    return TensorStatistics("operand", role, rows * columns, amax, outside)
+
+
+def gemm() -> tuple[Run, dict[str, Finding]]:
+    """Three groups: fp32 as the reference, bf16 faster, fp8 emulated; nvfp4 skipped, one fp8 failed.
+
+    Each has data of its own: the first loses most to E2M1, the last most to E4M3, and it has the largest amax.
+    """
+    records, findings = [], []
+    for m, n, k, best in ((256, 256, 256, 412e-6), (512, 512, 512, 3.05e-3), (1, 2048, 2048, 871e-6)):
+        work = Work(flops=2.0 * m * n * k)
+        params: dict[str, Scalar] = {"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}
+        fp32, bf16, fp8, nvfp4 = (case("gemm", name, params) for name in ("fp32", "bf16", "fp8", "nvfp4"))
+        records += [
+            Record(
+                fp32,
+                NATIVE,
+                Status.OK,
+                work,
+                is_reference=True,
+                measurements=(error("product_error", 2.3e-7),),
+                statistics=(data("input", m, k, 4.0 + 64 / m), data("weight", n, k, 4.25)),
+            ),
+            Record(bf16, NATIVE, Status.OK, work, measurements=(error("product_error", 2.4e-3),)),
+            Record(fp8, EMULATED, Status.FAILED, work, reason="out of memory, even alone")
+            if m == 512
+            else Record(fp8, EMULATED, Status.OK, work, measurements=(error("product_error", 3.7e-2),)),
+            Record(nvfp4, REFUSED, Status.SKIPPED, work, reason="fp4 needs torch 2.8 or later, this is 2.7.1"),
+        ]
+        findings += [
+            Finding(fp32, Verdict.REFERENCE, best, best * 1.02, 0.012, floor=0.004, phases=phases(best, gemm=0.97)),
+            Finding(
+                bf16, Verdict.FASTER, best / 2, best * 0.52, 0.02, Interval(0.512, 0.508, 0.515, 0.99), 0.51, 0.004,
+                phases=phases(best / 2, cast=0.1, gemm=0.87),
+            ),
+        ]  # fmt: skip
+        if m != 512:
+            shares = phases(best * 3, cast=0.7, gemm=0.28)
+            findings.append(Finding(fp8, Verdict.EMULATED, best * 3, best * 3.1, 0.03, phases=shares))
+    return run_of(records), {one.case.id: one for one in findings}
+
+
+words = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=60)
+numbers = st.one_of(st.none(), st.floats(1e-12, 1e9))
+ratios = st.one_of(st.none(), st.builds(Interval, *[st.floats(1e-6, 1e6)] * 3, st.just(0.99)))
+
+shares = st.one_of(st.just(0.0), st.floats(0, 1))
+statistics = st.builds(
+    TensorStatistics, words, words, st.integers(0, 1 << 40), st.floats(0),
+    st.lists(st.tuples(words, shares, shares), max_size=6).map(tuple),
+)  # fmt: skip
+
+
+@st.composite
+def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
+    """Runs with long names and reasons, any labels and any numbers."""
+    records, findings = [], {}
+    for size in range(draw(st.integers(1, 3))):
+        for index in range(draw(st.integers(1, 4))):
+            named = case(draw(words), f"p{index}-{draw(words)}", {"size": size, "axis": draw(words)})
+            one = replace(named, precision_map=((draw(words), draw(words)),))
+            support = draw(st.sampled_from([NATIVE, EMULATED, REFUSED]))
+            status = draw(st.sampled_from(list(Status)))
+            reason = " ".join(draw(st.lists(words, max_size=20)))
+            measured = tuple(error(name, 0.1) for name in draw(st.lists(words, max_size=4)))
+            work = Work(draw(st.sampled_from([0.0, 1e9])), draw(st.integers(0, 9)), draw(st.sampled_from([0.0, 1e6])))
+            looked_at = tuple(draw(st.lists(statistics, max_size=3)))
+            records.append(
+                Record(one, support, status, work, index == 0, reason, measurements=measured, statistics=looked_at)
+            )
+            best = draw(numbers)
+            findings[one.id] = Finding(
+                one, draw(st.sampled_from(list(Verdict))), best, draw(numbers), draw(numbers), draw(ratios),
+                floor=draw(st.one_of(st.none(), st.floats(0, 10))),
+                phases=phases(best, gemm=0.5, cast=0.1) if best else (),
+                labels=tuple(draw(st.lists(st.sampled_from(list(Label)), unique=True))), why=reason,
+            )  # fmt: skip
+    return run_of(records, path=draw(words), troubles=(draw(words),)), findings
+
+
+def samples(phases: tuple[str, ...], microseconds: tuple[int, ...], rounds: int = 12, start: int = 0) -> Timing:
+    """Two calls a slot; the second, and every round after the first, a little slower, by other amounts each."""
+    slots = tuple(
+        SlotSample(
+            number,
+            tuple(tuple(1000 * cell + 37 * number * call + 11 * call for cell in microseconds) for call in (1, 2)),
+            1e-3,
+            1e-3,
+        )
+        for number in range(start, start + rounds)
+    )
+    return Timing(Segments(phases, tuple(range(len(phases)))), slots)
+
+
+def measured() -> tuple[Run, dict[str, Finding]]:
+    """Two groups with raw samples, and cases of every kind: native, emulated, apart, skipped, failed."""
+    work = Work(flops=4e6, tokens=32, bytes=1e5)
+    parts = ("cast", "gemm", "cast", "unattributed")
+    plain = ("gemm", "unattributed")
+    data = (
+        TensorStatistics("linear", "input", 4096, 4.5, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0008), ("e2m1", 0.0, 0.2))),
+        TensorStatistics("batch", "", 64, 255.0),
+    )
+    first: dict[str, Scalar] = {"m": 64, "operands": "cast"}
+    second: dict[str, Scalar] = {"m": 128, "padded": True}
+    fp32 = samples(plain, (900, 20))
+    records = [
+        Record(
+            case("gemm", "fp32", first), NATIVE, Status.OK, work, is_reference=True, timing=fp32,
+            control=samples(plain, (903, 20)), measurements=(error("product_error", 2.3e-7),), statistics=data,
+        ),
+        Record(
+            replace(case("gemm", "bf16", first), precision_map=(("head", "fp32"),)), NATIVE, Status.OK, work,
+            timing=samples(parts, (30, 400, 40, 1)), measurements=(error("product_error", 2.4e-3),),
+        ),
+        Record(
+            case("gemm", "fp16", first), NATIVE, Status.OK, work, timing=samples(parts, (1, 2000, 1, 3), start=40),
+            paired_with=samples(plain, (910, 21), start=40), control=samples(plain, (909, 22), start=40),
+        ),
+        Record(
+            case("gemm", "fp8", first), EMULATED, Status.OK, work, timing=samples(parts, (900, 500, 800, 9)),
+            measurements=(error("product_error", float("inf")),),
+        ),
+        Record(case("gemm", "nvfp4", first), REFUSED, Status.SKIPPED, work, reason="no hardware, and\nno \"kernel\""),
+        Record(case("gemm", "fp32", second), NATIVE, Status.FAILED, work, reason="out of memory, even alone"),
+        Record(case("gemm", "bf16", second), NATIVE, Status.OK, Work(), timing=samples(plain, (100, 2), rounds=3)),
+    ]  # fmt: skip
+    overheads = (("cpu", Overheads(marker_on=1e-6, marker_off=1e-8, stamp=1e-7)),)
+    run = run_of(records, overheads=overheads, path=".fp8bench/runs/box/20260105T120000Z-0a1b2c3d-12345678.jsonl")
+    return run, findings_of(run)
