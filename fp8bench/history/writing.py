@@ -101,14 +101,24 @@ def start_run(run: Run, store: Path) -> RunWriter:
         if path.exists():
             raise FileExistsError(17, "it exists already")
         writer = RunWriter(path, partial.open("x", encoding="utf-8"))
+    except OSError as error:
+        raise _cannot_be_made(path, error) from None
+    try:
         _lock(writer._file, path)
         writer._lines([{"schema": SCHEMA, "header": header}])
         partial.rename(path)
-    except OSError as error:
-        raise StoreError(
-            f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR."
-        ) from None
+    except BaseException as error:
+        writer.close()
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            raise _cannot_be_made(path, error) from None
+        raise
     return writer
+
+
+def _cannot_be_made(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR.")
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:

@@ -1,0 +1,291 @@
+"""Kill runs at random moments, and see whether the store keeps its promise.
+
+`python -m suites.kill --kills 1000 --json PATH`: a run is started, its parent, its worker or both are killed (SIGKILL)
+at a random moment, the store is examined, the run is resumed, killed again, and so on until a start that nobody kills
+has finished it; then the next run begins. After every kill: the store opens, what lay in the file lies in it still,
+and no process is left. After every resumption: only what was missing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8bench.history.runs import load_run, missing_groups, run_files
+from fp8bench.model import Run, Status
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SUITE = """
+import time
+
+from fp8bench.axes import Axis, whole_number
+from fp8bench.model import Work
+from fp8bench.protocols import Workload
+from fp8bench.registry import workloads
+
+
+@workloads.register("nap")
+class Nap(Workload):
+    name = "nap"
+    summary = "steps that sleep: they cost a busy machine nothing"
+
+    def axes(self, facts):
+        return (Axis("place", "a number", tuple(str(place) for place in range(24)), whole_number(low=0)),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return None
+
+    def step(self, state, phase):
+        with phase.gemm:
+            time.sleep(0.005)
+"""
+VICTIMS = ("parent", "worker", "both")
+# Most of a start is torch's import; half of the kills aim at the time when records are written.
+_LONGEST_START = 4.0
+_MEASURING = 1.5
+_PATIENCE = 300.0
+
+
+@dataclass
+class Tally:
+    """What the kills have come to."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    moments: Counter[str] = field(default_factory=Counter)
+    runs: int = 0
+    resumptions: int = 0
+    torn_lines: int = 0
+    failed_cases: int = 0
+    broken: list[str] = field(default_factory=list)
+
+
+class Promise(AssertionError):
+    """What the store promises was not kept."""
+
+
+def promise(holds: bool, words: str) -> None:
+    if not holds:
+        raise Promise(words)
+
+
+def start(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    """A run, or its resumption, in a process of its own."""
+    command = [sys.executable, "-m", "fp8bench", "suite", *words, "--store", str(store)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=suite.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(")")
+        except OSError:
+            continue
+        if int(rest.split()[1]) == parent:
+            found.append(int(name.split()[0]))
+    return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that waits to be reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_gone(pids: Sequence[int], seconds: float) -> list[int]:
+    end = time.monotonic() + seconds
+    while (left := [pid for pid in pids if not gone(pid)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left
+
+
+def the_file(store: Path) -> Path | None:
+    return next(run_files(store), None)
+
+
+def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: random.Random) -> str:
+    """Sleep until a random moment: of the whole start, or of the time in which records are written."""
+    if chance.random() < 0.5:
+        time.sleep(chance.uniform(0.0, _LONGEST_START))
+        return "any"
+    before = the_file(store)
+    size = before.stat().st_size if before else 0
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        now = the_file(store)
+        if now is not None and now.stat().st_size > size:
+            break
+        time.sleep(0.005)
+    time.sleep(chance.uniform(0.0, _MEASURING))
+    return "while writing"
+
+
+def strike(process: subprocess.Popen[str], victim: str) -> list[int]:
+    """Kill; returns the processes that must end."""
+    workers = children(process.pid)
+    if victim in ("parent", "both"):
+        process.kill()
+    if victim in ("worker", "both"):
+        for worker in workers:
+            try:
+                os.kill(worker, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    return workers
+
+
+def examine(store: Path, before: bytes, tally: Tally) -> Run | None:
+    """The store after a kill: it opens, and what lay in the file lies in it still."""
+    path = the_file(store)
+    if path is None:
+        promise(not before, "the run file is gone")
+        return None
+    promise(path.read_bytes().startswith(before), "what was written was changed")
+    run = load_run(path)
+    tally.torn_lines += len(run.troubles)
+    promise(len(run.troubles) <= len(run.resumptions) + 1, f"more broken lines than kills: {run.troubles}")
+    return run
+
+
+def check_whole(store: Path, kept: Run | None, tally: Tally) -> None:
+    """A run that came to its end: whole; if it was resumed, only what was missing since `kept` was measured."""
+    path = the_file(store)
+    assert path is not None
+    run = load_run(path)
+    promise(run.finished and not missing_groups(run), "the run is not finished")
+    promise(len(run.records) == run.plan.num_cases, "cases lack records")
+    tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
+    if kept is None:
+        return
+    whole = {planned.case.id for group in kept.plan if group not in missing_groups(kept) for planned in group.cases}
+    old = {record.case.id: record for record in kept.records if record.case.id in whole}
+    new = {record.case.id: record for record in run.records}
+    promise(all(new[name] == record for name, record in old.items()), "a finished group was measured again")
+    lines = [json.loads(line) for line in path.read_text(errors="replace").splitlines() if _is_object(line)]
+    last = max((place for place, line in enumerate(lines) if "resumed" in line), default=0)
+    again = {_case_place(line["record"]) for line in lines[last:] if "record" in line}
+    promise(not again & {int(record.case.param("place")) for record in old.values()}, "a finished group was redone")
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _case_place(record: dict[str, dict[str, list[list[int]]]]) -> int:
+    return int(dict(record["case"]["params"])["place"])
+
+
+def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
+    """One run from its start to its end, killed on the way at most so many times."""
+    suite = folder / "nap_suite.py"
+    suite.write_text(SUITE)
+    store = folder / "store"
+    tally.runs += 1
+    kept: Run | None = None
+    while True:
+        words = (
+            ["--resume", "last"]
+            if kept
+            else ["nap", "--import", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16"]
+        )
+        tally.resumptions += kept is not None
+        path = the_file(store)
+        before = path.read_bytes() if path else b""
+        with start(suite, store, words) as process:
+            victim = chance.choice(VICTIMS) if kills > 0 else ""
+            if victim:
+                kills -= 1
+                moment = wait_for_the_moment(process, store, chance)
+                over = process.poll() is not None
+                workers = strike(process, victim)
+                tally.kills[victim] += 1
+                tally.moments["after the end" if over else moment] += 1
+                left = wait_until_gone(workers, 30.0) if victim != "worker" else []
+                promise(not left, f"workers {left} outlived their parent")
+            out, err = process.communicate(timeout=_PATIENCE)
+            code = process.returncode
+        promise("Traceback" not in err, f"a traceback: {err[-500:]}")
+        run = examine(store, before, tally)
+        if code == -signal.SIGKILL:
+            kept = run
+            continue
+        # Nobody killed the parent: the run went on to its end, or said why it could not begin.
+        promise(code in (0, 3), f"exit {code}: {err[-500:]}")
+        if run is None:
+            promise(code == 3 and "worker crashed" in err, f"no run and no reason: {err[-500:]}")
+            continue
+        if not run.finished:
+            promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
+            kept = run
+            continue
+        promise("nap" in out, "no table")
+        check_whole(store, kept, tally)
+        return
+
+
+def trials(kills: int, seed: int, most_per_run: int = 24) -> Tally:
+    """So many kills, over as many runs as that takes. A broken promise is kept in words, and its store too."""
+    chance = random.Random(seed)
+    tally = Tally()
+    while sum(tally.kills.values()) < kills:
+        folder = Path(tempfile.mkdtemp(prefix="fp8bench-kill-"))
+        wanted = min(kills - sum(tally.kills.values()), chance.randint(1, most_per_run))
+        try:
+            one_run(folder, chance, tally, wanted)
+        except Promise as broken:
+            tally.broken.append(f"{broken} ({folder.name})")
+            continue
+        shutil.rmtree(folder)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m suites.kill", description="kill runs at random moments")
+    parser.add_argument("--kills", type=int, default=30, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    tally = trials(arguments.kills, arguments.seed)
+    result = {
+        "command": f"python -m suites.kill --kills {arguments.kills} --seed {arguments.seed}",
+        "kills": dict(tally.kills), "moments": dict(tally.moments), "runs": tally.runs,
+        "resumptions": tally.resumptions, "torn_lines_skipped": tally.torn_lines,
+        "failed_cases_of_killed_workers": tally.failed_cases, "broken_promises": tally.broken,
+        "seconds": round(time.monotonic() - begun, 1), "python": platform.python_version(),
+        "system": platform.platform(),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if tally.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
