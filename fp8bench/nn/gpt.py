@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.attention import FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.region import region
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
@@ -45,32 +45,6 @@ class Norm(nn.Module):
         return F.layer_norm(wide, shape, self.weight, None, 1e-5).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Causal self-attention; the scores stay in the carrier's precision."""
-
-    def __init__(self, config: GPTConfig, arithmetic: Arithmetic) -> None:
-        super().__init__()
-        self.config = config
-        self.sizes = (config.width, config.key_heads * config.head_width, config.key_heads * config.head_width)
-        self.qkv = Linear(config.width, sum(self.sizes), arithmetic)
-        self.out = Linear(config.width, config.width, arithmetic, 1 / math.sqrt(2 * config.layers))
-
-    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, -1, self.config.head_width).transpose(1, 2)
-            for part in self.qkv(x, phase).split(self.sizes, dim=-1)
-        )
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        mixed = region(
-            phase.attention, F.scaled_dot_product_attention, q, k, v,
-            is_causal=True, enable_gqa=self.config.key_heads != self.config.heads,
-        )  # fmt: skip
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width), phase)
-        return y
-
-
 class FeedForward(nn.Module):
     """GELU between two products, or Llama's gated form."""
 
@@ -97,8 +71,10 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic) -> None:
         super().__init__()
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
-        self.attn = Attention(config, arithmetic.attn)
         gain = 1 / math.sqrt(2 * config.layers)
+        self.attn = SelfAttention(
+            config.width, config.heads, config.key_heads, gain, arithmetic.attn, FusedCore()
+        )  # fmt: skip
         self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, arithmetic.mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
@@ -134,17 +110,3 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x), phase)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))
-
-
-def rotations(context: int, head_width: int) -> Tensor:
-    """Cosines and sines of rotary positions, (context, 2, head_width / 2)."""
-    frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
-    angles = torch.outer(torch.arange(context), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn pairs of features (first half with second half) by their position's angles."""
-    cosine, sine = rotation[:, 0], rotation[:, 1]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

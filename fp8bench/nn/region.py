@@ -7,7 +7,7 @@ the one before it closes it. If no input needs a gradient the closing one would 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ class _After(torch.autograd.Function):
 
 
 def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """function(*tensors, **options) under `marker`, its backward included."""
-    if not torch.is_grad_enabled():
+    """function(*tensors, **options) under `marker`, its backward included; a null context marks nothing."""
+    if isinstance(marker, nullcontext) or not torch.is_grad_enabled():
         with marker:
             return function(*tensors, **options)
     if not all(tensor.requires_grad for tensor in tensors):

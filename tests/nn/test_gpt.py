@@ -15,7 +15,8 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.gpt import GPT, LayerArithmetic, rotate, rotations
+from fp8bench.nn.attention import rotate, rotations
+from fp8bench.nn.gpt import GPT, LayerArithmetic
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions

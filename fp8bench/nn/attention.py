@@ -1,0 +1,166 @@
+"""Self-attention: its core in one of several forms, and the layer of products around it.
+
+A core takes queries (batch, heads, tokens, head width), keys and values (batch, key heads, tokens, head width) and
+gives the mixed values in the queries' shape and dtype; where there are fewer key heads, neighbouring heads share one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.region import region
+from fp8bench.protocols import Arithmetic, Phases, Role
+
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class FusedCore:
+    """torch's own scaled dot-product attention, in the dtype of what it is given."""
+
+    causal: bool = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@dataclass(frozen=True)
+class HeadwiseCore:
+    """Another core, one key head of one sequence at a time and recomputed in backward.
+
+    For references in fp64, which no fused kernel of a GPU computes: all scores at once would not fit into memory.
+    """
+
+    inner: Core
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        mixed = [
+            checkpoint(
+                self.inner, q[i : i + 1, j * group : (j + 1) * group], k[i : i + 1, j : j + 1], v[i : i + 1, j : j + 1],
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for i in range(k.shape[0])
+            for j in range(k.shape[1])
+        ]  # fmt: skip
+        return torch.cat(mixed).view(q.shape)
+
+
+@dataclass(frozen=True)
+class EmulatedCore:
+    """The explicit form, both products of values in the arithmetic's precision, and the scores kept in it.
+
+    Queries and keys are cast along the head width, the scores as they are, probabilities and values along the keys;
+    sums, mask and softmax are fp32. Scores are scaled by 1 / sqrt(head width) after they are cast, or else
+    (`prescaled`) the queries before. Those a causal mask hides are zero when the scores are cast, so that they have no
+    say in a scale; a value's scale may depend on later tokens. Backward goes straight through all rounding.
+    """
+
+    arithmetic: Arithmetic
+    prescaled: bool = False
+    causal: bool = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        factor = 1 / math.sqrt(q.shape[-1])
+        scores = self.scores(q, k)
+        scores = self._rounded(scores.tril() if self.causal else scores)
+        if not self.prescaled:
+            scores = scores * factor
+        if self.causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        probabilities = self._rounded(scores.softmax(-1))
+        values = self._rounded(v.transpose(-1, -2))
+        mixed = _grouped(probabilities, values) @ values.transpose(-1, -2)
+        return mixed.view(q.shape).to(q.dtype)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """The product of queries and keys in fp32, before it is rounded itself, masked entries included."""
+        if self.prescaled:
+            q = q / math.sqrt(q.shape[-1])
+        queries, keys = self._rounded(q), self._rounded(k)
+        return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        rounded: Tensor = _StraightThrough.apply(x, self.arithmetic)  # type: ignore[no-untyped-call]
+        return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A tensor as the fp32 values that an arithmetic leaves of it; its gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        ctx.dtype = x.dtype
+        operand = arithmetic.cast(x.reshape(-1, x.shape[-1]).to(arithmetic.carrier), Role.INPUT)
+        return arithmetic.restore(operand, torch.float32).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].to(ctx.dtype), None
+
+
+def _grouped(x: Tensor, shared: Tensor) -> Tensor:
+    """(batch, heads, tokens, n) with the heads that share a key head joined along the tokens."""
+    return x.reshape(*shared.shape[:2], -1, x.shape[-1])
+
+
+class BareAttention(nn.Module):
+    """A core alone, under its phase."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, phase: Phases) -> Tensor:
+        return region(phase.attention, self.core, q, k, v)
+
+
+class SelfAttention(nn.Module):
+    """A fused input product, the core, and the output product."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, gain: float, arithmetic: Arithmetic, core: Core) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.sizes = (width, key_heads * self.head_width, key_heads * self.head_width)
+        self.core = core
+        self.qkv = Linear(width, sum(self.sizes), arithmetic)
+        self.out = Linear(width, width, arithmetic, gain)
+
+    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x, phase)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        mixed = region(phase.attention, self.core, q, k, v)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape), phase)
+        return y
+
+    def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
+        """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
+        return [
+            part.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+            for part in self.qkv(x, phase).split(self.sizes, dim=-1)
+        ]
+
+
+def rotations(context: int, head_width: int) -> Tensor:
+    """Cosines and sines of rotary positions, (context, 2, head_width / 2)."""
+    frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
+    angles = torch.outer(torch.arange(context), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn pairs of features (first half with second half) by their position's angles."""
+    cosine, sine = rotation[:, 0], rotation[:, 1]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -1,0 +1,221 @@
+"""Scaled dot-product attention, alone and as a layer, its scores in high precision or emulated in low."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.errors import UsageError
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp8bench.nn.attention import Core
+    from fp8bench.nn.exercise import Exercise
+
+LONGEST = 1 << 17
+_SCORES = ("high", "low", "low-prescaled")
+
+
+@workloads.register("attention")
+class Attention(Workload):
+    """`core` is what torch's kernels do; `layer` adds the products before and after, which low precision speeds up.
+
+    With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
+    scores are in the case's precision, emulated for every precision alike: the explicit form is no kernel that anybody
+    would run, so it says what low scores cost in numbers and nothing about time.
+    """
+
+    name = "attention"
+    summary = "scaled dot-product attention alone and as a layer, grouped queries, scores in high or low precision"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")
+        batch, heads, head_width = ("4", "16", "128") if facts.accelerated else ("1", "4", "64")
+        return (
+            Axis("part", "core: attention alone; layer: with the products before and after it", ("core", "layer"),
+                 one_of("core", "layer")),
+            Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
+            Axis("batch", "sequences", (batch,), whole_number(high=4096)),
+            Axis("heads", "heads of queries", (heads,), whole_number(high=1024)),
+            Axis("key_heads", "heads of keys and values, a divisor of heads; auto: as many", ("auto",), _auto),
+            Axis("head_width", "features of a head", (head_width,), whole_number(high=1024)),
+            Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
+            Axis("pass", "forward alone, or training: forward and backward", ("training",),
+                 one_of("forward", "training")),
+            Axis("scores", "high: the carrier's; low: emulated in the case's precision, scaled by 1/sqrt(head_width) "
+                 "after they are rounded; low-prescaled: queries scaled before", ("high",), one_of(*_SCORES)),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        heads, key_heads = int(params["heads"]), params["key_heads"]
+        if key_heads == "auto":
+            key_heads = heads
+        if heads % int(key_heads):
+            raise UsageError(
+                f"key_heads={key_heads} does not divide heads={heads}: each head of keys serves as many heads of "
+                "queries. Choose a divisor."
+            )
+        return (tuple({**params, "key_heads": key_heads}.items()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        rows, width, inner = _sizes(params)
+        training = _training(params)
+        scores = float(rows) * int(params["sequence"]) * int(params["heads"])
+        # Two products forward; what a causal mask hides is not counted.
+        flops = 4.0 * scores * int(params["head_width"]) * (0.5 if _causal(params) else 1.0)
+        # Queries, keys, values and the output in two bytes, the least of any carrier; gradients alike.
+        least = 2.0 * rows * (inner + width) * (2 if training else 1)
+        if params["part"] == "layer":
+            weights = width * inner + width * width
+            flops += 2.0 * rows * weights
+            least += 4.0 * weights * (2 if training else 1) + 2.0 * rows * width
+        if _low(params):
+            least += 2 * 4.0 * scores  # in fp32, before and after they are rounded
+        return Work(flops * (3 if training else 1), rows, least_memory=least)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = precision.support(facts)
+        if support.level is Level.REFUSED:
+            return support
+        if params["part"] == "core" and not _low(params) and precision.carried_by:
+            return Support(
+                Level.REFUSED,
+                f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
+                "emulate them, or part=layer",
+            )
+        if params["part"] == "layer" and support.level is Level.NATIVE:
+            misfit = _misfit(params, precision)
+            if misfit:
+                return Support(Level.REFUSED, misfit)
+        if _low(params):
+            return Support(Level.EMULATED, "scores in low precision: explicit products of rounded values, no kernel")
+        return support
+
+    def prepare(self, setup: Setup) -> Exercise:
+        return _exercise(setup, setup.arithmetic, _core(setup))
+
+    def step(self, state: Exercise, phase: Phases) -> None:
+        state.step(phase)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Output, and in training all gradients, against the same in fp64 throughout."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore
+
+        exact = HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
+        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64), exact))
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of what the core's first product is given and gives, and of the values; masked scores do not count."""
+        import torch
+
+        from fp8bench.nn.attention import FusedCore, SelfAttention
+        from fp8bench.numerics.ranges import Ledger
+
+        params = dict(setup.case.params)
+        state = _exercise(setup, setup.high, FusedCore(_causal(params)))
+        layer, heads = state.layer, state.inputs
+        ledger = Ledger()
+        with torch.no_grad():
+            if isinstance(layer, SelfAttention):
+                heads = tuple(layer.heads(state.inputs[0], SilentPhases()))
+            q, k, v = (one.float() for one in heads)
+            if params["scores"] == "low-prescaled":
+                q = q * int(params["head_width"]) ** -0.5
+            for kind, tensor in (("q", q), ("k", k), ("v", v)):
+                ledger.add(kind, "", tensor)
+            for scores in _scores_by_head(q, k, _causal(params)):
+                ledger.add("scores", "", scores)
+        return ledger.statistics()
+
+
+_number = whole_number(high=1024)
+
+
+def _auto(text: str) -> Scalar:
+    """'auto' or a whole number."""
+    return text if text == "auto" else _number(text)
+
+
+def _training(params: Mapping[str, Scalar]) -> bool:
+    return params["pass"] == "training"
+
+
+def _causal(params: Mapping[str, Scalar]) -> bool:
+    return params["causal"] == "yes"
+
+
+def _low(params: Mapping[str, Scalar]) -> bool:
+    return params["scores"] != "high"
+
+
+def _sizes(params: Mapping[str, Scalar]) -> tuple[int, int, int]:
+    """Tokens, width of the output, and width of queries, keys and values together."""
+    heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
+    return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
+
+
+def _misfit(params: Mapping[str, Scalar], precision: Precision) -> str:
+    """Why the layer's products do not fit a native precision; '' if they do."""
+    along_k, along_n = precision.multiples
+    rows, width, inner = _sizes(params)
+    features_fit = not any(size % along for size in (width, inner) for along in (along_k, along_n))
+    if features_fit and not (_training(params) and rows % along_k):
+        return ""
+    return (
+        f"native {precision.name} contracts in multiples of {along_k} and gives columns in multiples of {along_n}, and "
+        f"weight gradients contract over the tokens; here {rows} tokens, {width} features, {inner} of queries, keys "
+        "and values: choose other sizes"
+    )
+
+
+def _core(setup: Setup) -> Core:
+    """The core that a case asks for."""
+    from fp8bench.nn.attention import EmulatedCore, FusedCore
+
+    params = dict(setup.case.params)
+    if not _low(params):
+        return FusedCore(_causal(params))
+    return EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
+
+
+def _exercise(setup: Setup, arithmetic: Arithmetic, core: Core) -> Exercise:
+    """The core alone on random heads, or the layer on random tokens, with products in an arithmetic."""
+    from fp8bench.nn.attention import BareAttention, SelfAttention
+    from fp8bench.nn.exercise import exercise
+
+    params = dict(setup.case.params)
+    batch, sequence, heads, key_heads, head_width = (
+        int(params[name]) for name in ("batch", "sequence", "heads", "key_heads", "head_width")
+    )
+    width = heads * head_width
+    if params["part"] == "core":
+        shapes: list[tuple[int, ...]] = [(batch, one, sequence, head_width) for one in (heads, key_heads, key_heads)]
+    else:
+        shapes = [(batch, sequence, width)]
+
+    def build() -> BareAttention | SelfAttention:
+        if params["part"] == "core":
+            return BareAttention(core)
+        return SelfAttention(width, heads, key_heads, 1.0, arithmetic, core)
+
+    return exercise(setup, build, shapes, arithmetic.carrier, _training(params))
+
+
+def _scores_by_head(q: Tensor, k: Tensor, causal: bool) -> Iterator[Tensor]:
+    """The scores that are not masked, one head of one sequence at a time: all at once could fill the memory."""
+    import torch
+
+    group = q.shape[1] // k.shape[1]
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    seen = seen.tril() if causal else seen
+    for queries, keys in zip(q, k, strict=True):
+        for head, rows in enumerate(queries):
+            yield (rows @ keys[head // group].t())[seen]
