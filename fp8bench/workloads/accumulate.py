@@ -105,14 +105,14 @@ class Accumulate(Workload):
     summary = "gradients of several micro-batches added up in a buffer of each precision"
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        widths = ("1024", "2048") if facts.accelerated else ("256", "512")
-        tensors = "16" if facts.accelerated else "8"
+        tensors, width = ("16", "2048") if facts.accelerated else ("8", "256")
         return (
-            Axis("micro_batches", "micro-batches in a step, at least two", ("2", "8"), whole_number(low=2, high=1024)),
+            Axis("micro_batches", "micro-batches in a step, at least two", ("2", "4", "8", "16"),
+                 whole_number(low=2, high=1024)),
             Axis("tensors", "gradients in a micro-batch, one a layer", (tensors,), whole_number(high=4096)),
-            Axis("width", "rows and columns of each gradient", widths, whole_number(high=1 << 16)),
+            Axis("width", "rows and columns of each gradient", (width,), whole_number(high=1 << 16)),
             Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
-        )
+        )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         count = int(params["tensors"]) * int(params["width"]) ** 2

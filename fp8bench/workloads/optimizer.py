@@ -47,7 +47,7 @@ class Optimizer(Workload):
     dtypes = ("fp32", "bf16", "fp16", "fp8")
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        widths = ("1024", "4096") if facts.accelerated else ("256", "512")
+        widths = ("1024", "4096") if facts.accelerated else ("128", "256")
         tensors = "16" if facts.accelerated else "8"
         return (
             Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
