@@ -1,0 +1,72 @@
+"""Casts, gradient buffers and moments on a GPU. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8bench.devices.cuda import Cuda
+from fp8bench.measure.bench import Bench, Settings
+from fp8bench.model import Case, DeviceFacts, Request
+from fp8bench.plan import make_plan
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import workloads
+
+pytestmark = pytest.mark.gpu
+
+# Sizes that take no time, and the most that each precision may lose there.
+SMALL = {
+    "cast": (("shape", ("256",)), ("role", ("input", "gradient"))),
+    "accumulate": (("micro_batches", ("4",)), ("width", ("128",))),
+    "optimizer": (("width", ("128",)),),
+}
+LARGEST_ERROR = {"fp32": 1e-5, "bf16": 0.01, "fp16": 0.01, "fp8": 0.15, "mxfp8": 0.15, "nvfp4": 0.6}
+
+
+@pytest.fixture
+def facts() -> DeviceFacts:
+    return Cuda().available()[0]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    before = torch.get_num_threads()
+    yield Bench(Settings())
+    torch.set_num_threads(before)
+
+
+def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
+    """Every case of the small sizes that the device does, those without scales apart: they may lose all."""
+    plan = make_plan(Request(name, (precision,), (facts.key,), axes=SMALL[name]), (facts,))
+    found = [one.case for group in plan for one in group.cases if one.runs]
+    if not found:
+        pytest.skip(f"{facts.name} does not do {precision}")
+    return [case for case in found if dict(case.params).get("scaling") != "off"]
+
+
+@pytest.mark.parametrize("precision", LARGEST_ERROR)
+@pytest.mark.parametrize("name", SMALL)
+def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
+    """torch raises where one would; the state is sound afterwards."""
+    for case in cases(name, precision, facts):
+        bench.prepare("one", case, facts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            workloads.get(name).step(bench._prepared["one"].state, SilentPhases())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert bench.check("one") == ""
+        bench.release("one")
+
+
+@pytest.mark.parametrize("precision", LARGEST_ERROR)
+@pytest.mark.parametrize("name", SMALL)
+def test_errors_on_the_device_are_as_small_as_the_precision_allows(
+    name: str, precision: str, facts: DeviceFacts, bench: Bench
+) -> None:
+    """Native kernels lose no more than the emulation."""
+    for case in cases(name, precision, facts):
+        for metric, value in bench.error(case, facts).items():
+            assert 0 <= value < LARGEST_ERROR[precision], (case.id, metric)
