@@ -64,7 +64,11 @@ class Conv(Workload):
         state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Output, and in training all gradients, against the same in fp64 throughout."""
+        """Output, and in training all gradients, against the same in fp64 throughout.
+
+        Gradients err by far more than the output: where rounding moves a value across ReLU's corner, one appears or
+        is gone altogether.
+        """
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic

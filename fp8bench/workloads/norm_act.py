@@ -23,6 +23,10 @@ INPUTS = {
     "residual": 2,
     "cross_entropy": 1,
 }
+# Those of a GPT-2, which is what a processor trains by default.
+_GPT2 = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
+# Whose backward reads no gradient of that size: a sum hands it on, a loss's is one number.
+UNREAD = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
@@ -37,9 +41,9 @@ class NormAct(Workload):
     dtypes = ("fp32", "bf16", "fp16")
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        tokens, width = ("16384", "4096") if facts.accelerated else ("1024", "1024")
+        tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
         return (
-            Axis("operation", ", ".join(INPUTS), tuple(INPUTS), one_of(*INPUTS)),
+            Axis("operation", ", ".join(INPUTS), tuple(INPUTS) if facts.accelerated else _GPT2, one_of(*INPUTS)),
             Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),
             Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
             Axis("pass", "forward alone, or training: forward and backward", ("training",),
@@ -47,10 +51,10 @@ class NormAct(Workload):
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """Bytes of the inputs and, in training, of the output's gradient, all counted in fp32's four."""
+        """Bytes of the inputs and, in training, of the gradient that comes in, all counted in fp32's four."""
         tokens, width = int(params["tokens"]), int(params["width"])
         tensors = INPUTS[str(params["operation"])]
-        taken = tensors + (_training(params) and params["operation"] != "cross_entropy")
+        taken = tensors + (_training(params) and params["operation"] not in UNREAD)
         return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
