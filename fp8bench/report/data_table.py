@@ -25,7 +25,7 @@ def data_table(panel: Panel, width: int, paint: Paint) -> list[str]:
     rows = [
         Row(
             (
-                f"{one.kind} {one.role}".strip(),
+                _name(one),
                 units.whole(one.count),
                 units.significant(one.amax),
                 *_cells(one, crossed),
@@ -64,6 +64,11 @@ def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
             (name, max(above for above, _ in pairs), max(below for _, below in pairs)) for name, pairs in shares.items()
         ),
     )
+
+
+def _name(one: TensorStatistics) -> str:
+    """'mlp gradient'; once where kind and role are the same word."""
+    return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
 
 
 def _shares(one: TensorStatistics, name: str) -> tuple[float, float]:

@@ -43,8 +43,8 @@ PHASES = "phases: shares of the best case; unattr (unattributed): all else in th
 BELOW_FLOOR = f"<: shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it, so no share is given"
 
 DATA = (
-    "data: what the reference's step reads; amax: the largest magnitude; under a format: the share of the values above "
-    "its largest / the share that is not zero and would become zero; -: none"
+    "data: what a step works on; amax: the largest magnitude; under a format: the share of the values above its "
+    "largest / the share that is not zero and would become zero; -: none"
 )
 
 

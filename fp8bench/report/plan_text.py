@@ -37,8 +37,10 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts], width: int) ->
 
 
 def _support_table(groups: Sequence[Group], width: int) -> list[str]:
-    """One row for each precision: how the device does it, and why."""
-    modes = dict.fromkeys((one.case.mode, one.support) for group in groups for one in group.cases)
+    """One row for each precision: how the device does it, and why. What only some groups refuse is told below."""
+    cases = [one for group in groups for one in group.cases]
+    running = {one.case.mode for one in cases if one.runs}
+    modes = dict.fromkeys((one.case.mode, one.support) for one in cases if one.runs or one.case.mode not in running)
     columns = [Column("case"), Column("how")]
     rows = [Row((mode, support.level.value), below=(support.reason,)) for mode, support in modes]
     if all(len(mode) + len(INDENT) * 3 + len("emulated") + len(one.reason) <= width for mode, one in modes):

@@ -141,7 +141,9 @@ def test_constraints_satisfy_the_ranges() -> None:
             assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/method.md", "docs/outputs.md", "reports/README.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "ARCHITECTURE.md", "docs/method.md", "docs/outputs.md", "reports/README.md"]
+)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     """A link to evidence that is not there is a claim without evidence."""
     text = (ROOT / page).read_text()

@@ -27,12 +27,13 @@ def with_data(*statistics: TensorStatistics) -> tuple[Run, dict[str, Finding]]:
 
 
 def test_a_row_for_each_kind_and_role() -> None:
-    """Values that have no role in a product go by their kind alone."""
+    """Values that have no role in a product go by their kind alone, as do those whose role says no more."""
     text = block(
         *with_data(
             TensorStatistics("attn", "input", 131072, 4.5678, (("fp16", 0.0, 2e-7), ("e4m3", 0.0123, 0.0))),
             TensorStatistics("attn", "gradient", 4096, 1.5e-7, (("fp16", 0.0, 0.5), ("e4m3", 0.0, 1.0))),
             TensorStatistics("batch", "", 12, 255.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
+            TensorStatistics("gradient", "gradient", 7, 1.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
         )
     )
     assert [line.split() for line in text] == [
@@ -41,6 +42,7 @@ def test_a_row_for_each_kind_and_role() -> None:
         ["attn", "input", "131", "k", "4.57", "-", "/", "<0.01%", "1.2%", "/", "-"],
         ["attn", "gradient", "4096", "1.50e-07", "-", "/", "50.0%", "-", "/", "100.0%"],
         ["batch", "12", "255", "-", "-"],
+        ["gradient", "7", "1.00", "-", "-"],
     ]
 
 

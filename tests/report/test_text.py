@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.model import Finding, Interval, Label, Record, Run, Status, Verdict, Work
+from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
 from fp8bench.report.legend import LABELS
 from fp8bench.report.text import render, render_plan
 from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
@@ -185,6 +185,20 @@ def test_floors_of_their_own_show_as_a_range() -> None:
     case = run.records[1].case.id
     findings[case] = replace(findings[case], floor=0.012)
     assert "noise floor (A/A): +-0.6% to +-1.2%" in render(run, findings)
+
+
+def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> None:
+    """What the device makes of it stands in the table, where it is refused and why in the notes."""
+    run, _ = gemm()
+    first, *others = run.plan.groups
+    misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
+    (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
+    cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
+    text = render_plan(replace(run.plan, groups=(replace(first, cases=cases), *others)), run.devices)
+    assert [line for line in text.splitlines() if line.startswith("  fp8 ")] == [
+        "  fp8    emulated  no hardware for FP8: values rounded, products in fp32"
+    ]
+    assert text.count(misfit.reason) == 1 and "fp8 skipped at m=256 n=256 k=256: native fp8 needs" in text
 
 
 def test_groups_against_different_references_get_tables_of_their_own() -> None:
