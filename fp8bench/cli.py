@@ -18,6 +18,7 @@ from fp8bench.arguments import DEFAULT_STORE, build_parser, commands_of
 from fp8bench.environment import command_line
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
 from fp8bench.model import Request, Run
+from fp8bench.outputs import check_outputs, print_run
 from fp8bench.plan import check_names, files_of
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 
@@ -59,19 +60,24 @@ def _dispatch(words: list[str]) -> int:
     return code
 
 
-def _allow_imports_from_here(imports: Sequence[str]) -> None:
+def _search_here() -> None:
     # The script `fp8bench` does not have the working directory on its path, `python -m fp8bench` does.
     here = str(Path.cwd())
-    if imports and "" not in sys.path and here not in sys.path:
+    if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
-    import_user_modules(imports)
+
+
+def _import(modules: Sequence[str]) -> None:
+    if modules:
+        _search_here()
+    import_user_modules(modules)
 
 
 def _suite(arguments: argparse.Namespace) -> int:
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)
-    _check_outputs(arguments)
+    check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
     if arguments.suite is None:
@@ -83,7 +89,7 @@ def _suite(arguments: argparse.Namespace) -> int:
         imports=(*arguments.imports, *files_of(arguments.suite)), isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
-    _allow_imports_from_here(request.imports)
+    _import(request.imports)
     check_names(request)
     return _plan(request, arguments.store) if arguments.dry_run else _measure(request, arguments)
 
@@ -105,7 +111,7 @@ def _measure(request: Request, arguments: argparse.Namespace) -> int:
         try:
             run = execute(request, arguments.store, observer, command_line())
         except NotKept as error:
-            _print(cast(Run, error.run), arguments)
+            print_run(cast(Run, error.run), arguments)
             raise
     return _ended(run, arguments)
 
@@ -117,16 +123,19 @@ def _resume(arguments: argparse.Namespace) -> int:
     from fp8bench.report.progress import progress
 
     _check_alone(arguments)
+    _search_here()
     path = find_run(arguments.resume, arguments.store)
     with progress(sys.stderr, os.environ) as observer:
         try:
             resumed, run = resume(path, arguments.store, observer, command_line())
         except NotKept as error:
-            _print(cast(Run, error.run), arguments)
+            print_run(cast(Run, error.run), arguments)
             raise
-    if not resumed:
-        print(f"fp8bench: run {run.id} is finished: nothing is missing", file=sys.stderr)
-    return _ended(run, arguments)
+    if resumed:
+        return _ended(run, arguments)
+    print_run(run, arguments)
+    print(f"fp8bench: run {run.id} is finished; nothing was missing", file=sys.stderr)
+    return EXIT_OK
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
@@ -142,7 +151,7 @@ def _check_alone(arguments: argparse.Namespace) -> None:
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
     """Print a run that was measured; returns the exit code."""
-    _print(run, arguments)
+    print_run(run, arguments)
     if not run.finished:
         again = f"fp8bench suite --resume {run.id}"
         if arguments.store != Path(DEFAULT_STORE):
@@ -154,58 +163,10 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
     return EXIT_OK if run.ok else EXIT_FAILED
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """What is wrong with --json and --csv is said before anything is measured."""
-    if arguments.json and arguments.csv == "-":
-        raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
-    if getattr(arguments, "dry_run", False) and (arguments.json or arguments.csv is not None):
-        raise UsageError("--dry-run measures nothing, so that there is nothing for --json or --csv. Leave one out.")
-    if arguments.csv not in (None, "-"):
-        path = Path(arguments.csv)
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(21, "it is a directory")
-            with path.open("a", encoding="utf-8"):
-                pass
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            raise UsageError(f"--csv {arguments.csv} cannot be written ({why}). Give a file, or '-'.") from None
-
-
-def _print(run: Run, arguments: argparse.Namespace) -> None:
-    """The run on stdout as asked for, and as CSV where that goes to a file."""
-    from fp8bench.pipeline import findings
-
-    found = findings(run)
-    if arguments.csv is not None:
-        from fp8bench.report.csv_text import render as csv_of
-
-        rows = csv_of(run, found)
-        if arguments.csv == "-":
-            sys.stdout.write(rows)
-            return
-        try:
-            Path(arguments.csv).write_text(rows, encoding="utf-8")
-        except OSError as error:
-            print(f"fp8bench: --csv {arguments.csv} could not be written: {error.strerror}", file=sys.stderr)
-    if arguments.json:
-        from fp8bench.report.json_text import render as json_of
-
-        print(json_of(run, found))
-        return
-    from fp8bench.report.text import render
-
-    print(render(run, found, color=_color()))
-
-
-def _color() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _list(arguments: argparse.Namespace) -> int:
     files = files_of(arguments.what or "")
     imports = (*arguments.imports, *files)
-    _allow_imports_from_here(imports)
+    _import(imports)
     kinds = {"suites": workloads.names(), "dtypes": precisions.names(), "devices": devices.names()}
     if arguments.what is None:
         for kind, names in kinds.items():
@@ -229,8 +190,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from fp8bench.history.runs import find_run, load_run
 
-    _check_outputs(arguments)
-    _print(load_run(find_run(arguments.run, arguments.store)), arguments)
+    check_outputs(arguments)
+    print_run(load_run(find_run(arguments.run, arguments.store)), arguments)
     return EXIT_OK
 
 

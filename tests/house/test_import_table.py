@@ -48,6 +48,7 @@ TABLE: dict[str, frozenset[str]] = {
     "arguments": FLOOR,
     "config": FLOOR,
     "cli": ANYONE,
+    "outputs": ANYONE,
     "doctor": ANYONE,
     "selftest": ANYONE,
     "__init__": ANYONE,
@@ -81,8 +82,6 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
             "fp8bench.config",
             "fp8bench.doctor",
             "fp8bench.history.runs",
-            "fp8bench.report.csv_text",
-            "fp8bench.report.json_text",
             "fp8bench.report.progress",
         }
     ),

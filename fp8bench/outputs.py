@@ -1,0 +1,76 @@
+"""Where a run goes when it is printed: the table, JSON or CSV on stdout, CSV into a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Finding, Run
+from fp8bench.report.json_text import render as as_json
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """What is wrong with --json and --csv is said before anything is measured."""
+    if arguments.json and arguments.csv == "-":
+        raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
+    if getattr(arguments, "dry_run", False) and (arguments.json or arguments.csv is not None):
+        raise UsageError("--dry-run measures nothing, so that there is nothing for --json or --csv. Leave one out.")
+    if arguments.csv not in (None, "-"):
+        why = _why_not(arguments.csv)
+        if why:
+            raise UsageError(f"--csv {arguments.csv!r:.200} cannot be written: {why}. Give a file, or '-'.")
+
+
+def _why_not(file: str) -> str:
+    """Why a file cannot be written, as far as that can be known without writing it."""
+    path = Path(file)
+    try:
+        if path.is_dir():
+            return "it is a directory"
+        if not path.parent.is_dir():
+            return f"there is no directory {path.parent}"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it may not be written"
+
+
+def print_run(run: Run, arguments: argparse.Namespace) -> None:
+    """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
+    from fp8bench.pipeline import findings
+
+    found = findings(run)
+    failure = _write_csv(run, found, arguments.csv) if arguments.csv not in (None, "-") else ""
+    sys.stdout.write(_text(run, found, arguments))
+    sys.stdout.flush()
+    if failure:
+        raise UsageError(failure)
+
+
+def _text(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace) -> str:
+    if arguments.csv == "-":
+        from fp8bench.report.csv_text import render as as_csv
+
+        return as_csv(run, found)
+    if arguments.json:
+        return as_json(run, found).rstrip("\n") + "\n"
+    from fp8bench.report.text import render
+
+    return render(run, found, color=_color()) + "\n"
+
+
+def _write_csv(run: Run, found: Mapping[str, Finding], file: str) -> str:
+    from fp8bench.report.csv_text import render as as_csv
+
+    try:
+        Path(file).write_text(as_csv(run, found), encoding="utf-8")
+    except OSError as error:
+        return f"--csv {file} could not be written ({error.strerror}). `fp8bench show {run.id} --csv FILE` repeats it."
+    return ""
+
+
+def _color() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
