@@ -62,7 +62,8 @@ class EmulatedCore:
     Queries and keys are cast along the head width, the scores as they are, probabilities and values along the keys;
     sums, mask and softmax are fp32. Scores are scaled by 1 / sqrt(head width) after they are cast, or else
     (`prescaled`) the queries before. Those a causal mask hides are zero when the scores are cast, so that they have no
-    say in a scale; a value's scale may depend on later tokens. Backward goes straight through all rounding.
+    say in a scale; a value's scale may depend on later tokens. Backward goes straight through all rounding: it
+    multiplies the rounded values by gradients in fp32.
     """
 
     arithmetic: Arithmetic
@@ -86,7 +87,7 @@ class EmulatedCore:
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """The product of queries and keys in fp32, before it is rounded itself, masked entries included."""
         if self.prescaled:
-            q = q / math.sqrt(q.shape[-1])
+            q = q.to(torch.float32) / math.sqrt(q.shape[-1])
         queries, keys = self._rounded(q), self._rounded(k)
         return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
@@ -101,7 +102,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic) -> Tensor:
         ctx.dtype = x.dtype
-        operand = arithmetic.cast(x.reshape(-1, x.shape[-1]).to(arithmetic.carrier), Role.INPUT)
+        operand = arithmetic.cast(x.reshape(-1, x.shape[-1]), Role.INPUT)
         return arithmetic.restore(operand, torch.float32).view(x.shape)
 
     @staticmethod

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.attention import FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Linear
@@ -85,13 +86,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and targets in, mean loss out."""
+    """Tokens and targets in, mean loss out.
+
+    With `checkpointing` each block keeps its input only, and is computed again in backward, phases and all.
+    """
 
     rotation: Tensor | None
 
-    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic, carrier: torch.dtype) -> None:
+    def __init__(
+        self, config: GPTConfig, arithmetic: LayerArithmetic, carrier: torch.dtype, checkpointing: bool = False
+    ) -> None:
         super().__init__()
         self.carrier = carrier
+        self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         self.blocks = nn.ModuleList(Block(config, arithmetic) for _ in range(config.layers))
@@ -106,7 +113,11 @@ class GPT(nn.Module):
         x = x.to(self.carrier)
         rotation = None if self.rotation is None else self.rotation[: tokens.shape[1]].to(self.carrier)
         for block in self.blocks:
-            x = block(x, phase, rotation)
+            if self.checkpointing:
+                # Nothing in a block is random, so no random state need be kept.
+                x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, phase, rotation)
         logits = self.head(self.norm(x), phase)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))

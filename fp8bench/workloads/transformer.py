@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols import Arithmetic, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fp8bench.nn.compiled import Forward
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.tokens import TokenLoader
 
 
+# What changes how a step is done and not what it computes, with the values that say "as ever": those are left out of
+# a case's parameters, so that its numbers compare with the ones from before there was a choice.
+USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto"}
+BACKENDS = {
+    "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION",
+}  # fmt: skip
+COMPILE_SECONDS = 600.0
+
+
 @dataclass
 class State:
-    """Everything one arm trains: model, optimiser, fp32 gradient buffers, data."""
+    """Everything one arm trains: model, optimiser, fp32 gradient buffers, data.
+
+    `forward` gives the loss: the model, or what torch.compile made of it.
+    """
 
     model: GPT
+    forward: Forward
+    compiled: bool
+    attention: str
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     buffers: list[Tensor]
@@ -35,7 +52,12 @@ class State:
 
 @workloads.register("transformer")
 class Transformer(Workload):
-    """Every phase of training: the main road of this tool."""
+    """Every phase of training: the main road of this tool.
+
+    With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their
+    time is left unattributed on purpose, the other phases stay. With checkpointing=blocks the phases hold what is
+    computed again too; FLOPs do not, so that throughputs compare.
+    """
 
     name = "transformer"
     summary = "a GPT training step with every phase, from data loading to the optimiser"
@@ -49,12 +71,19 @@ class Transformer(Workload):
             Axis("batch", "sequences in a micro-batch", ("auto",), _auto(4096)),
             Axis("sequence", "tokens in a sequence", ("auto",), _auto(1 << 16)),
             Axis("micro_batches", "micro-batches accumulated in a step", ("2",), whole_number(high=1024)),
-        )
+            Axis("checkpointing", "blocks: keep each block's input only, compute it again in backward",
+                 (USUAL["checkpointing"],), one_of("no", "blocks")),
+            Axis("compile", "yes: torch.compile, forward and backward without phases (unattributed)",
+                 (USUAL["compile"],), one_of("no", "yes")),
+            Axis("attention", "torch's kernel for it; auto: torch's own choice", (USUAL["attention"],),
+                 one_of("auto", *BACKENDS)),
+        )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         config = SIZES[str(params["size"])]
         own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
-        return (tuple((name, own[name] if value == "auto" else value) for name, value in params.items()),)
+        chosen = {name: value for name, value in params.items() if USUAL.get(name) != value}
+        return (tuple((name, own[name] if value == "auto" else value) for name, value in chosen.items()),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
@@ -62,7 +91,10 @@ class Transformer(Workload):
         config = SIZES[str(params["size"])]
         # In fp32: weights, two moments, gradient buffers; and the logits of a micro-batch.
         least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
-        return Work(config.step_flops(sequences, length), sequences * length, least_memory=least)
+        compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
+        return Work(
+            config.step_flops(sequences, length), sequences * length, least_memory=least, setup_seconds=compiling
+        )
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -74,15 +106,25 @@ class Transformer(Workload):
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
                 f"sequence is {tokens}: choose another batch or sequence",
             )
+        missing = _missing_kernel(_choice(params, "attention"), precision, facts)
+        if support.level is not Level.REFUSED and missing:
+            return Support(Level.REFUSED, missing)
         return support
 
     def prepare(self, setup: Setup) -> State:
         import torch
 
-        model = _model(setup, setup.arithmetic, setup.high)
+        params = dict(setup.case.params)
+        attention = _choice(params, "attention")
+        model = _model(setup, setup.arithmetic, setup.high, setup.layers, _checkpointing(setup))
+        with _attention_by(attention):
+            forward = _forward(setup, model)
         parameters = list(model.parameters())
         return State(
             model,
+            forward,
+            _choice(params, "compile") == "yes",
+            attention,
             torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True),
             parameters,
             [torch.zeros_like(parameter) for parameter in parameters],
@@ -92,8 +134,9 @@ class Transformer(Workload):
         )
 
     def step(self, state: State, phase: Phases) -> None:
-        for micro_batch in range(state.micro_batches):
-            _micro_batch(state, phase, first=micro_batch == 0)
+        with _attention_by(state.attention):
+            for micro_batch in range(state.micro_batches):
+                _micro_batch(state, phase, first=micro_batch == 0)
         with phase.optimizer_step:
             for parameter, buffer in zip(state.parameters, state.buffers, strict=True):
                 parameter.grad = buffer
@@ -109,12 +152,40 @@ class Transformer(Workload):
         from fp8bench.numerics.errors import joint_relative_frobenius
 
         exact = PlainArithmetic(torch.float64)
-        reference_loss, reference = _gradients(setup, exact, exact, {}, 1.0)
-        loss, gradients = _gradients(setup, setup.arithmetic, setup.high, setup.layers, setup.loss_scale)
+        model = _model(setup, exact, exact, {}).double()
+        reference_loss, reference = _gradients(setup, model, model, 1.0)
+        model = _model(setup, setup.arithmetic, setup.high, setup.layers, _checkpointing(setup))
+        with _attention_by(_choice(dict(setup.case.params), "attention")):
+            loss, gradients = _gradients(setup, model, _forward(setup, model), setup.loss_scale)
         return {
             "loss_error": abs(loss - reference_loss) / abs(reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
         }
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the operands of all products of one micro-batch, forward and backward, by layer kind and role.
+
+        In fp32, whatever the precision: an fp16 without its loss scale would lose the smallest gradients uncounted.
+        """
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.watching import WatchingArithmetic
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger, plain = Ledger(), PlainArithmetic(torch.float32)
+        watching = {kind: WatchingArithmetic(plain, kind, ledger) for kind in self.layer_kinds}
+        _model(setup, plain, plain, watching)(*_loader(setup).next(), SilentPhases()).backward()
+        roles = list(Role)
+        return tuple(
+            sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
+        )
+
+    def check(self, state: State) -> str:
+        """Whether the optimiser has carried all weights through."""
+        lost = [name for name, one in state.model.named_parameters() if not one.isfinite().all()]
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        return f"the parameters are not finite after its steps: {lost[0]}{more}" if lost else ""
 
 
 def _micro_batch(state: State, phase: Phases, first: bool) -> None:
@@ -123,10 +194,11 @@ def _micro_batch(state: State, phase: Phases, first: bool) -> None:
 
     with phase.data_load:
         tokens, targets = state.loader.next()
-    with phase.elementwise:
-        loss = state.model(tokens, targets, phase) * state.loss_scale
-    with phase.elementwise:
-        loss.backward()
+    rest = nullcontext() if state.compiled else phase.elementwise
+    with rest:
+        loss = state.forward(tokens, targets, phase) * state.loss_scale
+    with rest:
+        loss.backward()  # type: ignore[no-untyped-call]
         del loss
     with phase.accumulate:
         # Fresh gradients, added by hand: left to autograd, the second micro-batch's add would run inside whatever
@@ -150,6 +222,35 @@ def _auto(high: int) -> Callable[[str], Scalar]:
     return parse
 
 
+def _choice(params: Mapping[str, Scalar], name: str) -> str:
+    """One of the choices that are left out where they are as ever."""
+    return str(params.get(name, USUAL[name]))
+
+
+def _checkpointing(setup: Setup) -> bool:
+    return _choice(dict(setup.case.params), "checkpointing") == "blocks"
+
+
+def _attention_by(name: str) -> AbstractContextManager[None]:
+    """The kernel that attention takes in the body, backward included: recomputed blocks choose again there."""
+    if name == "auto":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend[BACKENDS[name]])
+
+
+def _missing_kernel(attention: str, precision: Precision, facts: DeviceFacts) -> str:
+    """Why a device has no such kernel for the dtype that a precision's values travel in; '' if it has one."""
+    if not facts.accelerated and attention in ("efficient", "cudnn"):
+        return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
+    if facts.hip and attention == "cudnn":
+        return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
+    if facts.accelerated and attention in ("flash", "cudnn") and (precision.carried_by or precision.name) == "fp32":
+        return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"
+    return ""
+
+
 def _config(setup: Setup) -> GPTConfig:
     return replace(SIZES[str(setup.case.param("size"))], sequence=int(setup.case.param("sequence")))
 
@@ -158,19 +259,29 @@ def _device(setup: Setup) -> str:
     return setup.facts.key
 
 
-def _model(setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str, Arithmetic] | None = None) -> GPT:
+def _model(
+    setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str, Arithmetic], checkpointing: bool = False
+) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
     import torch
 
     from fp8bench.nn.gpt import GPT, LayerArithmetic
 
-    chosen = setup.layers if layers is None else layers
-    arithmetic = LayerArithmetic(chosen.get("attn", low), chosen.get("mlp", low), chosen.get("head", high))
+    arithmetic = LayerArithmetic(layers.get("attn", low), layers.get("mlp", low), layers.get("head", high))
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
     with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
         torch.manual_seed(setup.seed)
-        return GPT(_config(setup), arithmetic, low.carrier)
+        return GPT(_config(setup), arithmetic, low.carrier, checkpointing)
+
+
+def _forward(setup: Setup, model: GPT) -> Forward:
+    """The model itself, or compiled here and now, on text of its own: so that no step has to."""
+    if _choice(dict(setup.case.params), "compile") == "no":
+        return model
+    from fp8bench.nn.compiled import compiled
+
+    return compiled(model, *_loader(setup).next())
 
 
 def _loader(setup: Setup) -> TokenLoader:
@@ -183,21 +294,14 @@ def _loader(setup: Setup) -> TokenLoader:
     return TokenLoader(setup.corpus, batch, config.sequence, _device(setup), setup.seed, config.vocabulary)
 
 
-def _gradients(
-    setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str, Arithmetic], loss_scale: float
-) -> tuple[float, list[Tensor]]:
+def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Mean loss and summed gradients of one step's micro-batches, in the model's own initial state."""
-    import torch
-
-    model = _model(setup, low, high, layers)
-    if low.carrier is torch.float64:
-        model = model.double()
     loader = _loader(setup)
     micro_batches = int(setup.case.param("micro_batches"))
     total = 0.0
     for _ in range(micro_batches):
         tokens, targets = loader.next()
-        loss = model(tokens, targets, SilentPhases()) / micro_batches
-        (loss * loss_scale).backward()
+        loss = forward(tokens, targets, SilentPhases()) / micro_batches
+        (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total, [parameter.grad / loss_scale for parameter in model.parameters() if parameter.grad is not None]
