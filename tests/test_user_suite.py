@@ -1,0 +1,217 @@
+"""A person's own suites: the example of docs/user-suites.md for real, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fp8bench
+from fp8bench import doctor, pipeline
+from fp8bench.cli import main
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import UNATTRIBUTED, Status
+from fp8bench.registry import devices, precisions, workloads
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "user-suites.md").read_text()
+
+
+def example() -> str:
+    """The file that the page shows."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory; what a file registers, and its module, are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for registry in (workloads, precisions, devices):
+        registry.names()
+        monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [("./my_suite.py",), ("routing", "--import", "./my_suite.py")],
+    ids=["as a suite", "imported"],
+)
+def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_path: Path) -> None:
+    """Through a worker in a process of its own, warnings being errors: a table with its name, phases and errors."""
+    (tmp_path / "my_suite.py").write_text(example())
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", *way, "--quick", "--set", "experts=64",
+         "--dtypes", "fp8,bf16", "--store", "kept"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ("routing", "experts=64", "bf16", "fp8", "cast", "gemm", "elem", "routing_error"):
+        assert word in done.stdout
+    (path,) = run_files(tmp_path / "kept")
+    run = load_run(path)
+    assert run.finished and not run.troubles
+    errors = {record.case.precision: record.measurement("routing_error") for record in run.records}
+    assert 0 < errors["bf16"].samples[0] < errors["fp8"].samples[0] < 0.2  # type: ignore[union-attr]
+    assert [record.status for record in run.records] == [Status.OK] * 2
+    for found in fp8bench.findings(run).values():
+        assert found.best_seconds and dict(found.phases)[UNATTRIBUTED] < 0.05 * found.best_seconds
+
+
+def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32 chooses the experts that fp64 does."""
+    (folder / "my_suite.py").write_text(example())
+    words = ["suite", "./my_suite.py", "--dtypes", "fp32", "--quick", "--set", "experts=8", "--no-isolation"]
+    assert main(words) == 0
+    assert not capsys.readouterr().err
+    (path,) = run_files(folder / ".fp8bench")
+    (record,) = load_run(path).records
+    error = record.measurement("routing_error")
+    assert error and error.samples[0] < 0.002
+
+
+def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By file, and by name beside an import."""
+    (folder / "my_suite.py").write_text(example())
+    assert main(["list", "./my_suite.py"]) == 0
+    by_file = capsys.readouterr().out
+    assert by_file.startswith("routing: top-2 routing") and re.search(r"experts +64,256 +experts to choose", by_file)
+    assert main(["list", "routing", "--import", "./my_suite.py"]) == 0
+    assert capsys.readouterr().out == by_file
+    assert main(["list", "--import", "./my_suite.py"]) == 0
+    assert "routing" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
+    """`fp8bench.run` takes what the command line takes."""
+    (folder / "my_suite.py").write_text(example())
+    run = fp8bench.run(
+        "./my_suite.py,gemm", dtypes=["bf16"], set={"experts": 8, "shape": 16}, rounds=3, store="kept", isolation=False
+    )
+    assert [record.case.workload for record in run.records] == ["routing", "gemm"]
+    assert run.request.imports == ("./my_suite.py",)
+
+
+SUITE = """
+from fp8bench.axes import Axis, whole_number
+from fp8bench.model import Work
+from fp8bench.protocols import Workload
+from fp8bench.registry import workloads
+
+print("a word of the file's own")
+
+@workloads.register("counting")
+class Counting(Workload):
+    name = "counting"
+    summary = "adds up whole numbers"
+
+    def axes(self, facts):
+        return (Axis("n", "how many", ("1000",), whole_number()),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return setup.case.param("n")
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(state))
+"""
+
+
+@pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
+def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """stdout is JSON and nothing else."""
+    (folder / "mine.py").write_text(SUITE)
+    assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) and shown.err == "a word of the file's own\n"
+
+
+AS_GEMM = SUITE.replace('"counting"', '"gemm"')
+# File: its content, and what the sentence says.
+WRONG = {
+    "syntax.py": ("def f(:", "SyntaxError: invalid syntax (syntax.py, line 1)"),
+    "raises.py": ("x = 1\nraise ValueError('one\\ntwo ' * 200)", "failed: ValueError: one two one"),
+    "deep.py": ("import json\n\njson.loads('{')", "(deep.py, line 3). Expected"),
+    "exits.py": ("import sys\nsys.exit()", "failed: SystemExit (exits.py, line 2)"),
+    "exits_in_words.py": ("raise SystemExit('enough')", "failed: SystemExit: enough (exits_in_words.py, line 1)"),
+    "missing.py": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (missing.py, line"),
+    "nothing.py": ("x = 1", "./nothing.py registers no suite"),
+    "empty.py": ("", "./empty.py registers no suite"),
+    "hidden.py": (SUITE.replace('"counting"', '"_counting"'), "./hidden.py registers no suite"),
+    "binary.py": ("\0\0", "source code string cannot contain null bytes"),
+    "taken.py": (AS_GEMM, "two suites are called 'gemm': fp8bench.workloads.gemm.Gemm"),
+    "same_class.py": (AS_GEMM.replace("Counting", "Gemm"), "two suites are called 'gemm'"),
+    "abstract.py": (SUITE.replace("def step", "def stride"), "the suite 'counting' lacks step"),
+    "silent.py": (SUITE.replace("    summary =", "    other ="), "the suite 'counting' lacks summary"),
+    "two_names.py": (SUITE.replace('name = "counting"', 'name = "adding"'), "registers as 'counting' and has name ="),
+    "no_base.py": (SUITE.replace("(Workload)", ""), "the suite 'counting' is no Workload"),
+    "axes.py": (SUITE.replace("return (Axis", "return 1 + (Axis"), "cannot be planned: TypeError"),
+    "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 18)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_is_wrong_is_one_line_and_code_2(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Short, with the file's own error and its line; nothing is begun."""
+    content, sentence = WRONG[name]
+    (folder / name).write_text(content)
+    assert main(["suite", f"./{name}"]) == 2
+    shown = capsys.readouterr()
+    line = shown.err.removeprefix("a word of the file's own\n")
+    assert sentence in line
+    assert line.startswith("fp8bench: ") and line.count("\n") == 1 and len(line) < 700
+    assert not shown.out and not list(run_files(folder / ".fp8bench"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["./absent.py"], "no such file"),
+        (["./folder.py"], "folder.py is a directory"),
+        (["."], "unknown suite '.'"),
+        (["./folder"], "'./folder' is a path. Give a name, or a file that ends in .py"),
+        (["gemm,./absent.py"], "no such file"),
+        (["gemm", "--import", "./absent.py"], "importing './absent.py' failed"),
+        (["gemm", "--import", "no.such.module"], "ModuleNotFoundError: No module named 'no'"),
+        (["gemm", "--import", ".relative"], "importing '.relative' failed: TypeError"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_path_that_leads_nowhere(
+    words: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same, without a file to blame."""
+    (folder / "folder.py").mkdir()
+    assert main(["suite", *words]) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second does not hide the first."""
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        (folder / name / "mine.py").write_text(SUITE)
+    assert main(["suite", "./one/mine.py", "--import", "./two/mine.py"]) == 2
+    assert "two suites are called 'counting'" in capsys.readouterr().err
