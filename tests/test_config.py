@@ -1,0 +1,412 @@
+"""Options in a file: equal to those on the command line, overruled by them, and refused by the same sentences."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.arguments import build_parser, commands_of
+from fp8bench.cli import main
+from fp8bench.config import LARGEST_FILE, LONGEST_VALUE, MOST_VALUES, read_config, with_config
+from fp8bench.errors import UsageError
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import Environment, Plan, Request, Run
+from fp8bench.protocols import Observer
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "config.md").read_text()
+Asked = Callable[..., tuple[Request, Path]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """What a command line with a file of this text asks for, and where it is to be kept."""
+    caught: list[tuple[Request, Path]] = []
+
+    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+        caught.append((request, store))
+        return Run("abc", "2026-01-01T00:00:00+00:00", command, request, Plan(()), Environment({}), (), finished=True)
+
+    monkeypatch.setattr(pipeline, "execute", execute)
+
+    def ask(text: str | None, *words: str) -> tuple[Request, Path]:
+        if text is not None:
+            (here / "my.yaml").write_text(text)
+            words = (*words, "--config", "my.yaml")
+        caught.clear()
+        main(["suite", *words])
+        return caught[0]
+
+    return ask
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The sentence that refuses a file."""
+
+    def refuse(content: str | bytes, *words: str) -> str:
+        (here / "my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+        assert main(["suite", *words, "--config", "my.yaml"]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out
+        assert shown.err.startswith("fp8bench: ") and shown.err.endswith(".\n") and shown.err.count("\n") == 1
+        assert len(shown.err) < 1000
+        return shown.err.removeprefix("fp8bench: ").rstrip("\n")
+
+    return refuse
+
+
+# Text of a file, and the words that mean the same.
+SAME = {
+    "the suite alone": ("suite: gemm", ["gemm"]),
+    "several suites": ("suite: gemm,transformer", ["gemm,transformer"]),
+    "lists": ("suite: gemm\ndtypes: [fp8, bf16]\ndevices: [cpu]", ["gemm", "--dtypes", "fp8,bf16", "--devices", "cpu"]),
+    "text with commas": ("suite: gemm\ndtypes: fp8,bf16", ["gemm", "--dtypes", "fp8,bf16"]),
+    "lists in lines": ("suite: gemm\ndtypes:\n- fp8\n- bf16", ["gemm", "--dtypes", "fp8,bf16"]),
+    "axes": (
+        "suite: gemm\nset:\n  shape: [64, 1x64x64]\n  operands: ready",
+        ["gemm", "--set", "shape=64,1x64x64", "--set", "operands=ready"],
+    ),
+    "axes as texts": ("suite: gemm\nset: [shape=64, 'shape=32,16']", ["gemm", "--set=shape=64", "--set=shape=32,16"]),
+    "one axis as text": ("suite: gemm\nset: shape=64,32", ["gemm", "--set", "shape=64,32"]),
+    "a map": (
+        "suite: transformer\nprecision-map: {mlp: fp8, attn: bf16}",
+        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+    ),
+    "a map as text": ("suite: transformer\nprecision-map: mlp=fp8", ["transformer", "--precision-map", "mlp=fp8"]),
+    "a map as a list": (
+        "suite: transformer\nprecision-map: [mlp=fp8, attn=bf16]",
+        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+    ),
+    "modules": ("suite: gemm\nimport: [json, csv]", ["gemm", "--import", "json", "--import", "csv"]),
+    "modules as text": ("suite: gemm\nimport: json, csv", ["gemm", "--import", "json", "--import", "csv"]),
+    "flags": ("suite: gemm\nquick: true\nno-isolation: True", ["gemm", "--quick", "--no-isolation"]),
+    "flags that are not set": ("suite: gemm\nquick: false\nno-isolation: false\njson: false", ["gemm"]),
+    "numbers": (
+        "suite: gemm\nbudget: 1e1\nrounds: 5\nseed: 07\nthreads: 2\ncase-timeout: 9.5",
+        ["gemm", "--budget", "1e1", "--rounds=5", "--seed=07", "--threads=2", "--case-timeout=9.5"],
+    ),
+    "names and paths": (
+        "suite: transformer\nreference: fp32\ndata: 'a text.txt'\nstore: some/where",
+        ["transformer", "--reference", "fp32", "--data", "a text.txt", "--store", "some/where"],
+    ),
+    "numbers in quotes": ('suite: "gemm"\nrounds: "5"', ["gemm", "--rounds", "5"]),
+    "a comment, a BOM and a marker": ("\ufeff# nightly\n---\nsuite: gemm # all\n...\n", ["gemm"]),
+    "JSON": ('{"suite": "gemm", "set": {"shape": [64, 32]}, "quick": true}', ["gemm", "--quick", "--set=shape=64,32"]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_file_asks_for_what_the_same_options_ask_for(name: str, asked: Asked) -> None:
+    """The requests are equal, and so are the stores."""
+    text, words = SAME[name]
+    assert asked(text) == asked(None, *words)
+
+
+def test_every_option_is_a_key(here: Path) -> None:
+    """The keys are taken from the parser: every option of the command but those that belong on the command line."""
+    command = commands_of(build_parser())["suite"]
+    options = {word.removeprefix("--") for action in command._actions for word in action.option_strings[-1:]}
+    (here / "my.yaml").write_text("nonsense: 1")
+    with pytest.raises(UsageError) as caught:
+        read_config(Path("my.yaml"), command)
+    known = set(str(caught.value).partition("Known: ")[2].rstrip(".").split(", "))
+    assert known == (options | {"suite"}) - {"help", "config", "resume"}
+
+
+def test_values_keep_their_text(here: Path) -> None:
+    """YAML would make True of yes, 1000.0 of 1e3, 342 of 5:42 and a date of 2026-01-01."""
+    options = commands_of(build_parser())["suite"]
+    (here / "my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
+    assert read_config(Path("my.yaml"), options)["axes"] == [
+        ("compile", ("yes",)),
+        ("a", ("1e3", "5:42", "2026-01-01", "0x10", "~x", "no", "007", "1_000")),
+    ]
+
+
+BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64, 32], operands: ready}\nimport: json"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {}),
+        (["--dtypes", "fp32"], {"dtypes": ("fp32",)}),
+        (["--seed", "0"], {"seed": 0}),
+        (["--quick"], {"quick": True}),
+        (["--set", "shape=16"], {"axes": (("operands", ("ready",)), ("shape", ("16",)))}),
+        (["--set", "shape=16", "--set", "shape=8"], {"axes": (("operands", ("ready",)), ("shape", ("16", "8")))}),
+        (["--set", "tokens=8"], {"axes": (("shape", ("64", "32")), ("operands", ("ready",)), ("tokens", ("8",)))}),
+        (["--import", "csv"], {"imports": ("json", "csv")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_line_wins(words: list[str], changes: dict[str, object], asked: Asked) -> None:
+    """Option by option, axis by axis; a value that is the option's default counts too."""
+    plain, store = asked(BOTH)
+    given, other = asked(BOTH, *words)
+    assert {name: getattr(given, name) for name in changes} == changes
+    assert store == other == Path("kept")
+    untouched = {"suite", "dtypes", "axes", "seed", "quick", "imports"} - set(changes)
+    assert all(getattr(given, name) == getattr(plain, name) for name in untouched)
+    assert asked(BOTH, *words, "--store", "other")[1] == Path("other")
+
+
+def test_the_name_may_stand_in_either_place(asked: Asked) -> None:
+    """The command line's wins."""
+    assert asked("suite: gemm")[0].suite == "gemm"
+    assert asked("suite: transformer", "gemm")[0].suite == "gemm"
+
+
+def test_the_name_may_not_be_left_out(refused: Callable[..., str]) -> None:
+    """Of both places."""
+    assert "no suite was named" in refused("quick: true")
+
+
+# Content, what the sentence says, and where.
+REFUSED: dict[str, tuple[str | bytes, str, str]] = {
+    "not a number": ("seed: 1\n\nrounds: many", "my.yaml:3", "--rounds: expected a whole number from 1, got 'many'."),
+    "a real number of rounds": ("rounds: 2.5", "my.yaml:1", "--rounds: expected a whole number from 1, got '2.5'"),
+    "no seconds": ("budget: soon", "my.yaml:1", "--budget: expected a number of seconds above 0, got 'soon'"),
+    "an empty name": ("dtypes: 'fp8,'", "my.yaml:1", "--dtypes: 'fp8,' has an empty name"),
+    "an empty list": ("dtypes: []", "my.yaml:1", "--dtypes: '' has an empty name"),
+    "no form of an axis": ("set: [shape]", "my.yaml:1", "--set: 'shape' is not of the form AXIS=VALUE,VALUE"),
+    "an axis without values": ("set:\n  shape: []", "my.yaml:2", "--set: '' has an empty name"),
+    "no form of a map": ("precision-map: mlp", "my.yaml:1", "--precision-map: 'mlp' is not of the form KIND=DTYPE"),
+    "an empty module": ("import: 'a,,b'", "my.yaml:1", "--import: 'a,,b' has an empty name"),
+    "a list for a number": ("seed:\n  - 1\n  - 2", "my.yaml:2", "--seed: expected one value, got a list."),
+    "a list for a suite": ("suite: [gemm]", "my.yaml:1", "suite: expected one value, got a list."),
+    "a mapping for a flag": ("quick: {a: b}", "my.yaml:1", "--quick: expected true or false, got a mapping."),
+    "a word for a flag": ("quick: yes", "my.yaml:1", "--quick: expected true or false, got 'yes'."),
+    "nothing for a flag": ("quick:", "my.yaml:1", "--quick: expected true or false, got ''."),
+    "a mapping for a list": ("dtypes: {a: b}", "my.yaml:1", "--dtypes: expected one value or a list, got a mapping."),
+    "a list in a list": ("dtypes: [[fp8]]", "my.yaml:1", "--dtypes: expected one value, got a list."),
+    "a mapping in an axis": ("set: {shape: {a: b}}", "my.yaml:1", "--set: expected one value, got a mapping."),
+    "an axis with a sign": ("set: {a=b: 1}", "my.yaml:1", "--set: expected a plain name before the colon, got 'a=b'."),
+    "no value": ("rounds:", "my.yaml:1", "--rounds: expected a value, got none: give one, or leave the key out."),
+    "null": ("store: ~", "my.yaml:1", "--store: expected a value, got none"),
+    "a value among none": ("set: {shape: [64, null]}", "my.yaml:1", "--set: expected a value, got none"),
+    "a key twice": ("seed: 1\nquick: true\nseed: 1", "my.yaml:3", "'seed' stands in line 1 already."),
+    "an axis twice": ("set:\n  shape: 1\n  shape: 2", "my.yaml:3", "'shape' stands in line 2 already."),
+    "an unknown key": ("dtype: fp8", "my.yaml:1", "unknown key 'dtype'. Did you mean 'dtypes'? Known: suite, dtypes,"),
+    "an underscore": ("no_isolation: true", "my.yaml:1", "Did you mean 'no-isolation'?"),
+    "a key with dashes": ("--seed: 1", "my.yaml:1", "Did you mean 'seed'?"),
+    "a file in a file": ("config: other.yaml", "my.yaml:1", "unknown key 'config'"),
+    "a merge": ("<<: {seed: 1}", "my.yaml:1", "unknown key '<<'"),
+    "a key that is a list": ("? [a]\n: b", "my.yaml:1", "expected a name before the colon, got a list."),
+    "a list": ("- seed: 1", "my.yaml:1", "expected a mapping of options, got a list."),
+    "a word": ("gemm", "my.yaml:1", "expected a mapping of options, got one value."),
+    "nothing": ("", "my.yaml", "the file holds no options."),
+    "comments": ("# seed: 1\n\n", "my.yaml", "the file holds no options."),
+    "two documents": ("seed: 1\n---\nseed: 2", "my.yaml:2", "expected a single document in the stream"),
+    "an alias": ("data: &a x\nstore: *a", "my.yaml:1", "aliases (*name) and anchors (&name) are not taken"),
+    "an alias without an anchor": ("seed: 1\nstore: *a", "my.yaml:2", "aliases (*name)"),
+    "a billion laughs": (
+        "a: &a [x, x]\n" + "".join(f"{two}: &{two} [*{one}, *{one}]\n" for one, two in pairwise("abcdefg")),
+        "my.yaml:1",
+        "aliases (*name) and anchors (&name) are not taken",
+    ),
+    "a tag": ("seed: !!int '3'", "my.yaml:1", "tags (tag:yaml.org,2002:int) are not taken"),
+    "a tag of Python": ("data: !!python/object/apply:os.system [ls]", "my.yaml:1", "are not taken"),
+    "a long tag": ("seed: !" + "x" * 5000 + " 1", "my.yaml:1", "are not taken"),
+    "no space": ("seed: 1\nrounds:2", "my.yaml:2", "broken YAML: while scanning a simple key, could not find expected"),
+    "a tab": ("seed: 1\n\tquick: true", "my.yaml:2", "broken YAML: while scanning"),
+    "an open bracket": ("seed: 1\ndtypes: [fp8", "my.yaml:2", "broken YAML: while parsing a flow sequence"),
+    "an open quote": ("store: 'x", "my.yaml:1", "broken YAML: while scanning a quoted scalar"),
+    "another YAML": ("%YAML 2.0\n---\nseed: 1", "my.yaml:1", "broken YAML: found incompatible YAML document"),
+    "brackets without end": ("[" * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "braces without end": ("{" * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "dashes without end": ("- " * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "questions without end": ("? " * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "lines without end": ("dtypes:\n" + "- a\n" * MOST_VALUES, f"my.yaml:{MOST_VALUES - 1}", "more than 10000 values"),
+    "a long value": ("store: " + "x" * (LONGEST_VALUE + 1), "my.yaml:1", "4097 characters; the most is 4096"),
+    "an escaped NUL": ('data: "\\0"', "my.yaml:1", "'\\x00' has characters that cannot be printed"),
+    "half a character": ('data: "\\ud800"', "my.yaml:1", "has characters that cannot be printed"),
+    "a line break in a path": ("data: |\n  a\n  b", "my.yaml:1", "has characters that cannot be printed"),
+    "an escape that is none": ('data: "\\UFFFFFFFF"', "my.yaml", "an escape in double quotes stands for no character"),
+    "a control character": ("seed: 1\ndata: \x01", "my.yaml:2", "broken YAML: '\\x01' is no character of a text"),
+    "NUL": ("seed: 1\n\n\0", "my.yaml:3", "broken YAML: '\\x00' is no character of a text"),
+    "bytes": (b"\x89PNG\r\n\x1a\n\xff", "--config my.yaml", "is no UTF-8 text. Give a YAML file of options."),
+    "UTF-16": ("seed: 1".encode("utf-16"), "--config my.yaml", "is no UTF-8 text"),
+    "a huge file": (b"#" * (LARGEST_FILE + 1), "--config my.yaml", "is larger than 1 MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_file_cannot_say_is_one_sentence_with_its_line(name: str, refused: Callable[..., str]) -> None:
+    """In the words of the command line where it has words for it."""
+    content, place, sentence = REFUSED[name]
+    said = refused(content, "gemm")
+    assert said.startswith(f"{place}: " if ":" in place or place == "my.yaml" else f"{place} ")
+    assert sentence in said
+
+
+def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command line says of it, but for the place."""
+    for option, value in (("rounds", "x"), ("budget", "-1"), ("set", "shape"), ("dtypes", ","), ("seed", "-1")):
+        main(["suite", "gemm", f"--{option}={value}"])
+        typed = capsys.readouterr().err.partition(f"--{option}: ")[2].partition(". See")[0]
+        assert typed and typed in refused(f"{option}: '{value}'", "gemm")
+
+
+@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "", "x" * 400, "/dev/zero", "file/below"])
+def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing, a folder, too long a name, without end, below a file."""
+    (here / "file").write_text("seed: 1")
+    assert main(["suite", "gemm", "--config", path]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
+    assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
+
+
+def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
+    """A run that is resumed takes everything from its own file."""
+    assert "--resume takes what to measure and how from the run" in refused("suite: gemm", "--resume", "last")
+
+
+VALID = """# a nightly run
+suite: gemm
+dtypes: [fp8, bf16]
+devices: cpu
+reference: fp32
+set:
+  shape: [64, 1x64x64]
+  operands: ready
+precision-map: {mlp: fp8, attn: bf16}
+import:
+  - json
+  - csv
+quick: true
+budget: 1.5
+rounds: 12
+seed: 7
+threads: 2
+case-timeout: 60
+no-isolation: false
+store: "some where"
+csv: 'out.csv'
+"""
+ODD = [
+    "&a",
+    "*a",
+    "!!int",
+    "- ",
+    "? ",
+    ": ",
+    "[",
+    "{",
+    "}",
+    "]",
+    "'",
+    '"',
+    "|",
+    ">",
+    "%",
+    "---\n",
+    "\t",
+    "\n",
+    "\\x",
+    "#",
+]
+
+
+def _mutated(dice: random.Random) -> bytes:
+    """The valid file after up to four accidents."""
+    lines = VALID.splitlines(keepends=True)
+    for _ in range(dice.randint(0, 2)):
+        place = dice.randrange(len(lines))
+        accident = dice.randrange(4)
+        if accident == 0:
+            del lines[place]
+        elif accident == 1:
+            lines.insert(dice.randrange(len(lines)), lines[place])
+        elif accident == 2:
+            lines[place] = " " * dice.randint(0, 4) + lines[place]
+        else:
+            lines.insert(place, dice.choice(ODD) + dice.choice(lines))
+        lines = lines or ["\n"]
+    content = bytearray("".join(lines).encode())
+    for _ in range(dice.choice([0, 1, 1, 2])):
+        place = dice.randrange(len(content) + 1)
+        accident = dice.randrange(4)
+        if accident == 0 and place < len(content):
+            content[place] ^= 1 << dice.randrange(8)
+        elif accident == 1:
+            content[place:place] = dice.choice(ODD).encode()
+        elif accident == 2:
+            content[place:place] = content[place : place + dice.randint(1, 60)] * dice.randint(1, 3)
+        else:
+            del content[place : place + dice.choice([1, 1, 5, 400])]
+    return bytes(content)
+
+
+def test_two_thousand_broken_files(here: Path) -> None:
+    """Each is either understood or refused with a sentence, and soon; both happen."""
+    dice = random.Random(20260101)
+    command = commands_of(build_parser())["suite"]
+    known = {action.dest for action in command._actions}
+    sentences: list[str] = []
+    begun = time.monotonic()
+    for _ in range(2000):
+        Path("my.yaml").write_bytes(_mutated(dice))
+        try:
+            assert set(read_config(Path("my.yaml"), command)) <= known
+        except UsageError as error:
+            sentences.append(str(error))
+    assert time.monotonic() - begun < 20
+    assert 500 < len(sentences) < 1900
+    assert not [text for text in sentences if not re.fullmatch(r"(--config )?my\.yaml.{10,900}\.", text)]
+    assert len({re.sub(r"[0-9]+|'.*?'", "", text) for text in sentences}) > 25
+
+
+def test_broken_files_through_the_door(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundred of them: a request, or a sentence and code 2."""
+    dice = random.Random(7)
+    codes = []
+    for _ in range(100):
+        Path("my.yaml").write_bytes(_mutated(dice))
+        codes.append(main(["suite", "--config", "my.yaml"]))
+        shown = capsys.readouterr()
+        assert re.fullmatch(r"fp8bench: .*\.\n" if codes[-1] == 2 else "", shown.err), shown.err
+    assert set(codes) == {2, 3}  # 3: the stand-in measures nothing
+
+
+def test_the_files_values_are_defaults(here: Path) -> None:
+    """Parsing the words again finds them, and the file's list is not grown by another parse."""
+    (here / "my.yaml").write_text("set: {shape: 1}\nimport: json")
+    parser = build_parser()
+    words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]
+    first, second = (with_config(parser, commands_of(parser)["suite"], words, here / "my.yaml") for _ in range(2))
+    assert vars(first) == vars(second)
+    assert first.axes == [("shape", ("1",)), ("tokens", ("2",))] and first.imports == ["json", "csv"]
+
+
+def test_the_example_of_the_page(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as it stands."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (here / "nightly.yaml").write_text(example)
+    assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    for word in ("m=256", "m=1 ", "operands=ready", "fp32 (reference)", "bf16", "fp8", "groups: 2"):
+        assert word in shown.out
+    assert main(["suite", "transformer", "--config", "nightly.yaml", "--dry-run"]) == 2
+    assert "unknown axis of suite transformer 'shape'" in capsys.readouterr().err
