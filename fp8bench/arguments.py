@@ -65,7 +65,7 @@ def build_parser() -> Parser:
     doctor.add_argument("--calibrate", action="store_true", help="measure what the harness itself costs")
     show = commands.add_parser("show", help="print a stored run", allow_abbrev=False)
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
-    show.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
+    show.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_outputs(show)
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
@@ -110,9 +110,9 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     words = f"where runs are kept; default {DEFAULT_STORE}"
-    group.add_argument("--store", type=Path, default=Path(DEFAULT_STORE), metavar="DIR", help=words)
+    group.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help=words)
     words = "options in YAML, by their names without dashes, and suite: NAME; the command line wins"
-    group.add_argument("--config", type=Path, metavar="FILE", help=words)
+    group.add_argument("--config", type=_path, metavar="FILE", help=words)
     words = "go on with a run that was cut off: only what it lacks is measured"
     group.add_argument("--resume", metavar="RUN", help=words)
     _add_outputs(group)
@@ -130,7 +130,13 @@ def _add_selftest(selftest: argparse.ArgumentParser) -> None:
     add("--power", action="store_true", help="how often verdicts are right, on planted slow-downs")
     add("--trials", type=_whole("--trials"), metavar="N", help="trials an operation, with --power; default 20")
     add("--operation", action="append", metavar="NAME", help="small, medium or step, with --power; default all")
-    add("--json", type=Path, metavar="PATH", help="with --power, also write the figures there")
+    add("--json", type=_path, metavar="PATH", help="with --power, also write the figures there")
+
+
+def _path(text: str) -> Path:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
+    return Path(text)
 
 
 def _words(option: str) -> Callable[[str], tuple[str, ...]]:
@@ -162,7 +168,7 @@ def _layers(text: str) -> tuple[tuple[str, str], ...]:
 
 def _whole(option: str, low: int = 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text[:20]) < 1 << 31):
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) < 1 << 31):
             raise argparse.ArgumentTypeError(f"expected a whole number from {low}, got {text!r}")
         return int(text)
 

@@ -7,6 +7,7 @@ command that needs it, so that a mistyped name costs a tenth of a second and not
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import sys
@@ -28,6 +29,9 @@ _BESIDE_RESUME = {"command", "resume", "store", "json", "csv"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file's name need not be text, and must still be printable
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(words)
     except Fp8benchError as error:

@@ -66,7 +66,7 @@ def _write_csv(run: Run, found: Mapping[str, Finding], file: str) -> str:
     from fp8bench.report.csv_text import render as as_csv
 
     try:
-        Path(file).write_text(as_csv(run, found), encoding="utf-8")
+        Path(file).write_text(as_csv(run, found), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         return f"--csv {file} could not be written ({error.strerror}). `fp8bench show {run.id} --csv FILE` repeats it."
     return ""

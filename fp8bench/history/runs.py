@@ -14,6 +14,7 @@ from typing import Any
 
 from fp8bench.codec import SCHEMA, Malformed, decode
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.history.soundness import unsound
 from fp8bench.model import (
     Environment,
     Group,
@@ -124,12 +125,11 @@ def _header(content: dict[str, Any], path: Path) -> Run:
 
 
 def _record(plain: Any) -> Record:
-    """A record whose samples fit their segments, which their types alone do not say."""
+    """A record whose samples make sense, which their types alone do not say."""
     record = decode(Record, plain)
-    for timing in (record.timing, record.control, record.paired_with):
-        cells = len(timing.segments.phases) if timing else 0
-        if timing and any(len(call) != cells for slot in timing.slots for call in slot.calls_ns):
-            raise Malformed(f"Record: a step has not the {cells} cells of its segments")
+    why = unsound(record)
+    if why:
+        raise Malformed(f"Record: {why}")
     return record
 
 

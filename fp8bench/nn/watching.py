@@ -24,6 +24,10 @@ class WatchingArithmetic(Arithmetic):
         self._ledger.add(self._kind, role.value, tensor)
         return self._inner.cast(tensor, role)
 
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        self._ledger.add(self._kind, role.value, tensor)
+        return self._inner.unscaled(tensor, role)
+
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return self._inner.turn(operand, source, role)  # values that were counted already
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -136,6 +136,16 @@ class Gemm(Workload):
         product = arithmetic.product(low[0], low[1], arithmetic.carrier)
         rows = rows_within(a.shape[0], b.shape[0], a.shape[1])
         return {"product_error": relative_frobenius(product[list(rows)], exact_product(a, b, rows))}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of both operands, as they come."""
+        from fp8bench.numerics.ranges import Ledger
+
+        a, b, roles = _operands(setup)
+        ledger = Ledger()
+        ledger.add("a", roles[0].value, a)
+        ledger.add("b", roles[1].value, b)
+        return ledger.statistics()
 
 
 def parse_shape(text: str) -> str:

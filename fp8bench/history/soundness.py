@@ -1,0 +1,35 @@
+"""What a record must hold beyond its types before statistics can be made of it."""
+
+from __future__ import annotations
+
+import math
+
+from fp8bench.model import CELL_PHASES, Record, Timing
+
+_LONGEST_NS = 1 << 62
+
+
+def unsound(record: Record) -> str:
+    """Why a record's samples cannot be what a clock gave; '' if they can."""
+    numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
+    if not all(math.isfinite(one) and one >= 0 for one in numbers) or not 0 <= record.work.tokens < 1 << 62:
+        return "its work is no count"
+    timings = (record.timing, record.control, record.paired_with)
+    return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
+
+
+def _unsound(timing: Timing) -> str:
+    phases = timing.segments.phases
+    cells = len(phases)
+    if len(timing.segments.blocks) != cells or not set(phases) <= set(CELL_PHASES):
+        return "its cells are of no known phases"
+    if len({slot.round for slot in timing.slots}) != len(timing.slots):
+        return "two slots have the same round"
+    for slot in timing.slots:
+        if not slot.calls_ns or any(len(call) != cells for call in slot.calls_ns):
+            return f"a step has not the {cells} cells of its segments"
+        if not all(min(call) >= 0 and max(call) < _LONGEST_NS and sum(call) > 0 for call in slot.calls_ns):
+            return "a step took no time, or more than any clock counts"
+        if not all(0 <= one < math.inf for one in (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)):
+            return "a slot's clocks have no times"
+    return ""

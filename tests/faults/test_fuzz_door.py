@@ -1,0 +1,144 @@
+"""Two thousand command lines nobody would type: each ends with a sentence and a code, none with a traceback."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench import cli, corpus, doctor, pipeline
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from fp8bench.history.writing import RunWriter
+from fp8bench.model import DeviceFacts, Overheads, Run, Scalar
+from fp8bench.registry import precisions, workloads
+from fp8bench.selftest import report as selftest_report
+from tests.fakes import CPU, FakeWorker
+
+LISTS = 2000
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+NONSENSE = (
+    "", " ", "-", "--", "-1", "0", "1", "3", "1e3", "nan", "inf", "1e400", "9" * 5000, "٣", "²", "x", "=", "a=", "=b",
+    "a=b", ",", ",,", "a,", "é", "🙂", "\udcff", "\n", "\t", "a\nb", "a\0b", "%s", "{}", "../..", "/", ".", "~", "*",
+    "--no-such", "--dtypes", "-h2", "x" * 10_000, "None", "True", "[1]", "{a: b}", "$HOME", "last",
+)  # fmt: skip
+AXES = ("shape", "size", "sequence", "batch", "tokens", "product", "micro_batches", "no_such_axis", "")
+KINDS = ("attn", "mlp", "head", "norm")
+SMALL = ("64", "nano", "1x2x3", "auto", "forward", "8", "llama3-8b", "0", "-5", "99999999999")
+
+
+class Probed(FakeWorker):
+    """Answers what is asked before anything is measured."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__({})
+
+    def _probe(self) -> tuple[DeviceFacts, ...]:
+        return (CPU, H200)
+
+    def _software(self) -> dict[str, Scalar | None]:
+        return {"torch": "2.13.0+cpu", "torch_threads": 1}
+
+    def _overheads(self, facts: DeviceFacts) -> Overheads:
+        return Overheads(1e-7, 1e-7, 1e-7)
+
+
+def measure_nothing(run: Run, groups: object, writer: RunWriter, *_: object) -> Run:
+    writer.finish("finished")
+    return replace(run, finished=True)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Files that a person might name by mistake."""
+    made = {
+        "empty": b"", "binary": bytes(range(256)) * 300, "short": b"words\n", "text": b"some words\n" * 9000,
+        "config.yaml": b"suite: gemm\ndtypes: [fp32]\n", "broken.yaml": b"a: [1\nb: }", "wrong.yaml": b"rounds: many\n",
+        "raises.py": b"raise RuntimeError('no')\n", "syntax.py": b"def (:\n", "nothing.py": b"x = 1\n",
+    }  # fmt: skip
+    for name, content in made.items():
+        (tmp_path / name).write_bytes(content)
+    return {name: str(tmp_path / name) for name in made} | {"folder": str(tmp_path)}
+
+
+def option(chance: random.Random, files: dict[str, str]) -> list[str]:
+    """One option with a value that is mostly right."""
+
+    def one(*values: str) -> str:
+        return chance.choice(NONSENSE) if chance.random() < 0.1 else chance.choice(values)
+
+    makers: Sequence[Callable[[], list[str]]] = (
+        lambda: ["--dtypes", ",".join(one(*precisions.names()) for _ in range(chance.randint(1, 3)))],
+        lambda: ["--devices", one("cpu", "cuda", "cuda:0", "cuda:7", "cpu:1", "rocm")],
+        lambda: ["--reference", one(*precisions.names())],
+        lambda: ["--set", f"{one(*AXES)}={one(*SMALL)},{one(*SMALL)}"],
+        lambda: ["--set", one("shape", "shape=64", "=")],
+        lambda: ["--precision-map", f"{one(*KINDS)}={one(*precisions.names())}"],
+        lambda: ["--data", one(*files.values())],
+        lambda: ["--import", one(*files.values(), "no_such_module", "json")],
+        lambda: ["--quick"],
+        lambda: ["--budget", one("1", "0.5", "0", "-1")],
+        lambda: ["--rounds", one("1", "10", "0")],
+        lambda: ["--seed", one("0", "7", "-1")],
+        lambda: ["--threads", one("1", "2", "0")],
+        lambda: ["--case-timeout", one("1", "0")],
+        lambda: ["--no-isolation"],
+        lambda: ["--dry-run"],
+        lambda: ["--store", one(files["folder"] + "/store", *files.values())],
+        lambda: ["--resume", one("last", *files.values())],
+        lambda: ["--json"],
+        lambda: ["--csv", one("-", files["folder"] + "/rows.csv", *files.values())],
+        lambda: ["--config", one(*files.values())],
+        lambda: [chance.choice(NONSENSE)],
+    )
+    return chance.choice(makers)()
+
+
+def command(chance: random.Random, files: dict[str, str]) -> list[str]:
+    """A list of arguments."""
+    name = chance.choices(["suite", "list", "show", "selftest", "doctor", ""], [14, 2, 3, 1, 1, 1])[0]
+    words = [name] if name else []
+    if name == "suite" and chance.random() < 0.9:
+        strange = ("_planted", *files.values(), *NONSENSE)
+        words.append(chance.choice([*workloads.names(), "all", "gemm,cast", chance.choice(strange)]))
+    elif name in ("list", "show") and chance.random() < 0.8:
+        words.append(chance.choice(["suites", "dtypes", "gemm", "last", *files.values(), *NONSENSE]))
+    for _ in range(chance.choice((0, 1, 1, 2, 3, 5))):
+        words += option(chance, files)
+    if chance.random() < 0.05:
+        chance.shuffle(words)
+    return words
+
+
+def test_no_command_line_ends_in_a_traceback(
+    tmp_path: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plans are made, files are read and written as ever; only workers and measuring are left out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "_worker", Probed)
+    monkeypatch.setattr(pipeline, "_measure", measure_nothing)
+    monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)
+    monkeypatch.setattr(doctor, "ProcessWorker", Probed)
+    monkeypatch.setattr(selftest_report, "run_checks", lambda: EXIT_OK)
+    monkeypatch.setattr(selftest_report, "run_power", lambda *_: EXIT_OK)
+    chance = random.Random(20261121)
+    codes: dict[object, int] = {}
+    for _ in range(LISTS):
+        words = command(chance, files)
+        if "--calibrate" in words:
+            continue
+        try:
+            code: object = cli.main(words)
+        except SystemExit as end:
+            code = f"exit {end.code}"  # argparse ends --help and --version itself
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} from {words!r:.2000}") from error
+        codes[code] = codes.get(code, 0) + 1
+        shown = capsys.readouterr()
+        assert code in (EXIT_OK, EXIT_USAGE, EXIT_FAILED, "exit 0"), words
+        assert "Traceback" not in shown.err + shown.out, words
+        if code == EXIT_USAGE:
+            assert shown.err.startswith("fp8bench: ") and len(shown.err) < 30_000, (words, shown.err)
+    assert codes[EXIT_USAGE] > 500 and codes[EXIT_OK] + codes[EXIT_FAILED] > 250, codes

@@ -1,0 +1,115 @@
+"""Two thousand run files that something happened to: each is refused with a sentence, or shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import StoreError
+from fp8bench.history.runs import load_run, missing_groups
+from fp8bench.history.writing import start_run
+from fp8bench.model import Environment
+from fp8bench.pipeline import findings
+from fp8bench.report import csv_text, json_text, text
+from tests.runs import measured
+
+FILES = 2000
+VALUES = (
+    None, True, -1, 0, 1, 10**400, -(10**20), 0.5, 1e308, "nan", "inf", "-inf", "", "x", "\ud800", [], [[]], {}, [1, 2],
+    {"a": 1}, "ok", "failed", "native", "refused", "gemm", "cpu",
+)  # fmt: skip
+Mutation = Callable[[random.Random, bytes], bytes]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A run file with real samples, skipped and failed cases, notes and an end."""
+    run, _ = measured()
+    writer = start_run(run, tmp_path_factory.mktemp("store"))
+    for record in run.records:
+        writer.append([record])
+    writer.note("a note")
+    writer.finish("finished")
+    return writer.path.read_bytes()
+
+
+def flip(chance: random.Random, content: bytes) -> bytes:
+    """Some bytes differ."""
+    changed = bytearray(content)
+    for _ in range(chance.randint(1, 20)):
+        changed[chance.randrange(len(changed))] = chance.randrange(256)
+    return bytes(changed)
+
+
+def cut(chance: random.Random, content: bytes) -> bytes:
+    """A stretch is gone."""
+    start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+    return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
+
+
+def shuffle(chance: random.Random, content: bytes) -> bytes:
+    """Lines in another order, twice, or missing."""
+    lines = content.splitlines(keepends=True)
+    return b"".join(chance.choices(lines, k=chance.randint(0, 2 * len(lines))))
+
+
+def places(value: object, here: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The path of every value inside."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
+
+
+def replace_values(chance: random.Random, content: bytes) -> bytes:
+    """Lines that are JSON still, with values of another kind, too large, or gone."""
+    lines = content.splitlines()
+    for _ in range(chance.randint(1, 3)):
+        number = chance.randrange(len(lines))
+        line = json.loads(lines[number])
+        path = chance.choice(places(line)[1:] or [()])
+        if path:
+            holder = line
+            for key in path[:-1]:
+                holder = holder[key]  # type: ignore[index]
+            if chance.random() < 0.2:
+                del holder[path[-1]]  # type: ignore[arg-type]
+            else:
+                holder[path[-1]] = chance.choice(VALUES)  # type: ignore[index]
+        lines[number] = json.dumps(line).encode()
+    return b"\n".join(lines) + b"\n"
+
+
+MUTATIONS: tuple[Mutation, ...] = (flip, cut, shuffle, replace_values, replace_values)
+
+
+def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(whole: bytes, tmp_path: Path) -> None:
+    """As a table, as JSON and as CSV; a run that is read is read the same again."""
+    chance = random.Random(20261121)
+    path = tmp_path / "mutated.jsonl"
+    refused = shown = 0
+    for number in range(FILES):
+        mutate = MUTATIONS[number % len(MUTATIONS)]
+        content = mutate(chance, whole)
+        path.write_bytes(content)
+        run = None
+        with contextlib.suppress(StoreError):
+            run = load_run(path)
+        if run is None:
+            refused += 1
+            continue
+        try:
+            found = findings(run)
+            outputs = (text.render(run, found), json_text.render(run, found), csv_text.render(run, found))
+            missing_groups(run)
+        except Exception as error:
+            kept = tmp_path / "failing.jsonl"
+            kept.write_bytes(content)
+            raise AssertionError(f"{type(error).__name__} ({mutate.__name__}, number {number})") from error
+        shown += 1
+        assert all(outputs) and isinstance(run.environment, Environment)
+        json.loads(outputs[1])
+    assert refused > 10 and shown > 1000, (refused, shown)
