@@ -154,6 +154,12 @@ def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_run_is_no_company_to_itself(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its store is named from here."""
+    monkeypatch.chdir(tmp_path)
+    assert cut_off(suite, Path("store"), stop_at=None).notes == ()
+
+
 def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
     """In its file, so that whoever reads it later knows."""
     other = Path(cut_off(suite, tmp_path).path)

@@ -141,6 +141,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
 
 def running_beside(own: Path) -> list[str]:
     """The stems of the other runs that are being measured into the same store right now."""
+    own = own.resolve()
     store = store_of(own)
     if store is None:
         return []

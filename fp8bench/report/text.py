@@ -137,15 +137,17 @@ def _ratio_level(result: Result) -> float | None:
 
 
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
-    lines: list[str] = []
+    """What the error column holds; with the suites where it is not the same in all."""
+    suites: dict[str, list[str]] = {}
     for panel in panels:
         metric = main_error(panel)
         measured = [one.record.measurement(metric) for one in panel.results]
         described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
-        line = f"error: {metric} ({described})"
-        if metric and line not in lines:
-            lines.append(line)
-    return lines
+        if metric:
+            suites.setdefault(f"{metric} ({described})", []).append(panel.case.workload)
+    if len(suites) == 1:
+        return [f"error: {next(iter(suites))}"]
+    return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
 
 
 def _ending(run: Run, width: int, paint: Paint) -> list[str]:
