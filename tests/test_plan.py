@@ -84,7 +84,10 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
     """On a processor the same suite must end within seconds."""
     (group,) = plan(facts, "transformer", dtypes=("fp32", "bf16"))
     case = group.cases[0].case
-    assert dict(case.params) == {"size": size, "batch": batch, "sequence": sequence, "micro_batches": 2}
+    assert dict(case.params) == {
+        "size": size, "batch": batch, "sequence": sequence, "micro_batches": 2, "checkpointing": "no", "compile": "no",
+        "attention": "auto",
+    }  # fmt: skip
     assert group.cases[0].work.tokens == batch * sequence * 2
 
 

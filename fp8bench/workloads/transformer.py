@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.tokens import TokenLoader
 
 
-# What changes how a step is done and not what it computes, with the values that say "as ever": those are left out of
-# a case's parameters, so that its numbers compare with the ones from before there was a choice.
+# What changes how a step is done and not what it computes. A case made by hand may leave these out.
 USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto"}
 BACKENDS = {
     "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION",
@@ -82,8 +81,9 @@ class Transformer(Workload):
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         config = SIZES[str(params["size"])]
         own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
-        chosen = {name: value for name, value in params.items() if USUAL.get(name) != value}
-        return (tuple((name, own[name] if value == "auto" else value) for name, value in chosen.items()),)
+        return (
+            tuple((name, own[name] if name in own and value == "auto" else value) for name, value in params.items()),
+        )
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
@@ -223,7 +223,7 @@ def _auto(high: int) -> Callable[[str], Scalar]:
 
 
 def _choice(params: Mapping[str, Scalar], name: str) -> str:
-    """One of the choices that are left out where they are as ever."""
+    """What a case says to one of the choices of how."""
     return str(params.get(name, USUAL[name]))
 
 
@@ -237,7 +237,7 @@ def _attention_by(name: str) -> AbstractContextManager[None]:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(SDPBackend[BACKENDS[name]])
+    return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
 
 
 def _missing_kernel(attention: str, precision: Precision, facts: DeviceFacts) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Scalar
+from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Scalar
+from fp8bench.nn.compiled import compiled
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -21,6 +24,7 @@ from fp8bench.workloads.transformer import State, Transformer
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+MI300 = DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942")
 TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
 
 
@@ -33,6 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sizes that train in milliseconds."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setitem(SIZES, "tiny-flat", replace(TINY, layers=1))
     monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=1))
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker; tensors this small only wait for each other on more
@@ -57,6 +62,20 @@ def stepped(setup: Setup, steps: int = 1) -> State:
     for _ in range(steps):
         workload.step(state, SilentPhases())
     return state
+
+
+def marks(setup: Setup) -> list[str]:
+    """The phases of a step in order; always the same, so that cells can be compared."""
+    workload, clock = Transformer(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    seen = []
+    for _ in range(2):
+        clock.begin()
+        workload.step(state, clock)
+        codes, _ = clock.end()
+        seen.append([CELL_PHASES[code] for code in codes])
+    assert seen[0] == seen[1]
+    return seen[0]
 
 
 def test_micro_batches_add_up_to_one_large_batch(corpus: Corpus) -> None:
@@ -100,19 +119,8 @@ def test_adamw_updates_every_weight_as_its_paper_says(corpus: Corpus) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: str) -> None:
     """All seven in low precision; fp32 casts nothing."""
-    workload = Transformer()
-    state = workload.prepare(setup_for(corpus, precision, size=size))
-    clock = PhaseClock(HostStamper())
-    seen = []
-    for _ in range(2):
-        clock.begin()
-        workload.step(state, clock)
-        codes, _ = clock.end()
-        seen.append(codes)
-    assert {CELL_PHASES[code] for code in seen[0]} - {"unattributed"} == set(PHASES) - (
-        {"cast"} if precision == "fp32" else set()
-    )
-    assert seen[0] == seen[1], "the marks of a step are always the same, so that cells can be compared"
+    found = marks(setup_for(corpus, precision, size=size))
+    assert set(found) - {UNATTRIBUTED} == set(PHASES) - ({"cast"} if precision == "fp32" else set())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
@@ -186,8 +194,8 @@ def test_axes_have_small_defaults_on_a_processor_and_real_ones_on_a_gpu() -> Non
     workload = Transformer()
     sizes = {facts.kind: {axis.name: axis.default for axis in workload.axes(facts)}["size"] for facts in (CPU, H200)}
     assert sizes == {"cpu": ("nano",), "cuda": ("gpt2-124m",)}
-    params = {"size": "gpt2-124m", "batch": "auto", "sequence": 128, "micro_batches": 2}
-    assert workload.expand(params) == ((("size", "gpt2-124m"), ("batch", 8), ("sequence", 128), ("micro_batches", 2)),)
+    params = {"size": "gpt2-124m", "batch": "auto", "sequence": 128, "micro_batches": 2, "attention": "auto"}
+    assert [dict(one) for one in workload.expand(params)] == [{**params, "batch": 8}]
 
 
 @pytest.mark.parametrize(("axis", "value"), [("batch", "0"), ("batch", "many"), ("sequence", "-1"), ("size", "huge")])
@@ -213,3 +221,149 @@ def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Pat
         Transformer().prepare(replace(setup_for(corpus), corpus=str(short)))
     with pytest.raises(ValueError, match="was given none"):
         Transformer().prepare(replace(setup_for(corpus), corpus=None))
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpus, precision: str, size: str) -> None:
+    """The same weights bit by bit; its products and attention are marked once more, in backward, and all is closed."""
+    plain, again = (setup_for(corpus, precision, size=size, checkpointing=word) for word in ("no", "blocks"))
+    for one, other in zip(stepped(plain, 2).parameters, stepped(again, 2).parameters, strict=True):
+        assert torch.equal(one, other)
+    before, after = marks(plain), marks(again)
+    blocks = 2 * TINY.layers  # of two micro-batches
+    # Four products a block forward, each entered once; recomputing stops before the last one, which nothing needs.
+    assert after.count("attention") - before.count("attention") == blocks
+    assert 3 * blocks <= after.count("gemm") - before.count("gemm") <= 4 * blocks
+    assert after.count(UNATTRIBUTED) == before.count(UNATTRIBUTED)
+    assert Transformer().error(again) == Transformer().error(plain)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
+def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
+    """With the same numbers, nearly; blocks computed again in backward take it too."""
+    buffers, kernels = {}, {}
+    for attention in ("auto", "flash", "math"):
+        setup = setup_for(corpus, attention=attention, checkpointing=checkpointing)
+        state = Transformer().prepare(setup)
+        with Operators() as operators:
+            Transformer().step(state, SilentPhases())
+        buffers[attention] = state.buffers
+        kernels[attention] = {name for name in operators.seen if "flash_attention" in name}
+    assert kernels["auto"] == kernels["flash"] != set() and not kernels["math"]
+    for one, other in zip(buffers["flash"], buffers["math"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "facts", "level"),
+    [("flash", "fp32", CPU, Level.NATIVE), ("math", "bf16", CPU, Level.NATIVE), ("cudnn", "bf16", CPU, Level.REFUSED),
+     ("efficient", "fp32", CPU, Level.REFUSED), ("flash", "fp32", H200, Level.REFUSED),
+     ("cudnn", "tf32", H200, Level.REFUSED), ("cudnn", "fp8", H200, Level.NATIVE),
+     ("efficient", "fp32", H200, Level.NATIVE), ("flash", "bf16", MI300, Level.NATIVE),
+     ("cudnn", "bf16", MI300, Level.REFUSED)],
+)  # fmt: skip
+def test_a_kernel_that_a_device_lacks_is_refused(
+    attention: str, precision: str, facts: DeviceFacts, level: Level
+) -> None:
+    """With others to choose from."""
+    params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
+    found = Transformer().support(params, precisions.get(precision), facts)
+    assert found.level is level
+    assert level is not Level.REFUSED or "choose auto" in found.reason
+
+
+# Compiling makes torch warn of its own use of what it deprecates.
+COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")
+
+
+@COMPILING
+@pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler on a processor")
+def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
+    """One graph, compiled while preparing; its parts cannot be told apart, so it is left unattributed."""
+    eager, fused = (setup_for(corpus, compile=word, size="tiny-flat", checkpointing="blocks") for word in ("no", "yes"))
+    state, before = Transformer().prepare(fused), graphs()
+    for step in range(2):
+        Transformer().step(state, SilentPhases())
+        assert graphs() == before > 0, f"step {step} compiled something"
+    for one, other in zip(stepped(eager, 2).buffers, state.buffers, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+    clock = PhaseClock(HostStamper())
+    clock.begin()
+    Transformer().step(state, clock)
+    codes, _ = clock.end()
+    assert {CELL_PHASES[code] for code in codes} == {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiling_gets_time_and_only_where_it_is_asked_for() -> None:
+    """Ten minutes, for a large model on a slow machine."""
+    params: dict[str, Scalar] = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2}
+    assert [Transformer().work({**params, "compile": word}).setup_seconds for word in ("no", "yes")] == [0, 600]
+
+
+def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile hands the function back where it is switched off; that would be eager under another name."""
+    state = Transformer().prepare(setup_for(corpus))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
+        compiled(state.model, *state.loader.next())
+
+
+@COMPILING
+def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no eager step in its place."""
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    with pytest.raises(RuntimeError, match="No working C\\+\\+ compiler"):
+        Transformer().prepare(setup_for(corpus, compile="yes"))
+
+
+def test_statistics_describe_the_operands_of_every_layer_kind(corpus: Corpus) -> None:
+    """One micro-batch, each operand once: weights and inputs forward, gradients backward, without a loss scale."""
+    found = Transformer().statistics(setup_for(corpus))
+    tokens, width, hidden, layers = 32, TINY.width, TINY.hidden, TINY.layers
+    counts = {
+        "attn": {"input": 2 * width * tokens, "weight": 4 * width * width, "gradient": 4 * width * tokens},
+        "mlp": {
+            "input": (width + hidden) * tokens,
+            "weight": 2 * width * hidden,
+            "gradient": (hidden + width) * tokens,
+        },
+    }
+    wanted = [(kind, role, layers * count) for kind, roles in counts.items() for role, count in roles.items()]
+    wanted += [("head", "input", width * tokens), ("head", "weight", 256 * width), ("head", "gradient", 256 * tokens)]
+    assert [(one.kind, one.role, one.count) for one in found] == wanted
+    model = Transformer().prepare(setup_for(corpus)).model
+    assert found[-2].amax == float(model.head.weight.detach().abs().amax())
+    assert 0.5 / tokens < found[-1].amax <= 1 / tokens, "softmax minus one, averaged over the tokens"
+    assert found == Transformer().statistics(setup_for(corpus, "fp16")), "values, not what fp16 leaves of them"
+
+
+def test_weights_that_are_not_finite_are_told_by_name(corpus: Corpus) -> None:
+    """A fast step that trains nothing is no result."""
+    state = stepped(setup_for(corpus))
+    assert Transformer().check(state) == ""
+    with torch.no_grad():
+        state.model.blocks[0].attn.qkv.weight[0, 0] = torch.nan
+    assert Transformer().check(state) == "the parameters are not finite after its steps: blocks.0.attn.qkv.weight"
+    with torch.no_grad():
+        state.model.head.weight[0, 0] = torch.inf
+    assert Transformer().check(state).endswith("blocks.0.attn.qkv.weight and 1 more")

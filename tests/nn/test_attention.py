@@ -1,0 +1,171 @@
+"""Attention's cores against each other and against plain formulas; what low scores cast, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.attention import BareAttention, Core, EmulatedCore, FusedCore, HeadwiseCore
+from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a worker; tensors this small only wait for each other on more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of(name: str) -> Arithmetic:
+    return precisions.get(name).arithmetic(CPU)
+
+
+def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> list[Tensor]:
+    """Queries, keys, values, and the gradient that comes in."""
+    generator = torch.Generator().manual_seed(2)
+    counts = (HEADS, key_heads, key_heads, HEADS)
+    made = [torch.randn(BATCH, count, TOKENS, WIDTH, generator=generator).to(dtype) for count in counts]
+    return [one.requires_grad_(index < 3) for index, one in enumerate(made)]
+
+
+def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Output and the three gradients."""
+    *inputs, pull = tensors
+    output = core(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
+
+
+def by_hand(rounded: Callable[[Tensor], Tensor], prescaled: bool, causal: bool) -> list[Tensor]:
+    """Output and gradients by the formulas on paper, a loop over heads for each product."""
+    q, k, v, pull = (one.detach() for one in heads())
+    group, scale = HEADS // KEY_HEADS, WIDTH**-0.5
+    q_low, k_low, v_low = rounded(q * scale if prescaled else q), rounded(k), rounded(v.mT).mT
+    scores = torch.stack([q_low[:, head] @ k_low[:, head // group].mT for head in range(HEADS)], 1)
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() if causal else torch.ones(TOKENS, TOKENS).bool()
+    scores = rounded(torch.where(seen, scores, 0.0)) * (1.0 if prescaled else scale)
+    exact = torch.where(seen, scores, -math.inf).softmax(-1)
+    low = rounded(exact)
+    outputs, dq, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(HEADS):
+        key = head // group
+        outputs.append(low[:, head] @ v_low[:, key])
+        dv[:, key] += low[:, head].mT @ pull[:, head]
+        dp = pull[:, head] @ v_low[:, key].mT
+        ds = exact[:, head] * (dp - (exact[:, head] * dp).sum(-1, keepdim=True)) * scale
+        dq.append(ds @ k_low[:, key])
+        dk[:, key] += ds.mT @ (q_low[:, head] / scale if prescaled else q_low[:, head])
+    return [torch.stack(outputs, 1), torch.stack(dq, 1), dk, dv]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("prescaled", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
+def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
+    """Each operand rounded along its contraction; gradients pass the rounding as if it were not there."""
+    arithmetic = of(precision)
+
+    def rounded(x: Tensor) -> Tensor:
+        return arithmetic.restore(arithmetic.cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
+
+    found = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
+    # A product summed in another order may fall on the other side of a rounding, one step of one score.
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    for one, wanted in zip(found, by_hand(rounded, prescaled, causal), strict=True):
+        assert float(torch.linalg.vector_norm(one - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("prescaled", [True, False])
+def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
+    """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
+    emulated = outcome(EmulatedCore(of("fp32"), prescaled, causal), *heads())
+    for one, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_is_exact_one_head_at_a_time() -> None:
+    """Against formulas in fp64, gradients through recomputation included."""
+    found = outcome(HeadwiseCore(FusedCore()), *heads(torch.float64))
+    exact = outcome(explicit, *heads(torch.float64))
+    for one, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-13)
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (k, v))
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    return (q @ k.mT / math.sqrt(WIDTH)).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+class Recording(PlainArithmetic):
+    """Keeps what it is asked to cast."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.seen: list[Tensor] = []
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        self.seen.append(tensor.detach().clone())
+        return super().cast(tensor, role)
+
+
+def test_operands_are_cast_along_their_contractions() -> None:
+    """Queries and keys along the head width, probabilities and values along the keys, the scores between."""
+    recording = Recording()
+    q, k, v, _ = heads()
+    EmulatedCore(recording)(q, k, v)
+    assert [tuple(one.shape) for one in recording.seen] == [
+        (BATCH * HEADS * TOKENS, WIDTH), (BATCH * KEY_HEADS * TOKENS, WIDTH), (BATCH * HEADS * TOKENS, TOKENS),
+        (BATCH * HEADS * TOKENS, TOKENS), (BATCH * KEY_HEADS * WIDTH, TOKENS),
+    ]  # fmt: skip
+    scores, probabilities = (one.view(BATCH, HEADS, TOKENS, TOKENS) for one in recording.seen[2:4])
+    assert not scores.triu(1).any(), "what the mask hides must have no say in a scale"
+    assert scores.dtype == torch.float32, "cast from the product's fp32, not rounded to the carrier before"
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
+
+
+def test_scaling_queries_before_keeps_scores_within_fp16() -> None:
+    """Scores of 129600 are infinite in fp16 and make NaN; a quarter of that is not."""
+    q = torch.full((1, 1, 4, 16), 90.0)
+    late, early = (EmulatedCore(of("fp16"), prescaled)(q, q, q) for prescaled in (False, True))
+    assert late.isnan().all()
+    torch.testing.assert_close(early, q, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_core_alone_is_marked_in_both_directions(core: Core, dtype: torch.dtype) -> None:
+    """One stretch each way, and what it gives has the shape and dtype of its queries."""
+    clock, layer = PhaseClock(HostStamper()), BareAttention(core)
+    *inputs, pull = heads(dtype)
+    clock.begin()
+    output = layer(*inputs, clock)
+    gradients = torch.autograd.grad(output, inputs, pull)
+    codes, _ = clock.end()
+    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "attention"] * 2 + ["unattributed"]
+    assert output.shape == inputs[0].shape and output.dtype == dtype
+    assert [one.dtype for one in gradients] == [dtype] * 3
+
+
+def test_later_tokens_are_not_seen() -> None:
+    """Where no scale is shared, the first outputs stay as they are whatever follows."""
+    q, k, v, _ = (one.detach() for one in heads())
+    for core in (FusedCore(), EmulatedCore(of("bf16"))):
+        before = core(q, k, v)
+        changed = [torch.cat((one[:, :, :10], one[:, :, 10:] + 1), 2) for one in (q, k, v)]
+        after = core(*changed)
+        assert torch.equal(before[:, :, :10], after[:, :, :10]) and not torch.equal(before, after)

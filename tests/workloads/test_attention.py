@@ -1,0 +1,198 @@
+"""The attention workload: its parameters, what it counts, marks and finds wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.errors import UsageError
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.plan import make_plan
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.attention import Attention
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+TINY: dict[str, Scalar] = {
+    "part": "layer", "sequence": 32, "batch": 2, "heads": 4, "key_heads": 2, "head_width": 16, "causal": "yes",
+    "pass": "training", "scores": "high",
+}  # fmt: skip
+
+
+def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
+    case = Case("attention", tuple({**TINY, **changes}.items()), precision, "cpu")
+    mode = precisions.get(precision)
+    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
+    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale)
+
+
+def phases(setup: Setup) -> set[str]:
+    workload, clock = Attention(), PhaseClock(HostStamper())
+    state = workload.prepare(setup)
+    clock.begin()
+    workload.step(state, clock)
+    codes, _ = clock.end()
+    return {CELL_PHASES[code] for code in codes} - {"unattributed"}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "training"])
+@pytest.mark.parametrize("scores", ["high", "low", "low-prescaled"])
+def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
+    """The core is attention whatever its scores are; the layer adds products and their casts."""
+    common = {"scores": scores, "pass": pass_}
+    assert phases(setup_for("bf16", part="core", **common)) == {"attention", "elementwise"}
+    assert phases(setup_for("fp8", part="layer", **common)) == {"attention", "elementwise", "gemm", "cast"}
+    assert phases(setup_for("fp32", part="layer", **common)) == {"attention", "elementwise", "gemm"}
+
+
+@pytest.mark.parametrize("causal", ["yes", "no"])
+@pytest.mark.parametrize("pass_", ["forward", "training"])
+@pytest.mark.parametrize("part", ["core", "layer"])
+def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) -> None:
+    """Products by torch's own formulas; it counts all scores, the plan those that a causal mask leaves."""
+    changes = {"part": part, "pass": pass_, "causal": causal, "key_heads": 4}
+    state = Attention().prepare(setup_for(**changes))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        if state.pull is None:
+            Attention().step(state, SilentPhases())
+        else:  # the counter cannot follow autograd.grad, which a step calls
+            state.layer(*state.inputs, SilentPhases()).backward(state.pull)
+    counted = counter.get_flop_counts()["Global"]
+    attention = counted[torch.ops.aten.bmm] / (2 if causal == "yes" else 1)
+    assert Attention().work({**TINY, **changes}).flops == counted.get(torch.ops.aten.mm, 0) + attention
+
+
+def test_work_counts_tokens_and_what_memory_must_hold() -> None:
+    """Low scores stand in memory as a matrix, twice, in fp32; fused ones never do."""
+    high, low = (Attention().work({**TINY, "scores": scores}) for scores in ("high", "low"))
+    assert high.tokens == 64 and high.flops == low.flops
+    assert low.least_memory - high.least_memory == 2 * 4 * (2 * 4 * 32 * 32)
+    # Grouped keys: weights of 64 x (64 + 2 x 32) and 64 x 64, once and as gradients, and two-byte activations.
+    assert high.least_memory == 2 * 4 * 64 * (128 + 64) + 2 * 2 * 64 * (128 + 64) + 2 * 64 * 64
+
+
+def test_the_case_says_how_many_key_heads() -> None:
+    """As many as heads, or a divisor; anything else is refused before a worker starts."""
+    expand = Attention().expand
+    assert dict(expand({**TINY, "key_heads": "auto"})[0])["key_heads"] == 4
+    assert dict(expand({**TINY, "key_heads": 1})[0]) == {**TINY, "key_heads": 1}
+    request = Request("attention", axes=(("key_heads", ("3",)),))
+    with pytest.raises(UsageError, match=r"key_heads=3 does not divide heads=4.*Choose a divisor"):
+        make_plan(request, (CPU,))
+
+
+@pytest.mark.parametrize(("axis", "value"), [("sequence", "0"), ("key_heads", "few"), ("scores", "lo"), ("pass", "")])
+def test_what_an_axis_cannot_be_is_refused(axis: str, value: str) -> None:
+    """With the axis's name."""
+    axes = {one.name: one for one in Attention().axes(CPU)}
+    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}'"):
+        axes[axis].values([value])
+
+
+def support(precision: str, facts: DeviceFacts = CPU, **changes: Scalar) -> tuple[Level, str]:
+    found = Attention().support({**TINY, **changes}, precisions.get(precision), facts)
+    return found.level, found.reason
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "tf32", "fp8", "nvfp4"])
+def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -> None:
+    """Only those that values are carried in; with low scores every one is emulated, fp32 included."""
+    carried_by = precisions.get(precision).carried_by
+    level, reason = support(precision, part="core")
+    assert level is (Level.REFUSED if carried_by else Level.NATIVE)
+    assert not carried_by or reason.startswith(f"{precision} leaves attention's scores to {carried_by}")
+    for part in ("core", "layer"):
+        for facts in (CPU, H200):
+            level, reason = support(precision, facts, part=part, scores="low")
+            assert level is Level.EMULATED and "explicit products" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [({}, True), ({"head_width": 10}, False), ({"sequence": 20, "batch": 1}, False),
+     ({"sequence": 20, "batch": 1, "pass": "forward"}, True), ({"part": "core", "head_width": 10}, None)],
+)  # fmt: skip
+def test_a_native_layer_that_does_not_fit_says_why(changes: dict[str, Scalar], fits: bool | None) -> None:
+    """Features by sixteen, and tokens where weight gradients contract over them."""
+    level, reason = support("fp8", H200, **changes)
+    assert level is (Level.NATIVE if fits else Level.REFUSED)
+    assert fits is not False or "multiples of 16" in reason
+    assert support("fp8", CPU, **{**changes, "part": "layer"})[0] is Level.EMULATED
+    assert support("fp8", H200, **{**changes, "scores": "low"})[0] is (
+        Level.REFUSED if fits is False else Level.EMULATED
+    )
+
+
+def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
+    """Against fp64 on the unrounded inputs."""
+    setup = setup_for("bf16", part="core", key_heads=4, **{"pass": "forward"})
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))
+    scores = q.double() @ k.double().mT / 4
+    hidden = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    exact = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v.double()
+    low = torch.nn.functional.scaled_dot_product_attention(*(one.bfloat16() for one in (q, k, v)), is_causal=True)
+    assert Attention().error(setup) == {"output_error": pytest.approx(relative_frobenius(low, exact), rel=1e-6)}
+
+
+@pytest.mark.parametrize("part", ["core", "layer"])
+@pytest.mark.parametrize("scores", ["high", "low", "low-prescaled"])
+def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
+    """Of the output and of all gradients."""
+    low = ("fp8", "nvfp4") if part == "layer" or scores != "high" else ()
+    found = [Attention().error(setup_for(name, part=part, scores=scores)) for name in ("fp32", "bf16", *low)]
+    for metric in ("output_error", "gradient_error"):
+        values = [one[metric] for one in found]
+        assert values == sorted(values) and values[0] < 2e-6 and 1e-3 < values[1] < 2e-2 and values[-1] < 1
+
+
+def test_low_scores_cost_more_than_low_products_around_them() -> None:
+    """What the axis is for."""
+    high, low = (Attention().error(setup_for("fp8", scores=scores)) for scores in ("high", "low"))
+    assert low["output_error"] > 1.05 * high["output_error"]
+
+
+def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
+    """Of the inputs as they are; scaled queries where they are scaled first."""
+    state = Attention().prepare(setup_for(part="core"))
+    q, k, v = (one.detach() for one in state.inputs)
+    found = {one.kind: one for one in Attention().statistics(setup_for(part="core"))}
+    assert [one.kind for one in found.values()] == ["q", "k", "v", "scores"]
+    assert [one.role for one in found.values()] == [""] * 4
+    assert [found[kind].amax for kind in "qkv"] == [float(one.abs().amax()) for one in (q, k, v)]
+    assert [one.count for one in found.values()] == [4096, 2048, 2048, 2 * 4 * 32 * 33 // 2]
+    scores = (q @ k.repeat_interleave(2, 1).mT).tril()
+    assert found["scores"].amax == pytest.approx(float(scores.abs().amax()), rel=1e-6)
+    scaled = {one.kind: one for one in Attention().statistics(setup_for(part="core", scores="low-prescaled"))}
+    for kind in ("q", "scores"):
+        assert scaled[kind].amax == pytest.approx(found[kind].amax / 4, rel=1e-6)
+    whole = Attention().statistics(setup_for(part="layer", causal="no"))
+    assert [one.count for one in whole] == [4096, 2048, 2048, 2 * 4 * 32 * 32]
+
+
+@pytest.mark.parametrize("part", ["core", "layer"])
+def test_two_states_of_one_seed_are_alike(part: str) -> None:
+    """The control has tensors of its own with the same values, and gives the same numbers."""
+    one, other, different = (Attention().prepare(setup_for("bf16", seed, part=part)) for seed in (3, 3, 4))
+    for mine, others in zip(one.leaves(), other.leaves(), strict=True):
+        assert torch.equal(mine, others) and mine.data_ptr() != others.data_ptr()
+    assert torch.equal(one.outcome()[0], other.outcome()[0])
+    assert not torch.equal(one.outcome()[0], different.outcome()[0])
+    assert one.inputs[0].dtype == torch.bfloat16
+
+
+def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
+    """The longest sequence of each: milliseconds there, tera-operations here."""
+    for facts, low, high in ((CPU, 1e8, 1e10), (H200, 1e12, 1e14)):
+        groups = make_plan(Request("attention", devices=(facts.key,)), (facts,)).groups
+        largest = max(groups, key=lambda group: group.cases[0].work.flops).cases[0]
+        assert low < largest.work.flops < high
+        assert {str(group.cases[0].case.param("part")) for group in groups} == {"core", "layer"}
