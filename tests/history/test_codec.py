@@ -81,7 +81,8 @@ FINDING = Finding(
     (Label.NOISY, Label.DRIFT), "why",
 )  # fmt: skip
 VALUES: list[Any] = [
-    RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION, RUN.environment,
+    RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
+    RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0],
 ]  # fmt: skip
