@@ -47,7 +47,8 @@ def operations(corpus: str) -> tuple[Operation, ...]:
         Operation(
             "step", "nano transformer step", "bf16",
             (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
-             ("base.micro_batches", 2), ("base.data", corpus)),
+             ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"),
+             ("base.attention", "auto"), ("base.data", corpus)),
             10.0,
         ),
     )  # fmt: skip
