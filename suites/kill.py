@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fp8bench import __version__
 from fp8bench.history.runs import load_run, missing_groups, run_files
 from fp8bench.model import Run, Status
 
@@ -249,8 +250,11 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
         return
 
 
-def trials(kills: int, seed: int, most_per_run: int = 24) -> Tally:
-    """So many kills, over as many runs as that takes. A broken promise is kept in words, and its store too."""
+def trials(kills: int, seed: int, keep: Callable[[Tally], None] | None = None, most_per_run: int = 24) -> Tally:
+    """So many kills, over as many runs as that takes. A broken promise is kept in words, and its store too.
+
+    `keep` is handed the tally after every run, so that trials that are interrupted themselves are not lost.
+    """
     chance = random.Random(seed)
     tally = Tally()
     while sum(tally.kills.values()) < kills:
@@ -260,8 +264,10 @@ def trials(kills: int, seed: int, most_per_run: int = 24) -> Tally:
             one_run(folder, chance, tally, wanted)
         except Promise as broken:
             tally.broken.append(f"{broken} ({folder.name})")
-            continue
-        shutil.rmtree(folder)
+        else:
+            shutil.rmtree(folder)
+        if keep is not None:
+            keep(tally)
     return tally
 
 
@@ -272,19 +278,34 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH")
     arguments = parser.parse_args()
     begun = time.monotonic()
-    tally = trials(arguments.kills, arguments.seed)
+
+    def keep(tally: Tally) -> None:
+        if arguments.json:
+            arguments.json.write_text(report(tally, arguments.seed, time.monotonic() - begun) + "\n")
+
+    tally = trials(arguments.kills, arguments.seed, keep)
+    print(report(tally, arguments.seed, time.monotonic() - begun))
+    return 1 if tally.broken else 0
+
+
+def report(tally: Tally, seed: int, seconds: float) -> str:
+    """The tally as JSON, with what it was made under."""
+    kills = sum(tally.kills.values())
     result = {
-        "command": f"python -m suites.kill --kills {arguments.kills} --seed {arguments.seed}",
+        "command": f"python -m suites.kill --kills {kills} --seed {seed}", "num_kills": kills,
         "kills": dict(tally.kills), "moments": dict(tally.moments), "runs": tally.runs,
         "resumptions": tally.resumptions, "torn_lines_skipped": tally.torn_lines,
         "failed_cases_of_killed_workers": tally.failed_cases, "broken_promises": tally.broken,
-        "seconds": round(time.monotonic() - begun, 1), "python": platform.python_version(),
+        "seconds": round(seconds, 1), "fp8bench": __version__, "commit": commit(), "python": platform.python_version(),
         "system": platform.platform(),
     }  # fmt: skip
-    print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if tally.broken else 0
+    return json.dumps(result, indent=1)
+
+
+def commit() -> str:
+    """What was killed."""
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
