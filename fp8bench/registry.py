@@ -13,7 +13,8 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -21,6 +22,9 @@ from fp8bench.errors import Fp8benchError, ImportFailed, UnknownName
 from fp8bench.protocols import Device, Precision, Workload
 
 T = TypeVar("T")
+
+# Words that every leaf of a kind has, and what they must be.
+_KINDS = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
 
 
 class Registry(Generic[T]):
@@ -45,6 +49,8 @@ class Registry(Generic[T]):
         """
 
         def decorate(leaf: type[T]) -> type[T]:
+            for word in (name, *aliases):
+                self._check_name(word, leaf)
             self._check(name, leaf)
             for word in (name, *aliases):
                 holder = self._leaves.get(self._aliases.get(word, word))
@@ -84,8 +90,17 @@ class Registry(Generic[T]):
         """A new instance of the leaf of that name or alias."""
         return self._leaves[self.canonical(word)]()
 
+    def _check_name(self, name: object, leaf: type[T]) -> None:
+        """Lists of names have commas, paths have slashes, and 'all' is every suite: no name may be mistaken for one."""
+        wrong = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
+        if wrong or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
+            raise Fp8benchError(
+                f"{_address(leaf)} registers as {name!r:.80}, which is no name for a {self.kind}. Give a word without "
+                "commas, blanks and slashes, which is not 'all' and does not end in .py."
+            )
+
     def _check(self, name: str, leaf: type[T]) -> None:
-        """What is missing is said when a leaf registers, not in the middle of a run."""
+        """What is missing or of the wrong kind is said when a leaf registers, not in the middle of a run."""
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
                 f"the {self.kind} {name!r} is no {self._base.__name__}: derive {_address(leaf)} from it."
@@ -99,6 +114,13 @@ class Registry(Generic[T]):
                 f"{_address(leaf)} registers as {name!r} and has {self._words[0]} = {getattr(leaf, self._words[0])!r}. "
                 "Write the same name twice."
             )
+        for word, kind in _KINDS.items():
+            value = getattr(leaf, word, None)
+            if word in self._words and type(value) is not kind:
+                raise Fp8benchError(
+                    f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
+                    f"{'text' if kind is str else 'a whole number'}. Mend {_address(leaf)}."
+                )
 
     def _walk(self) -> None:
         if self._walked:
@@ -113,7 +135,7 @@ def _address(leaf: type) -> str:
     return f"{leaf.__module__}.{leaf.__qualname__}"
 
 
-workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary"))
+workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary", "version"))
 precisions: Registry[Precision] = Registry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
 devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))
 
@@ -124,13 +146,68 @@ def import_user_modules(names: Iterable[str]) -> None:
         for registry in (workloads, precisions, devices):
             registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with _stdout_to_stderr():
                 _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # foreign code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code may raise anything
             raise ImportFailed(
                 f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
                 "registers workloads, precisions or devices."
             ) from error
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What the body prints goes to stderr, also what its child processes do and what C code writes.
+
+    The descriptor is left alone where it is not stdout's: in a notebook, under a test that captures, closed.
+    """
+    out, kept = sys.stdout, -1
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if out.fileno() == 1:
+            out.flush()
+            kept = os.dup(1)
+    try:
+        if kept >= 0:
+            _point_at_stderr(1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept >= 0:
+            with contextlib.suppress(OSError, ValueError):
+                out.flush()  # what was written past the redirection must not wait until stdout is stdout again
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _point_at_stderr(descriptor: int) -> None:
+    """Where stderr is closed its number may be anybody's file: then what is printed goes nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(sys.stderr.fileno(), descriptor)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def digest_of(names: Iterable[str]) -> str | None:
+    """One SHA-256 over the code of imported modules and files, a package with all its files; None for no code.
+
+    Where they lie is not part of it: the same code somewhere else is the same code.
+    """
+    whole = hashlib.sha256()
+    files = [file for name in names for file in _files_of(name)]
+    for file in files:
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest() if files else None
+
+
+def _files_of(name: str) -> list[Path]:
+    file = getattr(sys.modules.get(user_module(name) if name.endswith(".py") else name), "__file__", None)
+    if not isinstance(file, str) or not Path(file).is_file():
+        return []
+    return sorted(Path(file).parent.rglob("*.py")) if Path(file).name == "__init__.py" else [Path(file)]
 
 
 def own_words(error: BaseException) -> str:

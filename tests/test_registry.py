@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import Fp8benchError, ImportFailed, UnknownName
-from fp8bench.registry import Registry, devices, import_user_modules, precisions, workloads
+from fp8bench.protocols import Workload
+from fp8bench.registry import Registry, devices, digest_of, import_user_modules, precisions, workloads
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Thing:
@@ -152,3 +158,101 @@ def test_a_folder_that_ends_in_py_is_no_module(tmp_path: Path) -> None:
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ImportFailed, match=r"folder\.py is a directory"):
         import_user_modules([str(tmp_path / "folder.py")])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["raise BaseException('no luck')", "raise GeneratorExit", "import asyncio\nraise asyncio.CancelledError"],
+    ids=["BaseException", "GeneratorExit", "CancelledError"],
+)
+def test_whatever_a_module_raises_is_a_failed_import(folder: Path, content: str) -> None:
+    """Kinds that `except Exception` lets through would end in a traceback."""
+    (folder / "raises_oddly.py").write_text(content)
+    with pytest.raises(ImportFailed, match="importing 'raises_oddly' failed"):
+        import_user_modules(["raises_oddly"])
+
+
+def test_an_interrupt_while_a_module_is_imported_stays_one(folder: Path) -> None:
+    """Ctrl-C is the user's word, not the module's."""
+    (folder / "interrupted_import.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        import_user_modules(["interrupted_import"])
+
+
+@pytest.mark.parametrize(
+    "name", [3, None, "", "all", "a,b", "a b", "a\n", "a/b", "mine.py", "a\x1b[2J", "a\ud800"], ids=repr
+)
+def test_a_word_that_could_not_be_asked_for_is_no_name(registry: Registry[Thing], name: str) -> None:
+    """Neither as the name nor as an alias."""
+    for words in ((name,), ("good", name)):
+        with pytest.raises(Fp8benchError, match=r"registers as .*, which is no name for a thing\. Give a word"):
+            registry.register(*words)(Thing)
+    assert registry.names() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"summary": 3}, "has summary = 3, and it must be text"),
+        ({"summary": None}, "has summary = None, and it must be text"),
+        ({"version": 2}, "has version = 2, and it must be text"),
+    ],
+    ids=["a number as summary", "None as summary", "a number as version"],
+)
+def test_words_of_the_wrong_kind_are_refused_when_registered(words: dict[str, object], sentence: str) -> None:
+    """Lists and files hold them as text."""
+    methods = dict.fromkeys(("axes", "work", "prepare", "step"), lambda self, *_: None)
+    leaf = type("Leaf", (Workload,), {"name": "odd", "summary": "fine", **methods, **words})
+    with pytest.raises(Fp8benchError, match=sentence):
+        workloads.register("odd")(leaf)
+    assert "odd" not in workloads.names()
+
+
+LOUD = (
+    "import os, sys\nos.system('echo a child')\nos.write(1, b'a descriptor\\n')\nsys.__stdout__.write('a stream\\n')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "err"),
+    [("", ["a child", "a descriptor", "a stream"]), ("2>&-", []), ("1>&-", []), ("1>&- 2>&-", [])],
+    ids=["open", "no stderr", "no stdout", "neither"],
+)
+def test_what_a_module_and_its_children_print_is_no_output(tmp_path: Path, redirection: str, err: list[str]) -> None:
+    """Below Python's streams, too; and stdout is stdout again afterwards, whatever is closed."""
+    (tmp_path / "loud.py").write_text(LOUD if "1>&-" not in redirection else "import os\nos.system('echo a child')\n")
+    (tmp_path / "program.py").write_text(
+        "import sys\nprint('before')\nfrom fp8bench.registry import import_user_modules\n"
+        "import_user_modules([sys.argv[1]])\nprint('after')\n"
+    )
+    command = f"exec {shlex.join([sys.executable, 'program.py', './loud.py'])} {redirection}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ([] if "1>&-" in redirection else ["before", "after"])
+    assert sorted(done.stderr.splitlines()) == err or "1>&-" in redirection
+
+
+def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
+    """A package counts with all its files, loaded or not."""
+    assert digest_of([]) is None
+    digests = []
+    for place in ("one", "two"):
+        (folder / place).mkdir()
+        path = folder / place / "digested.py"
+        path.write_text("x = 1\n")
+        import_user_modules([str(path)])
+        digests.append(digest_of([str(path)]))
+    assert digests[0] == digests[1] is not None
+    path.write_text("x = 2\n")
+    assert digest_of([str(path)]) not in (digests[0], None)
+    package = folder / "digested_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text("y = 1\n")
+    import_user_modules(["digested_package"])
+    before = digest_of(["digested_package"])
+    (package / "inner.py").write_text("y = 2\n")
+    assert before is not None and digest_of(["digested_package"]) not in (before, None)
