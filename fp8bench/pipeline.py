@@ -28,7 +28,7 @@ from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, R
 from fp8bench.plan import check_names, make_plan, reads_corpus
 from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules
-from fp8bench.resuming import refuse_foreign
+from fp8bench.resuming import refuse_elsewhere, refuse_foreign, refuse_lost
 
 
 def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
@@ -54,15 +54,17 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     """
     start = time.monotonic()
     run = load_run(path)
+    refuse_lost(run)
     groups = missing_groups(run)
     if run.finished and not groups:
         return False, run
+    refuse_elsewhere(run)
     store = store_of(path) or store
     corpus = _prepared(run.request, store)
     check_store(store)
     with _worker(run.request, corpus) as worker:
         facts = worker.probe()
-        environment = gather(worker.software(), __version__, run.request.threads)
+        environment = gather(worker.software(), __version__, run.request.threads, run.request.imports)
         refuse_foreign(run, make_plan(run.request, facts, corpus.identity if corpus else None), facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(_now(), command, environment))
@@ -136,14 +138,14 @@ def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: st
         command=command,
         request=request,
         plan=plan,
-        environment=gather(worker.software(), __version__, request.threads),
+        environment=gather(worker.software(), __version__, request.threads, request.imports),
         devices=facts,
         overheads=tuple((one.key, worker.overheads(one)) for one in facts if one.key in used),
     )
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _note_company(writer: RunWriter, noted: set[str]) -> None:
