@@ -7,19 +7,15 @@ ProcessWorker runs the bench in a process of its own; LocalWorker runs the same 
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import traceback
 from abc import ABC, abstractmethod
-from multiprocessing.connection import Connection
-from typing import IO, Any, Self, cast
+from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.limits import HANG_SECONDS
+from fp8bench.measure.process import WorkerProcess
 from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0
@@ -110,10 +106,7 @@ class ProcessWorker(Worker):
     def __init__(self, settings: Settings, python: str = sys.executable) -> None:
         self._settings = settings
         self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._lifeline = -1
-        self._log: IO[bytes] | None = None
+        self._process: WorkerProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -122,13 +115,13 @@ class ProcessWorker(Worker):
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
-            self._start()
+            self._process = WorkerProcess(self._python, self._environment())
             try:
-                self._exchange(START_SECONDS, "open", self._settings)
+                self._exchange(self._process, START_SECONDS, "open", self._settings)
             except WorkerFault:
                 self.close()  # a process without a bench could only answer nonsense
                 raise
-        return self._exchange(limit, name, *arguments)
+        return self._exchange(self._process, limit, name, *arguments)
 
     def release(self, key: str) -> tuple[str, ...]:
         # A worker that is gone holds nothing, and need not be started to say so.
@@ -136,30 +129,15 @@ class ProcessWorker(Worker):
 
     def close(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        if self._connection is not None:
-            self._connection.close()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-        try:
-            process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if self._log is not None:
-            self._log.close()
+        if process is not None:
+            process.close()
 
     def restart(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-        self.close()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline_read, self._lifeline = os.pipe()
-        self._log = tempfile.TemporaryFile()
+    def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         # It would turn TF32 on or off behind a precision's name; set it and nothing here means what it says.
@@ -167,59 +145,24 @@ class ProcessWorker(Worker):
         # Its pool of compiling processes and threads would go on running beside what is timed.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        try:
-            self._process = subprocess.Popen(
-                [self._python, "-P", "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
-                pass_fds=(theirs.fileno(), lifeline_read),
-            )  # fmt: skip
-        finally:
-            theirs.close()
-            os.close(lifeline_read)
-        self._connection = Connection(ours.detach())
+        return environment
 
-    def _exchange(self, limit: float, name: str, *arguments: Any) -> Any:
-        assert self._connection is not None
+    def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:
-            self._connection.send((name, arguments))
-            if not self._connection.poll(limit):
+            process.send((name, arguments))
+            if not process.answered(limit):
                 self.restart()
                 raise WorkerHung(
                     f"no answer to {name!r} within {limit:g} s; the worker was ended (--case-timeout sets the limit)"
                 )
-            reply = self._connection.recv()
+            reply = process.receive()
         except (EOFError, OSError):
-            raise self._lost(name) from None
+            words = process.end_in_words()
+            self.restart()
+            raise WorkerLost(f"the worker crashed during {name!r}: {words}") from None
         except KeyboardInterrupt:
             self.restart()  # its late answer would be taken for the next request's, and it may be in a long step
             raise
         if reply[0] == "fault":
             raise WorkerFault(*reply[1:])
         return reply[1]
-
-    def _lost(self, name: str) -> WorkerLost:
-        """What the exit status and the last words of a vanished worker say."""
-        assert self._process is not None
-        try:
-            status = self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            status = 0
-        if status < 0:
-            how = f"it was ended by {signal.Signals(-status).name}"
-            if -status == signal.SIGKILL:
-                how += " (the system ends processes so when memory runs out)"
-        else:
-            how = f"it exited with status {status}"
-        words = self._last_words()
-        self.restart()
-        return WorkerLost(f"the worker crashed during {name!r}: {how}{words}")
-
-    def _last_words(self) -> str:
-        if self._log is None:
-            return ""
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - 2000))
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        # faulthandler leads with the error; plain Python tracebacks end with it.
-        telling = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
-        return f": {telling}" if telling else ""

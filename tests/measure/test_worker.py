@@ -27,7 +27,8 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.registry import import_user_modules, user_module, workloads
 
 HAZARDS = (
-    "none", "raise", "memory", "exit", "segv", "kill", "hang", "talk", "write", "thread", "prefetch", "nan", "spoil",
+    "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
+    "spoil",
 )  # fmt: skip
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
 WORKLOAD = """
@@ -69,6 +70,7 @@ HAZARDS = {
     "exit": lambda: os._exit(1),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "signal": lambda: os.kill(os.getpid(), 40),
     "hang": sleep,
     "hold": hold,
     "talk": talk,
@@ -152,6 +154,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
         ("exit", "the worker crashed during 'slot': it exited with status 1"),
         ("segv", "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault"),
         ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
+        ("signal", "the worker crashed during 'slot': it was ended by signal 40"),
         ("hang", "no answer to 'slot' within 3 s; the worker was ended (--case-timeout sets the limit)"),
         ("talk", "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step."),
         ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),

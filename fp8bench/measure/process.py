@@ -1,0 +1,111 @@
+"""A worker's process as its parent holds it: started, spoken to, ended with all it has started, its last words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+# A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
+_GLANCE_SECONDS = 0.5
+_POLITE_SECONDS = 2.0
+
+
+class WorkerProcess:
+    """The child, the socket to it, the lifeline that tells it that we live, and the file it prints into."""
+
+    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline_read, self._lifeline = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        self._connection = Connection(ours.detach())
+        try:
+            self._popen = subprocess.Popen(
+                [python, "-P", "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
+                pass_fds=(theirs.fileno(), lifeline_read),
+            )  # fmt: skip
+        except BaseException:
+            self._let_go()
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def send(self, request: object) -> None:
+        self._connection.send(request)
+
+    def answered(self, limit: float) -> bool:
+        """Whether there is something to receive within so many seconds; EOFError if the process has ended without."""
+        end = time.monotonic() + limit
+        while not self._connection.poll(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic()))):
+            if self._popen.poll() is not None and not self._connection.poll(0.0):
+                raise EOFError
+            if time.monotonic() >= end:
+                return False
+        return True
+
+    def receive(self) -> Any:
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Let it end by itself, for a while; then end it."""
+        self._connection.close()
+        try:
+            self._popen.wait(_POLITE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return
+        self._let_go()
+
+    def kill(self) -> None:
+        """End it now, whatever it does."""
+        self._popen.kill()
+        self._popen.wait()
+        self._let_go()
+
+    def end_in_words(self) -> str:
+        """What the exit status and the last words of a process that has vanished say."""
+        try:
+            status = self._popen.wait(_POLITE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it closed its socket and went on{self._last_words()}"
+        if status >= 0:
+            return f"it exited with status {status}{self._last_words()}"
+        how = f"it was ended by {signal_name(-status)}"
+        if -status == signal.SIGKILL:
+            how += " (the system ends processes so when memory runs out)"
+        return how + self._last_words()
+
+    def _last_words(self) -> str:
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 2000))
+        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        # faulthandler leads with the error; plain Python tracebacks end with it.
+        telling = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
+        return f": {telling}" if telling else ""
+
+    def _let_go(self) -> None:
+        self._connection.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        self._log.close()
+
+
+def signal_name(number: int) -> str:
+    """SIGSEGV and its like by name; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
