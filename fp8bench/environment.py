@@ -8,10 +8,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
+from fp8bench.registry import digest_of
 
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
@@ -19,8 +20,10 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def gather(software: Mapping[str, Scalar | None], version: str, threads: int) -> Environment:
-    """Everything that may explain a number; None where the system does not say."""
+def gather(
+    software: Mapping[str, Scalar | None], version: str, threads: int, imports: Iterable[str] = ()
+) -> Environment:
+    """Everything that may explain a number; None where the system does not say. `imports` are the user's modules."""
     facts: dict[str, Scalar | None] = {
         "fp8bench": version,
         "machine": platform.node() or "unknown",
@@ -35,6 +38,7 @@ def gather(software: Mapping[str, Scalar | None], version: str, threads: int) ->
         "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
         "load_1min": _load(),
         "threads": threads,
+        "imports_sha256": digest_of(imports),
         **_commit(Path.cwd()),
         **{f"env_{name}": os.environ[name] for name in _VARIABLES if name in os.environ},
         **software,

@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
 
-_SAME = ("machine", "fp8bench", "python", "torch", "torch_git", "threads")
+# Facts of the environment, and how a sentence calls them.
+_SAME = {
+    "machine": "machine",
+    "fp8bench": "fp8bench",
+    "python": "python",
+    "torch": "torch",
+    "torch_git": "torch_git",
+    "threads": "threads",
+    "commit": "the commit",
+    "imports_sha256": "the code of --import",
+}
+
+
+def refuse_lost(run: Run) -> None:
+    """Raise where the file does not say what was asked."""
+    if not run.devices:
+        raise _cannot(run, "its header is lost, so what is missing is not known", "Start a new run.")
+
+
+def refuse_elsewhere(run: Run) -> None:
+    """Raise where a file that the run names by a path of its own folder is not to be found from here."""
+    named = [name for name in run.request.imports if name.endswith(".py")]
+    named += [run.request.data] if run.request.data is not None else []
+    for name in named:
+        if not Path(name).is_absolute() and not Path(name).exists():
+            why = f"there is no file {name} here, which it reads"
+            raise _cannot(run, why, "Resume it in the folder where it began.")
+
+
+def _cannot(run: Run, why: str, advice: str) -> UsageError:
+    return UsageError(f"the run {run.id} cannot be resumed here: {why}. {advice}")
 
 
 def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raise where machine, software, device or plan are not what the run began with; says which."""
     differs = next(iter(_differences(run, plan, facts, environment)), "")
     if differs:
-        raise UsageError(
-            f"the run {run.id} cannot be resumed here: {differs}. Its halves would not compare; start a new run."
-        )
+        raise _cannot(run, differs, "Its halves would not compare; start a new run.")
 
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
-    if not run.devices:
-        yield "its header is lost, so what is missing is not known"
-        return
-    for name in _SAME:
+    for name, called in _SAME.items():
         before, now = run.environment.get(name), environment.get(name)
         if before != now:
-            yield f"{name} was {_shown(before)} and is {_shown(now)}"
+            yield f"{called} was {_shown(before)} and is {_shown(now)}"
     here = {one.key: one for one in facts}
     for key in dict.fromkeys(planned.case.device for group in run.plan for planned in group.cases):
         before_facts = next((one for one in run.devices if one.key == key), None)

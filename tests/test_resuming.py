@@ -18,7 +18,7 @@ from fp8bench.history.writing import RunWriter, reopen_run, running_beside
 from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import import_user_modules, workloads
-from fp8bench.resuming import refuse_foreign
+from fp8bench.resuming import refuse_elsewhere, refuse_foreign
 
 SUITE = """
 from fp8bench.axes import Axis, whole_number
@@ -218,7 +218,10 @@ def test_a_torn_end_gets_a_line_of_its_own(tmp_path: Path) -> None:
 
 
 FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
-SAME = {"machine": "box", "fp8bench": "0.1.0", "python": "3.11", "torch": "2.13.0", "torch_git": None, "threads": 1}
+SAME = {
+    "machine": "box", "fp8bench": "0.1.0", "python": "3.11", "torch": "2.13.0", "torch_git": None, "threads": 1,
+    "commit": None, "imports_sha256": None,
+}  # fmt: skip
 
 
 def planned(precision: str = "fp32", version: str = "1") -> Plan:
@@ -240,19 +243,21 @@ def test_the_same_place_is_no_foreign_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "now"),
+    ("name", "called", "now"),
     [
-        ("machine", "other"),
-        ("fp8bench", "9.9"),
-        ("python", "3.12"),
-        ("torch", "2.11"),
-        ("torch_git", "x"),
-        ("threads", 2),
+        ("machine", "machine", "other"),
+        ("fp8bench", "fp8bench", "9.9"),
+        ("python", "python", "3.12"),
+        ("torch", "torch", "2.11"),
+        ("torch_git", "torch_git", "x"),
+        ("threads", "threads", 2),
+        ("commit", "the commit", "0123abcd"),
+        ("imports_sha256", "the code of --import", "0123abcd"),
     ],
 )
-def test_another_machine_or_software_is_refused(name: str, now: str | int) -> None:
+def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:
     """It says what was and what is."""
-    with pytest.raises(UsageError, match=rf"cannot be resumed here: {name} was .* and is {now}.*start a new run"):
+    with pytest.raises(UsageError, match=rf"cannot be resumed here: {called} was .* and is {now}.*start a new run"):
         refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
 
 
@@ -280,5 +285,50 @@ def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> 
     path.write_bytes(b"{broken\n" + b"".join(lines[1:]))
     run = load_run(path)
     assert len(run.records) == 4 and run.troubles[0].startswith("line 1, the header, is broken")
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=r"cannot be resumed here: its header is lost.*Start a new run"):
         pipeline.resume(path, tmp_path, Watching(), "again")
+
+
+def test_a_finished_run_without_its_header_is_not_called_complete(suite: str, tmp_path: Path) -> None:
+    """Its plan is made of the records that are left, so that nothing would seem to be missing."""
+    path = Path(cut_off(suite, tmp_path, stop_at=None).path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[1:3], *lines[-1:]]))
+    before = path.read_bytes()
+    assert load_run(path).finished
+    with pytest.raises(UsageError, match="its header is lost"):
+        pipeline.resume(path, tmp_path, Watching(), "again")
+    assert path.read_bytes() == before
+
+
+def test_code_that_changed_is_not_resumed(suite: str, tmp_path: Path) -> None:
+    """One comment more is other code: nobody can say whether it matters."""
+    path = Path(cut_off(suite, tmp_path).path)
+    Path(suite).write_text(SUITE + "# changed\n")
+    with pytest.raises(UsageError, match=r"the code of --import was [0-9a-f]{64} and is [0-9a-f]{64}"):
+        pipeline.resume(path, tmp_path, Watching(), "again")
+    Path(suite).write_text(SUITE)
+    assert pipeline.resume(path, tmp_path, Watching(), "again")[1].finished
+
+
+def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means the folder where one resumes; where it is not there, the sentence says where to go."""
+    monkeypatch.chdir(tmp_path)
+    run = pipeline.execute(request_for("sums_suite.py"), tmp_path, Watching(2), "the first half")
+    for folder in ("empty", "copy"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UsageError, match=r"no file sums_suite\.py here.*Resume it in the folder where it began"):
+        pipeline.resume(Path(run.path), tmp_path, Watching(), "again")
+    monkeypatch.chdir(tmp_path / "copy")
+    Path("sums_suite.py").write_text(SUITE)
+    workloads._leaves.pop("sums")
+    assert pipeline.resume(Path(run.path), tmp_path, Watching(), "again")[1].finished
+
+
+def test_a_text_that_is_not_here_says_where_to_resume() -> None:
+    """The path of --data is as given, too."""
+    run = replace(a_run(), request=Request("transformer", data="nowhere/text.txt"))
+    with pytest.raises(UsageError, match=r"no file nowhere/text\.txt here.*in the folder where it began"):
+        refuse_elsewhere(run)
+    refuse_elsewhere(replace(a_run(), request=Request("gemm", imports=("json",))))
