@@ -144,7 +144,7 @@ class ProcessWorker(Worker):
         environment.pop("NVIDIA_TF32_OVERRIDE", None)
         # Its pool of compiling processes and threads would go on running beside what is timed.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
