@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
@@ -144,7 +145,7 @@ class ProcessWorker(Worker):
         environment.pop("NVIDIA_TF32_OVERRIDE", None)
         # Its pool of compiling processes and threads would go on running beside what is timed.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
