@@ -7,42 +7,42 @@ command that needs it, so that a mistyped name costs a tenth of a second and not
 from __future__ import annotations
 
 import argparse
-import io
+import contextlib
 import os
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from fp8bench.arguments import DEFAULT_STORE, build_parser, commands_of
+from fp8bench.arguments import build_parser, commands_of
 from fp8bench.environment import command_line
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
+from fp8bench.interrupts import ends_are_interrupts
 from fp8bench.model import Request, Run
-from fp8bench.outputs import check_outputs, print_run
+from fp8bench.outputs import check_outputs, how_to_resume, print_run
 from fp8bench.plan import check_names, files_of
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
+from fp8bench.streams import complain, make_usable, say, silence
 
-_BESIDE_RESUME = {"command", "resume", "store", "json", "csv"}
+_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a file's name need not be text, and must still be printable
-            stream.reconfigure(errors="backslashreplace")
+    make_usable()
     try:
-        return _dispatch(words)
+        with ends_are_interrupts():
+            return _dispatch(words)
     except Fp8benchError as error:
-        print(f"fp8bench: {error}", file=sys.stderr)
+        complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("fp8bench: interrupted", file=sys.stderr)
+        complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left; point stdout elsewhere so that the interpreter's last flush is quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence()  # the reader of our output has left
         return EXIT_OK
 
 
@@ -56,11 +56,12 @@ def _dispatch(words: list[str]) -> int:
         from fp8bench.config import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
+    arguments.words = words
     if arguments.command is None:
         parser.print_help()
         return EXIT_OK
     code = commands[arguments.command](arguments)
-    sys.stdout.flush()
+    say("")
     return code
 
 
@@ -83,7 +84,7 @@ def _suite(arguments: argparse.Namespace) -> int:
         axes[name] = (*axes.get(name, ()), *values)
     check_outputs(arguments)
     if arguments.resume is not None:
-        return _resume(arguments)
+        return _resume(arguments.words, arguments)
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
     request = Request(
@@ -103,7 +104,7 @@ def _plan(request: Request, store: Path) -> int:
     from fp8bench.report.text import render_plan
 
     plan, facts = plan_only(request, store)
-    print(render_plan(plan, facts))
+    say(render_plan(plan, facts) + "\n")
     return EXIT_OK
 
 
@@ -111,59 +112,60 @@ def _measure(request: Request, arguments: argparse.Namespace) -> int:
     from fp8bench.pipeline import execute
     from fp8bench.report.progress import progress
 
-    with progress(sys.stderr, os.environ) as observer:
-        try:
-            run = execute(request, arguments.store, observer, command_line())
-        except NotKept as error:
-            print_run(cast(Run, error.run), arguments)
-            raise
+    with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
+        run = execute(request, arguments.store, observer, command_line())
     return _ended(run, arguments)
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def _resume(words: Sequence[str], arguments: argparse.Namespace) -> int:
     """Go on with a run; what was asked stands in its file, so that nothing may be asked anew."""
     from fp8bench.history.runs import find_run
     from fp8bench.pipeline import resume
     from fp8bench.report.progress import progress
 
-    _check_alone(arguments)
+    _check_alone(words, arguments)
     _search_here()
     path = find_run(arguments.resume, arguments.store)
-    with progress(sys.stderr, os.environ) as observer:
-        try:
-            resumed, run = resume(path, arguments.store, observer, command_line())
-        except NotKept as error:
-            print_run(cast(Run, error.run), arguments)
-            raise
+    with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
+        resumed, run = resume(path, arguments.store, observer, command_line())
     if resumed:
         return _ended(run, arguments)
+    complain(f"run {run.id} is finished; nothing was missing")
     print_run(run, arguments)
-    print(f"fp8bench: run {run.id} is finished; nothing was missing", file=sys.stderr)
     return EXIT_OK
 
 
-def _check_alone(arguments: argparse.Namespace) -> None:
+@contextmanager
+def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
+    """What the store did not take is printed at least."""
+    try:
+        yield
+    except NotKept as error:
+        print_run(cast(Run, error.run), arguments)
+        raise
+
+
+def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
     """--resume takes what to measure, and how, from the run."""
-    plain = vars(build_parser().parse_args(["suite"]))
-    for name, value in vars(arguments).items():
-        if name not in _BESIDE_RESUME and value != plain.get(name):
-            raise UsageError(
-                f"--resume takes what to measure and how from the run, and {name.replace('_', '-')} was given too. "
-                "Leave it out; --store, --json and --csv go with it."
-            )
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    others = [word for word in options if word not in _BESIDE_RESUME]
+    if arguments.suite is not None:
+        others.insert(0, arguments.suite)
+    if others:
+        raise UsageError(
+            f"--resume takes what to measure, and how, from the run, and {others[0]} was given too. Leave it out; "
+            "--store, --json and --csv go with it."
+        )
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a run that was measured; returns the exit code."""
-    print_run(run, arguments)
+    """Print a run that was measured; returns the exit code. How to go on is said first: printing may be cut off too."""
     if not run.finished:
-        again = f"fp8bench suite --resume {run.id}"
-        if arguments.store != Path(DEFAULT_STORE):
-            again += f" --store {shlex.quote(str(arguments.store))}"
-        print(
-            f"fp8bench: interrupted; what was finished is kept in {run.path}. To do the rest: {again}", file=sys.stderr
-        )
+        complain(f"interrupted; what was finished is kept in {run.path}. To do the rest: {how_to_resume(run)}")
+        with contextlib.suppress(KeyboardInterrupt):
+            print_run(run, arguments)
         return EXIT_INTERRUPTED
+    print_run(run, arguments)
     return EXIT_OK if run.ok else EXIT_FAILED
 
 
@@ -173,21 +175,20 @@ def _list(arguments: argparse.Namespace) -> int:
     _import(imports)
     kinds = {"suites": workloads.names(), "dtypes": precisions.names(), "devices": devices.names()}
     if arguments.what is None:
-        for kind, names in kinds.items():
-            print(f"{kind}: {', '.join(names)}")
+        say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in kinds.items()))
         return EXIT_OK
     if not files and arguments.what not in (*kinds, *kinds["suites"]):
         raise UnknownName("thing to list", arguments.what, [*kinds, *kinds["suites"]])
     from fp8bench.doctor import listing
 
-    print("\n".join(listing(arguments.what, imports)))
+    say("\n".join(listing(arguments.what, imports)) + "\n")
     return EXIT_OK
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from fp8bench.doctor import examine
 
-    print("\n".join(examine(arguments.calibrate)))
+    say("\n".join(examine(arguments.calibrate)) + "\n")
     return EXIT_OK
 
 

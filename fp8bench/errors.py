@@ -4,6 +4,7 @@
     |-- UsageError                2   the command line or a call asks for something that cannot be
     |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
     |   `-- ImportFailed          2   a module given to --import does not import
+    |-- NotPrinted                2   stdout takes nothing
     |-- StoreError                2   the store cannot be read or written
     |   |-- NotKept               2   the store failed while measuring (carries the run)
     |   `-- RunNotFound           2   no run by that id, stem or path
@@ -51,6 +52,10 @@ class UnknownName(UsageError):
 
 class ImportFailed(UsageError):
     """A module given to --import does not import."""
+
+
+class NotPrinted(Fp8benchError):
+    """stdout takes nothing."""
 
 
 class StoreError(Fp8benchError):

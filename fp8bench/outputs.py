@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fp8bench.errors import UsageError
+from fp8bench.arguments import DEFAULT_STORE
+from fp8bench.errors import NotPrinted, UsageError
+from fp8bench.history.runs import store_of
 from fp8bench.model import Finding, Run
 from fp8bench.report.json_text import render as as_json
+from fp8bench.streams import say
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
@@ -44,10 +48,25 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
 
     found = findings(run)
     failure = _write_csv(run, found, arguments.csv) if arguments.csv not in (None, "-") else ""
-    sys.stdout.write(_text(run, found, arguments))
-    sys.stdout.flush()
+    try:
+        say(_text(run, found, arguments))
+    except NotPrinted as error:
+        raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
     if failure:
         raise UsageError(failure)
+
+
+def how_to_resume(run: Run) -> str:
+    """The command that does what a run lacks, from here."""
+    return f"fp8bench suite --resume {run.id}{_in_its_store(run)}"
+
+
+def _in_its_store(run: Run) -> str:
+    """' --store DIR' where the run's store is not the one that commands look into by themselves."""
+    store = store_of(Path(run.path))
+    if store is None or store == Path(DEFAULT_STORE).resolve():
+        return ""
+    return f" --store {shlex.quote(os.path.relpath(store))}"
 
 
 def _text(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace) -> str:
@@ -68,7 +87,8 @@ def _write_csv(run: Run, found: Mapping[str, Finding], file: str) -> str:
     try:
         Path(file).write_text(as_csv(run, found), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        return f"--csv {file} could not be written ({error.strerror}). `fp8bench show {run.id} --csv FILE` repeats it."
+        again = f"fp8bench show {run.id}{_in_its_store(run)} --csv FILE"
+        return f"--csv {file} could not be written ({error.strerror}). `{again}` repeats it."
     return ""
 
 

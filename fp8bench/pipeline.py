@@ -5,9 +5,11 @@ Analysis and reports start from the Run this returns, or from the file it was ke
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from fp8bench.environment import gather, load_in_words
 from fp8bench.errors import NotKept, StoreError
 from fp8bench.history.runs import load_run, missing_groups, store_of
 from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
+from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -99,18 +102,20 @@ def _measure(
         for place, group in enumerate(groups):
             _note_company(writer, noted)
             measured += _group(group, run, _share(run.request.budget, start, len(groups) - place), worker, observer)
-            writer.append(measured[-len(group.cases) :])
+            with held_back():
+                writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
                 observer.finished(record)
         writer.finish("finished")
     except KeyboardInterrupt:
-        writer.finish("interrupted")
+        with ignored(), contextlib.suppress(StoreError):  # without an end line a run is unfinished, too
+            writer.finish("interrupted")
     except StoreError as error:
-        writer.close()
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
     finally:
         writer.close()
-    return load_run(writer.path)
+    with ignored():
+        return load_run(writer.path)
 
 
 def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | None:
@@ -122,9 +127,15 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
     return prepare_corpus(request.data, store / "data", write)
 
 
-def _worker(request: Request, corpus: Corpus | None) -> Worker:
+@contextmanager
+def _worker(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
-    return ProcessWorker(settings) if request.isolation else LocalWorker(settings)
+    worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
+    try:
+        yield worker
+    finally:
+        with ignored():
+            worker.close()
 
 
 def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: str) -> Run:

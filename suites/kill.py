@@ -9,6 +9,7 @@ and no process is left. After every resumption: only what was missing was measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -51,7 +52,9 @@ class Nap(Workload):
         return Work(1.0)
 
     def prepare(self, setup):
-        return None
+        # Every group is in the store before the next one is prepared: this log is what the store is held against.
+        with open("prepared.log", "a") as log:
+            log.write(f"{setup.case.param('place')}\\n")
 
     def step(self, state, phase):
         with phase.gemm:
@@ -70,6 +73,7 @@ class Tally:
 
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
+    too_late: int = 0
     runs: int = 0
     resumptions: int = 0
     torn_lines: int = 0
@@ -144,28 +148,39 @@ def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: ran
     return "while writing"
 
 
-def strike(process: subprocess.Popen[str], victim: str) -> list[int]:
-    """Kill; returns the processes that must end."""
+def strike(process: subprocess.Popen[str], victim: str) -> tuple[bool, list[int]]:
+    """Kill; returns whether all who were meant were there to be killed, and the workers, which must end."""
     workers = children(process.pid)
+    hit = process.poll() is None
     if victim in ("parent", "both"):
         process.kill()
     if victim in ("worker", "both"):
+        hit = hit and bool(workers)
         for worker in workers:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    return workers
+    return hit, workers
+
+
+def prepared(folder: Path) -> list[int]:
+    """The places of the groups that were prepared since the last start, in their order."""
+    log = folder / "prepared.log"
+    return list(dict.fromkeys(int(line) for line in log.read_text().split())) if log.exists() else []
 
 
 def examine(store: Path, before: bytes, tally: Tally) -> Run | None:
-    """The store after a kill: it opens, and what lay in the file lies in it still."""
+    """The store after a kill: it opens, what lay in the file lies in it still, and so does every finished group."""
     path = the_file(store)
+    begun = prepared(store.parent)
     if path is None:
-        promise(not before, "the run file is gone")
+        promise(not before and not begun, "the run file is gone")
         return None
     promise(path.read_bytes().startswith(before), "what was written was changed")
     run = load_run(path)
+    whole = {group.cases[0].case.param("place") for group in run.plan} - {
+        group.cases[0].case.param("place") for group in missing_groups(run)
+    }
+    promise(set(begun[:-1]) <= whole, f"groups {sorted(set(begun[:-1]) - whole)} were finished and are not there")
     tally.torn_lines += len(run.troubles)
     promise(len(run.troubles) <= len(run.resumptions) + 1, f"more broken lines than kills: {run.troubles}")
     return run
@@ -218,15 +233,18 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
         tally.resumptions += kept is not None
         path = the_file(store)
         before = path.read_bytes() if path else b""
+        (folder / "prepared.log").unlink(missing_ok=True)
         with start(suite, store, words) as process:
             victim = chance.choice(VICTIMS) if kills > 0 else ""
             if victim:
                 kills -= 1
                 moment = wait_for_the_moment(process, store, chance)
-                over = process.poll() is not None
-                workers = strike(process, victim)
-                tally.kills[victim] += 1
-                tally.moments["after the end" if over else moment] += 1
+                hit, workers = strike(process, victim)
+                if hit:
+                    tally.kills[victim] += 1
+                    tally.moments[moment] += 1
+                else:
+                    tally.too_late += 1
                 left = wait_until_gone(workers, 30.0) if victim != "worker" else []
                 promise(not left, f"workers {left} outlived their parent")
             out, err = process.communicate(timeout=_PATIENCE)
@@ -293,7 +311,7 @@ def report(tally: Tally, seed: int, seconds: float) -> str:
     kills = sum(tally.kills.values())
     result = {
         "command": f"python -m suites.kill --kills {kills} --seed {seed}", "num_kills": kills,
-        "kills": dict(tally.kills), "moments": dict(tally.moments), "runs": tally.runs,
+        "kills": dict(tally.kills), "moments": dict(tally.moments), "too_late": tally.too_late, "runs": tally.runs,
         "resumptions": tally.resumptions, "torn_lines_skipped": tally.torn_lines,
         "failed_cases_of_killed_workers": tally.failed_cases, "broken_promises": tally.broken,
         "seconds": round(seconds, 1), "fp8bench": __version__, "commit": commit(), "python": platform.python_version(),

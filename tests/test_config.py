@@ -276,7 +276,7 @@ def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.Captur
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
     """A run that is resumed takes everything from its own file."""
-    assert "--resume takes what to measure and how from the run" in refused("suite: gemm", "--resume", "last")
+    assert "--resume takes what to measure, and how, from the run" in refused("suite: gemm", "--resume", "last")
 
 
 VALID = """# a nightly run

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -32,15 +33,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *words: str, limit: int | None = None) -> subprocess.Popen[str]:
+def started(
+    folder: Path, *words: str, limit: int | None = None, stdout: int | IO[str] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """A command in a process of its own; with a limit, no file it writes may grow beyond so many bytes."""
     command = [sys.executable, "-m", "fp8bench"]
     if limit is not None:
         command = [sys.executable, "-c", LIMITED, str(limit)]
     environment = {**os.environ, "PYTHONPATH": str(kill.ROOT)}
     return subprocess.Popen(
-        [*command, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+        [*command, *words], cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - it may be ignored here
+    )  # fmt: skip
 
 
 def nap(*places: int) -> tuple[str, ...]:
@@ -55,8 +59,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def num_lines(folder: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in run_files(folder / ".fp8bench"))
+def num_lines(folder: Path, store: str = ".fp8bench") -> int:
+    return sum(path.read_bytes().count(b"\n") for path in run_files(folder / store))
 
 
 def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> None:
@@ -68,7 +72,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
     assert process.returncode == 130
     assert "nap on cpu" in out and "place=0" in out and "stopped early" in out
     told = re.search(r"To do the rest: fp8bench (suite --resume \w+)\n", err)
-    assert told and "Traceback" not in err and err.count("\n") == 1
+    assert told and "Traceback" not in err and err.count("\n") == 1 and "Aborted" not in err
     with started(folder, *told[1].split()) as process:
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
@@ -98,19 +102,74 @@ def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
 
 def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
     """Each has a file of its own, whole; the figures come with a warning."""
-    first = started(folder, *nap(*range(30)))
+    first = started(folder, *nap(*range(120)))  # long enough that the second one's start falls into it
     wait_for(lambda: num_lines(folder) >= 3)
-    second = started(folder, *nap(*range(30)))
+    second = started(folder, *nap(*range(10)))
     with first, second:
         ends = [process.communicate(timeout=180) for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0]
     runs = [load_run(path) for path in run_files(folder / ".fp8bench")]
-    assert len(runs) == 2 and all(run.finished and len(run.records) == 60 and not run.troubles for run in runs)
+    assert sorted(len(run.records) for run in runs) == [20, 240]
+    assert all(run.finished and not run.troubles for run in runs)
     for run, other in (runs, runs[::-1]):
         assert [note for note in run.notes if Path(other.path).stem in note and "load" in note], run.notes
     assert all("was measured at the same time" in " ".join(out.split()) for out, _ in ends)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
+    """By `timeout`, a service manager or a closing terminal."""
+    with started(folder, *nap(*range(40)), "--store", "else where") as process:
+        wait_for(lambda: num_lines(folder, "else where") >= 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.startswith("nap ")
+    assert re.search(r"To do the rest: fp8bench suite --resume \w+ --store 'else where'\n", err)
+
+
+def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
+    """The second Ctrl-C may cut off the table, but not the end of the file nor the word on how to go on."""
+    with started(folder, *nap(*range(40))) as process:
+        wait_for(lambda: num_lines(folder) >= 5)
+        for _ in range(5):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.03)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "To do the rest: fp8bench suite --resume" in err and "Traceback" not in err
+    (path,) = run_files(folder / ".fp8bench")
+    assert path.read_text().endswith('{"end":"interrupted"}\n')
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
+    """Full, closed, or a pipe that nobody reads: a sentence at most, and the run's own exit code where it was read."""
+    with Path("/dev/full").open("w") as full, started(folder, *nap(1), stdout=full) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.startswith("fp8bench: stdout cannot be written (No space left on device). ")
+    (path,) = run_files(folder / ".fp8bench")
+    assert str(path.relative_to(folder)) in err and load_run(path).finished
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread, started(folder, "suite", "--resume", "last", stdout=unread) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "nothing was missing" in err and "Error" not in err
+    for closed in (
+        "show last >&-",
+        "list >&-",
+        "list >/dev/full",
+        "show last >/dev/full 2>&-",
+        "show last --json 2>&-",
+    ):
+        command = f"{sys.executable} -m fp8bench {closed}"
+        environment = {**os.environ, "PYTHONPATH": str(kill.ROOT)}
+        done = subprocess.run(
+            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == (2 if "full" in closed else 0) and "Traceback" not in done.stderr, closed
+
+
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the worker by /proc")
 def test_a_kill_at_any_moment_loses_nothing_that_was_finished() -> None:
     """Parent, worker or both, thirty times; suites/kill.py says what is held against the store."""
