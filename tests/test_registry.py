@@ -256,3 +256,20 @@ def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
     before = digest_of(["digested_package"])
     (package / "inner.py").write_text("y = 2\n")
     assert before is not None and digest_of(["digested_package"]) not in (before, None)
+
+
+def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
+    """`python -c` and notebooks have the working directory on their path as an empty text."""
+    (tmp_path / "beside_the_notebook.py").write_text("x = 1\n")
+    program = (
+        "from fp8bench.registry import import_user_modules\nfrom fp8bench.measure.bench import Settings\n"
+        "from fp8bench.measure.handle import ProcessWorker\nimport sys\nassert '' in sys.path\n"
+        "import_user_modules(['beside_the_notebook'])\n"
+        "with ProcessWorker(Settings(imports=('beside_the_notebook',))) as worker:\n"
+        "    print(worker.probe()[0].key)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout, done.stderr
