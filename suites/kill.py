@@ -168,8 +168,19 @@ def prepared(folder: Path) -> list[int]:
     return list(dict.fromkeys(int(line) for line in log.read_text().split())) if log.exists() else []
 
 
-def examine(store: Path, before: bytes, tally: Tally) -> Run | None:
-    """The store after a kill: it opens, what lay in the file lies in it still, and so does every finished group."""
+def whole_places(run: Run | None) -> set[int]:
+    """The places of the groups that are all there."""
+    if run is None:
+        return set()
+    missing = missing_groups(run)
+    return {int(group.cases[0].case.param("place")) for group in run.plan if group not in missing}
+
+
+def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run | None:
+    """The store after a process that began with `kept` has ended, however it did.
+
+    It opens; what lay in the file lies in it still; every group that was finished is there; none was done twice.
+    """
     path = the_file(store)
     begun = prepared(store.parent)
     if path is None:
@@ -177,44 +188,25 @@ def examine(store: Path, before: bytes, tally: Tally) -> Run | None:
         return None
     promise(path.read_bytes().startswith(before), "what was written was changed")
     run = load_run(path)
-    whole = {group.cases[0].case.param("place") for group in run.plan} - {
-        group.cases[0].case.param("place") for group in missing_groups(run)
-    }
-    promise(set(begun[:-1]) <= whole, f"groups {sorted(set(begun[:-1]) - whole)} were finished and are not there")
+    # A group is in the store before the next one is prepared.
+    lost = set(begun[:-1]) - whole_places(run)
+    promise(not lost, f"groups {sorted(lost)} were finished and are not there")
+    again = set(begun) & whole_places(kept)
+    promise(not again, f"groups {sorted(again)} were there and were measured again")
+    if kept is not None:
+        old = {record.case.id: record for record in kept.records if record.case.param("place") in whole_places(kept)}
+        new = {record.case.id: record for record in run.records}
+        promise(all(new.get(name) == record for name, record in old.items()), "a record that was there differs")
     tally.torn_lines += len(run.troubles)
     promise(len(run.troubles) <= len(run.resumptions) + 1, f"more broken lines than kills: {run.troubles}")
     return run
 
 
-def check_whole(store: Path, kept: Run | None, tally: Tally) -> None:
-    """A run that came to its end: whole; if it was resumed, only what was missing since `kept` was measured."""
-    path = the_file(store)
-    assert path is not None
-    run = load_run(path)
+def check_whole(run: Run, tally: Tally) -> None:
+    """A run that came to its end has all its groups and cases."""
     promise(run.finished and not missing_groups(run), "the run is not finished")
     promise(len(run.records) == run.plan.num_cases, "cases lack records")
     tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
-    if kept is None:
-        return
-    whole = {planned.case.id for group in kept.plan if group not in missing_groups(kept) for planned in group.cases}
-    old = {record.case.id: record for record in kept.records if record.case.id in whole}
-    new = {record.case.id: record for record in run.records}
-    promise(all(new[name] == record for name, record in old.items()), "a finished group was measured again")
-    lines = [json.loads(line) for line in path.read_text(errors="replace").splitlines() if _is_object(line)]
-    last = max((place for place, line in enumerate(lines) if "resumed" in line), default=0)
-    again = {_case_place(line["record"]) for line in lines[last:] if "record" in line}
-    promise(not again & {int(record.case.param("place")) for record in old.values()}, "a finished group was redone")
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _case_place(record: dict[str, dict[str, list[list[int]]]]) -> int:
-    return int(dict(record["case"]["params"])["place"])
 
 
 def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
@@ -250,7 +242,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
             out, err = process.communicate(timeout=_PATIENCE)
             code = process.returncode
         promise("Traceback" not in err, f"a traceback: {err[-500:]}")
-        run = examine(store, before, tally)
+        run = examine(store, before, kept, tally)
         if code == -signal.SIGKILL:
             kept = run
             continue
@@ -264,7 +256,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
             kept = run
             continue
         promise("nap" in out, "no table")
-        check_whole(store, kept, tally)
+        check_whole(run, tally)
         return
 
 
