@@ -1,0 +1,74 @@
+"""What a script learns from the exit code: refused and failed cases beside others, and alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.cli import main
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import Level, Status
+
+SMALL = ("--set", "operation=residual", "--set", "tokens=8", "--set", "width=8", "--rounds", "1")
+HANGING = """
+import time
+
+from fp8bench.model import Work
+from fp8bench.protocols import Workload
+from fp8bench.registry import workloads
+
+
+@workloads.register("hanging")
+class Hanging(Workload):
+    name = "hanging"
+    summary = "in bf16 its third step never ends"
+
+    def axes(self, facts):
+        return ()
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return {"hangs": setup.case.precision == "bf16", "steps": 0}
+
+    def step(self, state, phase):
+        state["steps"] += 1
+        with phase.gemm:
+            time.sleep(600 if state["hangs"] and state["steps"] == 3 else 0.005)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("dtypes", "code"), [("fp32,fp8", 0), ("fp8", 3), ("fp8,nvfp4", 3)])
+def test_a_refused_precision_is_a_row(
+    dtypes: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason. The run is fine if others ran, and not if nothing did."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    assert main(["suite", "norm_act", "--dtypes", dtypes, *SMALL]) == code
+    shown = capsys.readouterr()
+    assert "refused" in shown.out and "fp8 leaves this to bf16, which carries its values" in " ".join(shown.out.split())
+    (path,) = run_files(Path(".fp8bench"))
+    refused = [record for record in load_run(path).records if record.support.level is Level.REFUSED]
+    assert refused and all(record.status is Status.SKIPPED and record.reason for record in refused)
+
+
+def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """The limit is the user's; the reason names it, and the others are measured in a fresh worker."""
+    (folder / "hanging.py").write_text(HANGING)
+    words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "3"]
+    assert main(words) == 3
+    told = " ".join(capsys.readouterr().out.split())
+    assert "bf16 FAILED: no answer to 'slot' within 3 s" in told and "--case-timeout" in told
+    (path,) = run_files(Path(".fp8bench"))
+    statuses = {record.case.precision: record.status for record in load_run(path).records}
+    assert statuses == {"fp32": Status.OK, "bf16": Status.FAILED}
