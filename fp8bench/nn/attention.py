@@ -35,9 +35,10 @@ class FusedCore:
 
 @dataclass(frozen=True)
 class HeadwiseCore:
-    """Another core, one key head of one sequence at a time and recomputed in backward.
+    """Another core, one head of queries of one sequence at a time and recomputed in backward.
 
-    For references in fp64, which no fused kernel of a GPU computes: all scores at once would not fit into memory.
+    For references in fp64, which no fused kernel of a GPU computes: all scores at once would not fit into memory, nor
+    would those of all heads that share a key head.
     """
 
     inner: Core
@@ -46,11 +47,11 @@ class HeadwiseCore:
         group = q.shape[1] // k.shape[1]
         mixed = [
             checkpoint(
-                self.inner, q[i : i + 1, j * group : (j + 1) * group], k[i : i + 1, j : j + 1], v[i : i + 1, j : j + 1],
+                self.inner, q[i : i + 1, j : j + 1], *(one[i : i + 1, j // group : j // group + 1] for one in (k, v)),
                 use_reentrant=False, preserve_rng_state=False,
             )
-            for i in range(k.shape[0])
-            for j in range(k.shape[1])
+            for i in range(q.shape[0])
+            for j in range(q.shape[1])
         ]  # fmt: skip
         return torch.cat(mixed).view(q.shape)
 

@@ -105,6 +105,19 @@ def test_the_reference_is_exact_one_head_at_a_time() -> None:
         torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-13)
 
 
+def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
+    """Heads that share a key head are still taken apart: memory must not grow with the group."""
+    seen: list[tuple[int, ...]] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.extend(tuple(one.shape) for one in (q, k, v))
+        return FusedCore()(q, k, v)
+
+    with torch.no_grad():
+        HeadwiseCore(watched)(*heads()[:3])
+    assert seen == [(1, 1, TOKENS, WIDTH)] * (3 * BATCH * HEADS)
+
+
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (k, v))
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
