@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.limits import HANG_SECONDS
-from fp8bench.measure.process import WorkerProcess
+from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0
@@ -108,6 +108,7 @@ class ProcessWorker(Worker):
         self._settings = settings
         self._python = python
         self._process: WorkerProcess | None = None
+        self._number = 0
 
     @property
     def pid(self) -> int | None:
@@ -149,21 +150,39 @@ class ProcessWorker(Worker):
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
+        self._number += 1
         try:
-            process.send((name, arguments))
+            process.send((self._number, name, arguments))
             if not process.answered(limit):
                 self.restart()
                 raise WorkerHung(
                     f"no answer to {name!r} within {limit:g} s; the worker was ended (--case-timeout sets the limit)"
                 )
-            reply = process.receive()
+            number, reply = _numbered(process.receive())
         except (EOFError, OSError):
             words = process.end_in_words()
             self.restart()
             raise WorkerLost(f"the worker crashed during {name!r}: {words}") from None
+        except Unreadable as garbage:
+            self.restart()
+            raise WorkerLost(f"the worker's answer to {name!r} could not be read ({garbage}); it was ended") from None
         except KeyboardInterrupt:
-            self.restart()  # its late answer would be taken for the next request's, and it may be in a long step
+            self.restart()  # it may be in a long step, and its late answer would be the first to the next request
             raise
+        if number != self._number:
+            self.restart()
+            raise WorkerLost(
+                f"an answer to {name!r} belongs to another request (number {number}, not {self._number}): something in "
+                "the worker answers beside it; it was ended"
+            )
         if reply[0] == "fault":
             raise WorkerFault(*reply[1:])
         return reply[1]
+
+
+def _numbered(answer: Any) -> tuple[int, tuple[Any, ...]]:
+    """The number of the request that is answered, and the reply."""
+    match answer:
+        case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
+            return number, reply
+    raise Unreadable(f"it is {str(answer)[:60]!r}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -15,6 +19,12 @@ from typing import Any
 # A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
 _GLANCE_SECONDS = 0.5
 _POLITE_SECONDS = 2.0
+# An answer is sent in one go: one that stops half-way for so long will not go on.
+_HALF_WAY_SECONDS = 30
+
+
+class Unreadable(Exception):
+    """What came from the worker is no answer."""
 
 
 class WorkerProcess:
@@ -22,6 +32,7 @@ class WorkerProcess:
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HALF_WAY_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._connection = Connection(ours.detach())
@@ -29,7 +40,7 @@ class WorkerProcess:
             self._popen = subprocess.Popen(
                 [python, "-P", "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
-                pass_fds=(theirs.fileno(), lifeline_read),
+                pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             self._let_go()
@@ -56,7 +67,12 @@ class WorkerProcess:
         return True
 
     def receive(self) -> Any:
-        return self._connection.recv()
+        """The next answer. Unreadable for anything but plain values: whoever unpickles a tensor imports torch."""
+        received = self._connection.recv_bytes()
+        try:
+            return _PlainUnpickler(io.BytesIO(received)).load()
+        except Exception as error:  # bytes that are no pickle raise anything
+            raise Unreadable(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Let it end by itself, for a while; then end it."""
@@ -66,11 +82,12 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             return
+        self._kill_all()
         self._let_go()
 
     def kill(self) -> None:
         """End it now, whatever it does."""
-        self._popen.kill()
+        self._kill_all()
         self._popen.wait()
         self._let_go()
 
@@ -87,6 +104,11 @@ class WorkerProcess:
             how += " (the system ends processes so when memory runs out)"
         return how + self._last_words()
 
+    def _kill_all(self) -> None:
+        """End what belongs to the session: the worker, its warden, and what a workload has started and left behind."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 2000))
@@ -101,6 +123,15 @@ class WorkerProcess:
             os.close(self._lifeline)
             self._lifeline = -1
         self._log.close()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows the frozen values that requests are answered with, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("fp8bench.model.") or module == "fp8bench.measure.bench":
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
 def signal_name(number: int) -> str:

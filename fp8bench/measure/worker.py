@@ -1,8 +1,8 @@
 """The worker process: answers one request at a time until its parent is gone.
 
-Started by handle.ProcessWorker as `python -m fp8bench.measure.worker FD LIFELINE`. FD is one end of a socket pair on
-which requests arrive; LIFELINE is a pipe whose other end only the parent holds, so that its end-of-file means that
-the parent is dead, however it died.
+Started by process.WorkerProcess as `python -m fp8bench.measure.worker FD LIFELINE`, the first of a session of its own.
+FD is one end of a socket pair on which requests arrive; LIFELINE is a pipe whose other end only the parent holds, so
+that its end-of-file means that the parent is dead, however it died.
 """
 
 from __future__ import annotations
@@ -14,33 +14,52 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from fp8bench.measure.bench import Bench
+from fp8bench.measure.clock import PhaseClock
 
 
-def die_with_parent(lifeline: int) -> None:
-    """End this process as soon as the lifeline closes.
+def die_with_parent(lifeline: int, connection: Connection) -> None:
+    """End this process, and what it has started, as soon as the lifeline closes.
 
-    On Linux the kernel also kills it when the parent dies, for the case that foreign code holds the interpreter and
-    the watching thread cannot run.
+    A warden waits for that: a process forked before there is anything to copy, because while foreign code holds the
+    interpreter no thread of this one can run. On Linux the kernel also kills this one when the parent dies, in case
+    the warden does not live.
     """
-
-    def watch() -> None:
-        while os.read(lifeline, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    if os.fork() == 0:
+        try:
+            connection.close()
+            while os.read(lifeline, 1):
+                pass
+        finally:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
     if sys.platform == "linux":
         import ctypes
 
         set_parent_death_signal = 1
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def keep_from_children(lifeline: int, connection: Connection) -> None:
+    """What a workload starts shall not hold our end of the socket, nor answer on it."""
+
+    def forked() -> None:
+        connection.close()
+        os.close(lifeline)
+        # A child that comes back from a step would time steps of its own, and fork in each.
+        PhaseClock.end = _leave  # type: ignore[assignment, method-assign]
+
+    os.set_inheritable(connection.fileno(), False)
+    os.set_inheritable(lifeline, False)
+    os.register_at_fork(after_in_child=forked)
+
+
+def _leave(*arguments: object) -> NoReturn:
+    os._exit(0)
 
 
 def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[Bench | None, tuple[Any, ...]]:
@@ -64,29 +83,33 @@ def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[
 def serve(connection: Connection) -> None:
     """Answer until the other end closes."""
     bench: Bench | None = None
+    ourselves = os.getpid()
     while True:
         try:
-            name, arguments = connection.recv()
+            number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         bench, reply = answer(bench, name, arguments)
+        if os.getpid() != ourselves:
+            _leave()  # a workload has forked, and this is the child
         if name == "open":
             # What is imported by now lives as long as this process: looking through it for garbage takes 0.1 s a time.
             gc.collect()
             gc.freeze()
-        connection.send(reply)
+        connection.send((number, reply))
 
 
 def main() -> None:
     """Take the two descriptors off the command line and serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
-    descriptor, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(lifeline)
+    connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(lifeline, connection)
+    keep_from_children(lifeline, connection)
     # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
-        serve(Connection(descriptor))
+        serve(connection)
 
 
 if __name__ == "__main__":

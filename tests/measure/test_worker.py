@@ -28,12 +28,17 @@ from fp8bench.registry import import_user_modules, user_module, workloads
 
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
-    "spoil",
+    "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool",
 )  # fmt: skip
+HARMLESS = ("none", "fork", "pool")
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
 WORKLOAD = """
+import inspect
+import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +68,26 @@ def stay():
     threading.Thread(target=time.sleep, args=(30,), name="stayer", daemon=True).start()
 
 
+def connection():
+    # The worker's end of the socket, from the frame that waits for our answer.
+    return next(one.frame.f_locals["connection"] for one in inspect.stack() if "connection" in one.frame.f_locals)
+
+
+def tensor():
+    import torch
+
+    connection().send((1, ("ok", torch.ones(1))))
+
+
+def double(value):
+    return 2 * value
+
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as workers:
+        assert workers.map(double, range(5)) == [0, 2, 4, 6, 8]
+
+
 HAZARDS = {
     "none": lambda: None,
     "raise": lambda: 1 / 0,
@@ -76,6 +101,12 @@ HAZARDS = {
     "talk": talk,
     "write": lambda: os.write(1, b"bytes of a step"),
     "thread": stay,
+    "fork": os.fork,
+    "stale": lambda: connection().send((1, ("ok", None))),
+    "garbage": lambda: connection().send_bytes(b"no pickle"),
+    "tensor": tensor,
+    "widow": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "pool": pool,
 }
 
 
@@ -95,6 +126,11 @@ class Hazard(Workload):
         print("words of preparing, which may be")
         if how == "prefetch" and setup.case.precision == "bf16":
             stay()
+        if how == "widow" and setup.case.precision == "bf16" and os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        if how == "sleeper":
+            Path(os.environ["SLEEPER"]).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
         return {"how": how if setup.case.precision == "bf16" else "none", "steps": 0, "busy": os.environ.get("BUSY")}
 
     def step(self, state, phase):
@@ -162,6 +198,13 @@ def record_of(run: Run, how: str, precision: str) -> Record:
         ("prefetch", "ThreadsLeft: 1 started while preparing still run after the state was given back (stayer)"),
         ("nan", "its numbers are not finite: some_error is nan"),
         ("spoil", "after its steps: the parameters are not finite"),
+        ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
+        ("garbage", "the worker's answer to 'slot' could not be read (UnpicklingError: "),
+        (
+            "tensor",
+            "the worker's answer to 'slot' could not be read (UnpicklingError: torch.multiprocessing.reductions",
+        ),
+        ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
     ],
 )
 def test_a_fault_is_a_failed_record_with_its_reason(run: Run, how: str, words: str) -> None:
@@ -175,7 +218,7 @@ def test_a_fault_is_a_failed_record_with_its_reason(run: Run, how: str, words: s
 @pytest.mark.parametrize("how", HAZARDS)
 def test_the_other_cases_go_on(run: Run, how: str) -> None:
     """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
-    survivors = [record_of(run, how, "fp32")] + ([record_of(run, how, "bf16")] if how == "none" else [])
+    survivors = [record_of(run, how, "fp32")] + ([record_of(run, how, "bf16")] if how in HARMLESS else [])
     for record in survivors:
         assert record.status is Status.OK and not record.reason
         assert record.timing is not None and record.timing.num_rounds == 2
@@ -271,25 +314,58 @@ def wait_for(condition: Callable[[], bool], limit: float) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@pytest.mark.parametrize("how", ["none", "hang", "hold"], ids=["idle", "asleep in a step", "holding the lock"])
+@pytest.mark.parametrize(
+    "how",
+    ["none", "hang", "hold", "sleeper"],
+    ids=["idle", "asleep in a step", "holding the lock", "with a process of its own"],
+)
 def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_path: Path, how: str) -> None:
     """Only the parent is killed, by the signal that nobody can catch."""
-    busy = tmp_path / "busy"
-    environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy)}
+    busy, sleeper = tmp_path / "busy", tmp_path / "sleeper"
+    environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy), "SLEEPER": str(sleeper)}
     command = [sys.executable, "-c", PARENT, how, hazard]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         if how != "none":
             wait_for(busy.exists, 60)
-        assert not gone(pid)
+        pids = [pid, int(sleeper.read_text())] if how == "sleeper" else [pid]
+        assert not any(map(gone, pids))
         parent.kill()
         parent.wait()
         try:
-            wait_for(lambda: gone(pid), 2.0)
+            wait_for(lambda: all(map(gone, pids)), 2.0)
         finally:
-            if not gone(pid):
-                os.kill(pid, signal.SIGKILL)
+            for one in pids:
+                if not gone(one):
+                    os.kill(one, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
+@pytest.mark.parametrize("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
+def test_what_a_workload_has_started_ends_with_its_worker(
+    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
+) -> None:
+    """It would run on beside all that comes after it."""
+    sleeper = tmp_path / "sleeper"
+    monkeypatch.setenv("SLEEPER", str(sleeper))
+    with ProcessWorker(Settings(imports=(hazard,))) as worker:
+        case = Case("hazard", (("how", "sleeper"),), "bf16", "cpu")
+        worker.prepare("sleeper", case, worker.probe()[0], 60.0)
+        pid = int(sleeper.read_text())
+        assert not gone(pid)
+        end(worker)
+        wait_for(lambda: gone(pid), 2.0)
+
+
+def test_a_crash_is_seen_although_a_child_lives_on(hazard: str) -> None:
+    """At once, and not as a hang."""
+    with ProcessWorker(Settings(imports=(hazard,))) as worker:
+        worker.prepare("widow", Case("hazard", (("how", "widow"),), "bf16", "cpu"), worker.probe()[0], 60.0)
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match="crashed during 'slot': it was ended by SIGKILL"):
+            worker.slot("widow", 9, 0, 60.0)
+        assert time.monotonic() - start < 2.0
 
 
 class Interrupting(SilentObserver):
