@@ -1,12 +1,13 @@
 """Reading the truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`.
 
-The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere are
-skipped and named. docs/run-format.md describes the lines.
+The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere, and
+those of no known kind, are left out and named. docs/run-format.md describes the lines.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,12 +34,15 @@ class _Reading:
     """What the lines of a file have given so far."""
 
     run: Run | None = None
-    header_trouble: str = ""
     records: list[Record] = field(default_factory=list)
     resumptions: list[Resumption] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
     finished: bool = False
+
+
+class _Unknown(ValueError):
+    """A line that is well formed and of no kind that this version knows."""
 
 
 def load_run(path: Path) -> Run:
@@ -47,25 +51,49 @@ def load_run(path: Path) -> Run:
     Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
     """
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        text = path.read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
         raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
-    reading = _Reading()
-    first = True
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise StoreError(f"{path} is no run file: it is empty.")
+    header, run, why = _find_header(lines, path)
+    reading = _Reading(run)
+    for number, line in lines:
+        if number == header:
             continue
         try:
-            _take(reading, _object(line), first, path)
+            _take(reading, _object(line))
+        except _Unknown:
+            reading.troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
         except (ValueError, RecursionError) as error:
-            if first:
-                reading.header_trouble = str(error)[:200]
-            else:
-                reading.troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
-        first = False
-    if first:
-        raise StoreError(f"{path} is no run file: it is empty.")
+            reading.troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+    if run is None:
+        which = f"line {header}, the header, is broken ({why})" if header else ""
+        if not reading.records:
+            raise StoreError(f"{path} is no run file: {which or 'it has no header'}.")
+        reading.troubles.insert(0, f"{which or 'the header is gone'}: what was asked, planned and run on is lost")
     return _run(reading, path)
+
+
+def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run | None, str]:
+    """The number of the first line that is a header, wherever it stands, and the run that it begins.
+
+    Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
+    """
+    suspects: list[tuple[int, Run | None, str]] = []
+    for number, line in lines:
+        try:
+            content = _object(line)
+            if "schema" in content:
+                return number, _header(content, path), ""
+        except (ValueError, RecursionError) as error:
+            # Of two broken lines, the one that still says so has been the header.
+            if '"schema"' in line[:20]:
+                suspects.insert(0, (number, None, str(error)[:200]))
+            elif number == lines[0][0]:
+                suspects.append((number, None, str(error)[:200]))
+    return suspects[0] if suspects else (0, None, "")
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -75,14 +103,10 @@ def _object(line: str) -> dict[str, Any]:
     return content
 
 
-def _take(reading: _Reading, content: dict[str, Any], first: bool, path: Path) -> None:
-    """One line's content into the reading. Kinds of lines that nobody knows yet are passed over."""
-    if first and "record" not in content:
-        reading.run = _header(content, path)
-    elif "record" in content:
+def _take(reading: _Reading, content: dict[str, Any]) -> None:
+    """One line's content into the reading."""
+    if "record" in content:
         reading.records.append(_record(content["record"]))
-        if first:
-            raise Malformed("it has no schema version")
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
         # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
@@ -93,17 +117,18 @@ def _take(reading: _Reading, content: dict[str, Any], first: bool, path: Path) -
     elif "note" in content:
         reading.notes.append(decode(str, content["note"]))
     elif "end" in content:
+        if content["end"] not in ("finished", "interrupted"):
+            raise Malformed("an end of no known kind")
         reading.finished = content["end"] == "finished"
+    elif "schema" in content:
+        raise Malformed("a header that is none, or a second one")
+    else:
+        raise _Unknown
 
 
 def _run(reading: _Reading, path: Path) -> Run:
-    run, records, troubles = reading.run, reading.records, reading.troubles
-    if run is None:
-        if not records:
-            raise StoreError(f"{path} is no run file: its first line is broken ({reading.header_trouble}).")
-        run = _without_header(records, path)
-        lost = f"line 1, the header, is broken ({reading.header_trouble}): what was asked, planned and run on is lost"
-        troubles = [lost, *troubles]
+    records, troubles = reading.records, reading.troubles
+    run = reading.run or _without_header(records, path)
     places = {planned.case.id: place for place, planned in enumerate(one for group in run.plan for one in group.cases)}
     latest = {record.case.id: record for record in records}
     ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
@@ -115,7 +140,7 @@ def _run(reading: _Reading, path: Path) -> Run:
 
 def _header(content: dict[str, Any], path: Path) -> Run:
     schema = content.get("schema")
-    if not isinstance(schema, int):
+    if type(schema) is not int:
         raise Malformed("it has no schema version")
     if schema > SCHEMA:
         raise StoreError(
@@ -167,8 +192,9 @@ def _group_of(records: Sequence[Record]) -> Group:
 
 
 def run_files(store: Path) -> Iterator[Path]:
-    """All run files of a store, newest first."""
-    yield from sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+    """All run files of a store, newest first. A folder that is called like one is none."""
+    found = sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+    yield from (path for path in found if os.path.isfile(path))  # noqa: PTH113 - is_file raises where it may not look
 
 
 def store_of(path: Path) -> Path | None:
@@ -200,3 +226,15 @@ def find_run(word: str, store: Path) -> Path:
         raise RunNotFound(f"{word!r} fits {len(found)} runs ({names}). Give more of the name.")
     newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+
+
+def load_named(word: str, store: Path) -> Run:
+    """Find a run and read it. Where the newest cannot be read, the error names the one before it."""
+    path = find_run(word, store)
+    try:
+        return load_run(path)
+    except StoreError as error:
+        older = [other.stem for other in run_files(store) if other.name < path.name]
+        if word != "last" or not older:
+            raise
+        raise StoreError(f"{error} The run before it is {older[0]}.") from None

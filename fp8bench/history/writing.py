@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ class RunWriter:
 def check_store(store: Path) -> None:
     """Raise if runs cannot be written there, or there is hardly any room; asked before anything is measured."""
     folder = store / "runs"
-    probe = folder / f".probe-{os.getpid()}"
+    probe = folder / f".probe-{secrets.token_hex(4)}"  # containers that share a store share process ids
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("probe")

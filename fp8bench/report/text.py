@@ -156,11 +156,20 @@ def _ending(run: Run, width: int, paint: Paint) -> list[str]:
     lines = [line for note in notes for line in wrap(f"note: {note}", width, hang=INDENT)]
     for trouble in run.troubles:
         lines += [paint(line, Tone.DOUBT) for line in wrap(f"trouble: {trouble}", width, hang=INDENT)]
-    missing = run.plan.num_cases - len(run.records)
-    if not run.finished and missing > 0:
-        words = (
-            f"stopped early: {missing} of {run.plan.num_cases} cases have no record; --resume {run.id} measures them"
-        )
-        lines += wrap(words, width, hang=INDENT)
+    missing = _missing(run)
+    if missing:
+        lines += wrap(missing, width, hang=INDENT)
     kept = f"stored in {run.path}" if run.path else "this run was not stored"
     return lines + wrap(kept, width, hang=INDENT)
+
+
+def _missing(run: Run) -> str:
+    """How much of the plan has no record, why, and what to do about it; '' if nothing is missing."""
+    planned = {planned.case.id for group in run.plan for planned in group.cases}
+    missing = len(planned - {record.case.id for record in run.records})
+    if not missing:
+        return ""
+    none = f"{missing} of {len(planned)} cases have no record"
+    if run.finished:
+        return f"{none}: lines are broken or gone; --resume {run.id} measures them"
+    return f"stopped early: {none}; --resume {run.id} measures them"

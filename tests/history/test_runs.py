@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fp8bench import pipeline
 from fp8bench.codec import SCHEMA
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.history import writing
-from fp8bench.history.runs import find_run, load_run, run_files
+from fp8bench.history.runs import find_run, load_named, load_run, run_files
 from fp8bench.history.writing import check_store, start_run
 from fp8bench.model import (
     Case,
@@ -34,6 +36,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )  # fmt: skip
+from fp8bench.report.text import render
 
 SUPPORT = Support(Level.NATIVE, "a test")
 CASES = [Case("gemm", (("m", side),), "fp32", "cpu") for side in (1, 2, 3)]
@@ -172,13 +175,94 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
     assert again.records == (RECORDS[1],) and "has not the 2 cells of its segments" in again.troubles[0]
 
 
-def test_lines_of_a_later_kind_are_passed_over(tmp_path: Path) -> None:
-    """A newer minor version may add kinds of lines."""
+def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
+    """A newer minor version may add kinds of lines; a bit that flipped makes one, and a record is lost."""
     path = written(tmp_path)
     lines = path.read_bytes().split(b"\n")
+    lines[3] = lines[3].replace(b'"record"', b'"recorc"')
     path.write_bytes(b"\n".join([*lines[:2], b"", b'{"weather": "fine"}', *lines[2:]]))
     again = load_run(path)
-    assert again.records == tuple(RECORDS) and again.troubles == ()
+    assert again.records == (RECORDS[0], RECORDS[1])
+    assert again.troubles == tuple(
+        f"line {number} is of a kind that this version does not know, and was left out" for number in (4, 6)
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "numbers"),
+    [(b"junk\n", [1]), (b"\n\0\0\n[1]\n", [2, 3]), (b'{"schema": 1, "header": 3}\n', [1]), (b"\xef\xbb\xbf", [])],
+    ids=["words", "bytes", "a broken header", "a byte order mark"],
+)
+def test_a_header_counts_wherever_it_stands(tmp_path: Path, before: bytes, numbers: list[int]) -> None:
+    """What an editor or a broken copy puts before it costs only itself."""
+    path = written(tmp_path)
+    whole = load_run(path)
+    path.write_bytes(before + path.read_bytes())
+    again = load_run(path)
+    assert replace(again, troubles=()) == whole
+    assert [trouble.partition(" is broken")[0] for trouble in again.troubles] == [f"line {one}" for one in numbers]
+
+
+def test_a_header_after_its_records_counts_too(tmp_path: Path) -> None:
+    """Lines that were sorted, say."""
+    path = written(tmp_path)
+    whole = load_run(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[1:], lines[0]]))
+    assert load_run(path) == whole
+
+
+def test_a_second_header_is_named(tmp_path: Path) -> None:
+    """Two files that were joined are not one run without a word."""
+    path = written(tmp_path)
+    whole = load_run(path)
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
+    again = load_run(path)
+    assert replace(again, troubles=()) == whole and len(again.troubles) == 1
+    assert "line 6 is broken" in again.troubles[0] and "a second one" in again.troubles[0]
+
+
+def test_junk_before_a_newer_header_does_not_hide_it(tmp_path: Path) -> None:
+    """It is refused all the same."""
+    path = tmp_path / "newer.jsonl"
+    path.write_bytes(b'junk\n{"schema": 999, "header": {}}\n')
+    with pytest.raises(StoreError, match="newer fp8bench"):
+        load_run(path)
+
+
+def test_line_ends_of_another_system_read_fine(tmp_path: Path) -> None:
+    """A copy by a tool that knows better."""
+    path = written(tmp_path)
+    whole = load_run(path)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_run(path) == whole and whole.troubles == ()
+
+
+def test_records_without_any_header_stand_alone(tmp_path: Path) -> None:
+    """None is lost to the search for it."""
+    path = written(tmp_path)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    again = load_run(path)
+    assert set(again.records) == set(RECORDS)
+    assert again.troubles == ("the header is gone: what was asked, planned and run on is lost",)
+
+
+def test_an_end_of_no_known_kind_is_no_end(tmp_path: Path) -> None:
+    """A bit flipped in it."""
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"finished"', b'"finishee"'))
+    again = load_run(path)
+    assert not again.finished and "line 5 is broken" in again.troubles[0]
+
+
+def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
+    """Under the table, with what to do about it; a whole one says nothing of the kind."""
+    path = written(tmp_path)
+    assert "have no record" not in render(load_run(path), {})
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:1], lines[1][:50] + b"\n", *lines[3:]]))
+    shown = " ".join(render(load_run(path), {}).split())
+    assert "2 of 3 cases have no record: lines are broken or gone; --resume abcd1234 measures them" in shown
 
 
 @pytest.mark.parametrize(
@@ -186,14 +270,14 @@ def test_lines_of_a_later_kind_are_passed_over(tmp_path: Path) -> None:
     [
         (b"", "it is empty"),
         (b"\n\n", "it is empty"),
-        (b"hello\n", "its first line is broken"),
-        (b"\x00\x01\xff" * 100, "its first line is broken"),
-        (b"{}\n", "no schema version"),
+        (b"hello\n", "line 1, the header, is broken"),
+        (b"\x00\x01\xff" * 100, "line 1, the header, is broken"),
+        (b"{}\n", "it has no header"),
         (b'{"schema": "1"}\n', "no schema version"),
         (b'{"schema": 1}\n', "expected an object"),
         (b'{"schema": 1, "header": {"id": 3}}\n', "expected str"),
         (b'{"schema": 999, "header": {}}\n', "newer fp8bench"),
-        (b"[" * 100_000, "its first line is broken"),
+        (b"[" * 100_000, "line 1, the header, is broken"),
     ],
     ids=["empty", "blank", "text", "binary", "no schema", "odd schema", "no header", "wrong header", "newer", "deep"],
 )
@@ -312,3 +396,45 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
             check_store(store)
         with pytest.raises(StoreError, match="Choose another --store DIR"):
             start_run(run_called("x"), store)
+
+
+def test_a_folder_called_like_a_run_is_none(store: Path) -> None:
+    """The newest is the newest file."""
+    (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()
+    assert find_run("last", store).stem.endswith("cccc3333")
+    assert len(list(run_files(store))) == 4
+
+
+def test_a_newest_run_that_cannot_be_read_names_the_one_before_it(store: Path) -> None:
+    """Whoever asks for the last one learns which can be had."""
+    assert load_named("last", store).id == "cccc3333"
+    find_run("last", store).write_bytes(b"broken")
+    with pytest.raises(StoreError, match=r"is no run file: .*The run before it is 20260103T000000Z-01234567-bbbb4444"):
+        load_named("last", store)
+    with pytest.raises(StoreError) as caught:
+        load_named("cccc3333", store)
+    assert "before it" not in str(caught.value)
+
+
+def test_runs_of_one_second_are_in_order(tmp_path: Path) -> None:
+    """By their milliseconds, not by their random ids."""
+    for name, started in (("ffff", "2026-01-01T00:00:00.001+00:00"), ("aaaa", "2026-01-01T00:00:00.002+00:00")):
+        start_run(run_called(name, started), tmp_path).finish("finished")
+    assert find_run("last", tmp_path).name == "20260101T000000.002Z-01234567-aaaa.jsonl"
+    assert load_run(find_run("ffff", tmp_path)).started.startswith("2026-01-01T00:00:00.001")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", pipeline._now())
+
+
+def test_two_processes_of_one_number_do_not_meet_in_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers that share a store have the same process ids."""
+    probes = []
+    write_text = Path.write_text
+
+    def noted(self: Path, *arguments: str) -> int:
+        probes.append(self.name)
+        return write_text(self, *arguments)
+
+    monkeypatch.setattr(Path, "write_text", noted)
+    check_store(tmp_path)
+    check_store(tmp_path)
+    assert len(set(probes)) == 2
