@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
+from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
@@ -73,7 +73,13 @@ class Worker(ABC):
 
 
 class LocalWorker(Worker):
-    """The bench in this very process."""
+    """The bench in this very process, for notebooks and debuggers.
+
+    What does not hold here: a crash ends the caller, a hang is not ended and no time limit kept, Ctrl-C waits for the
+    operation in progress, `restart` forgets states and nothing else (a broken GPU context and a full memory stay),
+    threads and processes that a workload leaves go on, what is printed past Python's own stdout is seen only where
+    that is a file, and environment variables (OMP_NUM_THREADS, NVIDIA_TF32_OVERRIDE) are as the caller has them.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -84,12 +90,12 @@ class LocalWorker(Worker):
             if self._bench is None:
                 self._bench = Bench(self._settings)
             return getattr(self._bench, name)(*arguments)
-        except (Exception, SystemExit) as error:
-            exhausted = self._bench is not None and self._bench.is_out_of_memory(error)
-            trace = "".join(traceback.format_exception(error))
-            fault = WorkerFault(type(error).__name__, str(error), trace, exhausted)
-        if self._bench is not None:
-            self._bench.recover()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            fault = WorkerFault(*described(error, self._bench))
+        # Out of the except block, so that the exception no longer holds the frames and their tensors.
+        recovered(self._bench)
         raise fault
 
     def close(self) -> None:

@@ -14,12 +14,12 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
+from fp8bench.measure.faults import described, recovered
 
 
 def die_with_parent(lifeline: int, connection: Connection) -> None:
@@ -70,13 +70,10 @@ def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[
         if bench is None:
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error))
-        exhausted = bench is not None and bench.is_out_of_memory(error)
-        reply = ("fault", type(error).__name__, str(error), trace, exhausted)
+    except BaseException as error:  # sys.exit() in a step too: whether to end is not the workload's to say
+        reply = ("fault", *described(error, bench))
     # Out of the except block, so that the exception no longer holds the frames and their tensors.
-    if bench is not None:
-        bench.recover()
+    recovered(bench)
     return bench, reply
 
 

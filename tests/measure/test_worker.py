@@ -88,6 +88,15 @@ def pool():
         assert workers.map(double, range(5)) == [0, 2, 4, 6, 8]
 
 
+def throw(error):
+    raise error
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
 HAZARDS = {
     "none": lambda: None,
     "raise": lambda: 1 / 0,
@@ -107,6 +116,12 @@ HAZARDS = {
     "tensor": tensor,
     "widow": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "pool": pool,
+    "leave": lambda: sys.exit(3),
+    "generator": lambda: throw(GeneratorExit("a close")),
+    "base": lambda: throw(BaseException("a base")),
+    "press": lambda: throw(KeyboardInterrupt("a press")),
+    "mute": lambda: throw(Mute()),
+    "half": lambda: throw(ValueError("half a pair: \\ud800")),
 }
 
 
@@ -258,6 +273,33 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
         os.kill(pid, 0)
     shown = capfd.readouterr()
     assert shown.out == "" and shown.err == ""
+
+
+RAISED = {
+    "leave": "SystemExit: 3",
+    "generator": "GeneratorExit: a close",
+    "base": "BaseException: a base",
+    "mute": "Mute: an exception that has no text",
+    "half": r"ValueError: half a pair: \ud800",
+}
+
+
+@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
+def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker] | type[LocalWorker]) -> None:
+    """And the worker answers what comes next. Only our own Ctrl-C is one."""
+    with kind(Settings(imports=(hazard,))) as worker:
+        facts = worker.probe()[0]
+        for how in (*RAISED, "press"):
+            worker.prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+        pid = worker.pid if isinstance(worker, ProcessWorker) else None
+        for how, words in RAISED.items():
+            with pytest.raises(WorkerFault) as caught:
+                worker.slot(how, 9, 0, 60.0)
+            assert str(caught.value) == words and "Traceback" in caught.value.trace
+        with pytest.raises(KeyboardInterrupt if kind is LocalWorker else WorkerFault, match="a press"):
+            worker.slot("press", 9, 0, 60.0)
+        assert len(worker.slot("mute", 1, 0, 60.0).steps) == 1
+        assert pid == (worker.pid if isinstance(worker, ProcessWorker) else None)
 
 
 def test_release_starts_no_worker() -> None:
