@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.region import region
-from fp8bench.protocols import Arithmetic, Phases, Role
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,11 +60,12 @@ class HeadwiseCore:
 class EmulatedCore:
     """The explicit form, both products of values in the arithmetic's precision, and the scores kept in it.
 
-    Queries and keys are cast along the head width, the scores as they are, probabilities and values along the keys;
-    sums, mask and softmax are fp32. Scores are scaled by 1 / sqrt(head width) after they are cast, or else
-    (`prescaled`) the queries before. Those a causal mask hides are zero when the scores are cast, so that they have no
-    say in a scale; a value's scale may depend on later tokens. Backward goes straight through all rounding: it
-    multiplies the rounded values by gradients in fp32.
+    Queries and keys are cast along the head width, probabilities and values along the keys, with the precision's
+    scales; sums, mask and softmax are fp32. The scores go onto the elements' own grid without a scale: they are made
+    tile by tile, and nobody knows their largest magnitude when the first of them is written. So what lies beyond the
+    format's range is lost, and it matters whether scores are scaled by 1 / sqrt(head width) after they are rounded, or
+    (`prescaled`) the queries before; a scale would cancel that factor. A value's scale may depend on later tokens.
+    Backward goes straight through all rounding: it multiplies the rounded values by gradients in fp32.
     """
 
     arithmetic: Arithmetic
@@ -73,8 +74,7 @@ class EmulatedCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
-        scores = self.scores(q, k)
-        scores = self._rounded(scores.tril() if self.causal else scores)
+        scores = self._rounded(self.scores(q, k), scaled=False)
         if not self.prescaled:
             scores = scores * factor
         if self.causal:
@@ -92,23 +92,24 @@ class EmulatedCore:
         queries, keys = self._rounded(q), self._rounded(k)
         return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        rounded: Tensor = _StraightThrough.apply(x, self.arithmetic)  # type: ignore[no-untyped-call]
+    def _rounded(self, x: Tensor, scaled: bool = True) -> Tensor:
+        cast = self.arithmetic.cast if scaled else self.arithmetic.unscaled
+        rounded: Tensor = _StraightThrough.apply(x, self.arithmetic, cast)  # type: ignore[no-untyped-call]
         return rounded
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A tensor as the fp32 values that an arithmetic leaves of it; its gradient passes unchanged."""
+    """A tensor as the fp32 values that a cast of an arithmetic leaves of it; its gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+    def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, cast: Callable[[Tensor, Role], Operand]) -> Tensor:
         ctx.dtype = x.dtype
-        operand = arithmetic.cast(x.reshape(-1, x.shape[-1]), Role.INPUT)
+        operand = cast(x.reshape(-1, x.shape[-1]), Role.INPUT)
         return arithmetic.restore(operand, torch.float32).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].to(ctx.dtype), None
+        return gradients[0].to(ctx.dtype), None, None
 
 
 def _grouped(x: Tensor, shared: Tensor) -> Tensor:

@@ -57,17 +57,23 @@ class Exercise:
 
 
 def exercise(
-    setup: Setup, build: Callable[[], nn.Module], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, training: bool
+    setup: Setup,
+    build: Callable[[], nn.Module],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    training: bool,
+    spread: float = 1.0,
 ) -> Exercise:
     """Gaussian inputs in `dtype` and a layer on the case's device, from its seed: the same values for every dtype.
 
+    `spread` is the inputs' standard deviation.
     The gradient that comes in is Gaussian too, of order one, as loss scaling would have it.
     """
     with _seeded(setup):
         layer = build()
         if dtype is torch.float64:
             layer = layer.double()
-        inputs = tuple(torch.randn(shape).to(dtype).requires_grad_(training) for shape in shapes)
+        inputs = tuple((spread * torch.randn(shape)).to(dtype).requires_grad_(training) for shape in shapes)
         if not training:
             return Exercise(layer, inputs, None)
         with torch.no_grad():

@@ -27,7 +27,8 @@ class Attention(Workload):
 
     With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
     scores are in the case's precision, emulated for every precision alike: the explicit form is no kernel that anybody
-    would run, so it says what low scores cost in numbers and nothing about time.
+    would run, so it says what low scores cost in numbers and nothing about time. The scores themselves are written
+    without a scale, because a kernel makes them tile by tile before anybody knows the largest.
     """
 
     name = "attention"
@@ -47,8 +48,11 @@ class Attention(Workload):
             Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
             Axis("pass", "forward alone, or training: forward and backward", ("training",),
                  one_of("forward", "training")),
-            Axis("scores", "high: the carrier's; low: emulated in the case's precision, scaled by 1/sqrt(head_width) "
-                 "after they are rounded; low-prescaled: queries scaled before", ("high",), one_of(*_SCORES)),
+            Axis("scores", "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
+                 "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before", ("high",),
+                 one_of(*_SCORES)),
+            Axis("spread", "standard deviation of the values that come in: how large scores get", ("1",),
+                 whole_number(high=1024)),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -206,7 +210,7 @@ def _exercise(setup: Setup, arithmetic: Arithmetic, core: Core) -> Exercise:
             return BareAttention(core)
         return SelfAttention(width, heads, key_heads, 1.0, arithmetic, core)
 
-    return exercise(setup, build, shapes, arithmetic.carrier, _training(params))
+    return exercise(setup, build, shapes, arithmetic.carrier, _training(params), float(params["spread"]))
 
 
 def _scores_by_head(q: Tensor, k: Tensor, causal: bool) -> Iterator[Tensor]:

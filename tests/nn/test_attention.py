@@ -14,6 +14,7 @@ from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import BareAttention, Core, EmulatedCore, FusedCore, HeadwiseCore
+from fp8bench.numerics.errors import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
 
@@ -49,14 +50,16 @@ def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) 
     return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
 
 
-def by_hand(rounded: Callable[[Tensor], Tensor], prescaled: bool, causal: bool) -> list[Tensor]:
+def by_hand(
+    rounded: Callable[[Tensor], Tensor], onto_the_grid: Callable[[Tensor], Tensor], prescaled: bool, causal: bool
+) -> list[Tensor]:
     """Output and gradients by the formulas on paper, a loop over heads for each product."""
     q, k, v, pull = (one.detach() for one in heads())
     group, scale = HEADS // KEY_HEADS, WIDTH**-0.5
     q_low, k_low, v_low = rounded(q * scale if prescaled else q), rounded(k), rounded(v.mT).mT
     scores = torch.stack([q_low[:, head] @ k_low[:, head // group].mT for head in range(HEADS)], 1)
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() if causal else torch.ones(TOKENS, TOKENS).bool()
-    scores = rounded(torch.where(seen, scores, 0.0)) * (1.0 if prescaled else scale)
+    scores = onto_the_grid(scores) * (1.0 if prescaled else scale)
     exact = torch.where(seen, scores, -math.inf).softmax(-1)
     low = rounded(exact)
     outputs, dq, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
@@ -75,16 +78,18 @@ def by_hand(rounded: Callable[[Tensor], Tensor], prescaled: bool, causal: bool) 
 @pytest.mark.parametrize("prescaled", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
 def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
-    """Each operand rounded along its contraction; gradients pass the rounding as if it were not there."""
+    """Operands rounded along their contractions, scores without a scale; gradients pass as if nothing were rounded."""
     arithmetic = of(precision)
 
-    def rounded(x: Tensor) -> Tensor:
-        return arithmetic.restore(arithmetic.cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
+    def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
+        return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
 
     found = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
     # A product summed in another order may fall on the other side of a rounding, one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
-    for one, wanted in zip(found, by_hand(rounded, prescaled, causal), strict=True):
+    for one, wanted in zip(
+        found, by_hand(by(arithmetic.cast), by(arithmetic.unscaled), prescaled, causal), strict=True
+    ):
         assert float(torch.linalg.vector_norm(one - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
 
 
@@ -130,23 +135,29 @@ class Recording(PlainArithmetic):
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
         self.seen: list[Tensor] = []
+        self.unscaled_seen: list[Tensor] = []
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         self.seen.append(tensor.detach().clone())
         return super().cast(tensor, role)
 
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        self.unscaled_seen.append(tensor.detach().clone())
+        return super().cast(tensor, role)
+
 
 def test_operands_are_cast_along_their_contractions() -> None:
-    """Queries and keys along the head width, probabilities and values along the keys, the scores between."""
+    """Queries and keys along the head width, probabilities and values along the keys; scores without a scale."""
     recording = Recording()
     q, k, v, _ = heads()
     EmulatedCore(recording)(q, k, v)
     assert [tuple(one.shape) for one in recording.seen] == [
-        (BATCH * HEADS * TOKENS, WIDTH), (BATCH * KEY_HEADS * TOKENS, WIDTH), (BATCH * HEADS * TOKENS, TOKENS),
+        (BATCH * HEADS * TOKENS, WIDTH), (BATCH * KEY_HEADS * TOKENS, WIDTH),
         (BATCH * HEADS * TOKENS, TOKENS), (BATCH * KEY_HEADS * WIDTH, TOKENS),
     ]  # fmt: skip
-    scores, probabilities = (one.view(BATCH, HEADS, TOKENS, TOKENS) for one in recording.seen[2:4])
-    assert not scores.triu(1).any(), "what the mask hides must have no say in a scale"
+    (scores,) = recording.unscaled_seen
+    assert scores.shape == (BATCH * HEADS * TOKENS, TOKENS)
+    probabilities = recording.seen[2].view(BATCH, HEADS, TOKENS, TOKENS)
     assert scores.dtype == torch.float32, "cast from the product's fp32, not rounded to the carrier before"
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
 
@@ -157,6 +168,20 @@ def test_scaling_queries_before_keeps_scores_within_fp16() -> None:
     late, early = (EmulatedCore(of("fp16"), prescaled)(q, q, q) for prescaled in (False, True))
     assert late.isnan().all()
     torch.testing.assert_close(early, q, rtol=1e-3, atol=0)
+
+
+def test_scaling_queries_before_keeps_scores_within_e4m3() -> None:
+    """Written without a scale, scores beyond 448 become 448 and no longer differ; an eighth of them stays within."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 64, 64, generator=generator) for _ in range(3))
+    q, k = 8 * q, 8 * k
+    scores = EmulatedCore(of("fp8")).scores(q, k)
+    assert float((scores.abs() > 448).float().mean()) > 0.2 and float(scores.abs().max()) / 8 < 448
+    exact = FusedCore()(q, k, v)
+    late, early = (
+        relative_frobenius(EmulatedCore(of("fp8"), prescaled)(q, k, v), exact) for prescaled in (False, True)
+    )
+    assert early < 0.4 < 0.8 < late
 
 
 @pytest.mark.parametrize("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])

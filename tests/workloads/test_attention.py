@@ -23,7 +23,7 @@ CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 TINY: dict[str, Scalar] = {
     "part": "layer", "sequence": 32, "batch": 2, "heads": 4, "key_heads": 2, "head_width": 16, "causal": "yes",
-    "pass": "training", "scores": "high",
+    "pass": "training", "scores": "high", "spread": 1,
 }  # fmt: skip
 
 
@@ -158,6 +158,25 @@ def test_low_scores_cost_more_than_low_products_around_them() -> None:
     """What the axis is for."""
     high, low = (Attention().error(setup_for("fp8", scores=scores)) for scores in ("high", "low"))
     assert low["output_error"] > 1.05 * high["output_error"]
+
+
+def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
+    """E4M3 ends at 448: where scores of 64 features reach it, low ones are lost and prescaled ones are not."""
+    common: dict[str, Scalar] = {"part": "core", "head_width": 64, "pass": "forward"}
+    found = {
+        (spread, scores): Attention().error(setup_for("fp8", scores=scores, spread=spread, **common))["output_error"]
+        for spread in (1, 8)
+        for scores in ("low", "low-prescaled")
+    }
+    assert found[1, "low"] == pytest.approx(found[1, "low-prescaled"], rel=0.1), "all within the range"
+    assert found[8, "low"] > 1.5 * found[8, "low-prescaled"]
+
+
+def test_the_spread_is_that_of_what_comes_in() -> None:
+    """And scores grow with its square."""
+    one, eight = ({found.kind: found.amax for found in Attention().statistics(setup_for(part="core", spread=spread))}
+                  for spread in (1, 8))  # fmt: skip
+    assert [eight[kind] / one[kind] for kind in ("q", "k", "v", "scores")] == pytest.approx([8, 8, 8, 64], rel=1e-6)
 
 
 def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
