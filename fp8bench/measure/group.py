@@ -202,14 +202,23 @@ class GroupMeasurement:
             try:
                 errors = self._worker.error(case, self._facts[case.device], limit)
             except WorkerError as cause:
-                # The times stand; only this number is missing, and the record says why.
-                outcome.detail = f"no numerical error: {cause}"
+                self._fail_in_numbers(outcome, cause)
                 continue
             outcome.failure = _not_finite(errors)
             outcome.measurements += [
                 Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
             ]
         self._statistics()
+
+    def _fail_in_numbers(self, outcome: _Outcome, cause: WorkerError) -> None:
+        """Whose numbers cannot be had fails; not for want of memory, since a reference in fp64 may need more."""
+        why = f"no numerical error: {cause}"
+        if _exhausted(cause):
+            outcome.detail = why
+            return
+        self._worker.restart()
+        outcome.failure = why
+        outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
     def _statistics(self) -> None:
         reference = self._reference()
@@ -220,6 +229,9 @@ class GroupMeasurement:
             limit = self._limits.numbers(reference.planned.work)
             reference.statistics = self._worker.statistics(case, self._facts[case.device], limit)
         except WorkerError as cause:
+            if not _exhausted(cause):
+                self._worker.restart()
+            # They describe the data of all, so that they do not fail the one that was asked.
             reference.detail = reference.detail or f"no statistics of the data: {cause}"
 
     def _record(self, outcome: _Outcome, is_reference: bool) -> Record:

@@ -110,13 +110,37 @@ def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None
     )
 
 
-@pytest.mark.parametrize("error", [WorkerFault("ValueError", "bad"), WorkerLost("it crashed")])
-def test_a_failing_error_pass_leaves_the_times_alone(error: Exception) -> None:
-    """Only that number is missing, and the record says why."""
-    records, _ = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16"))
+@pytest.mark.parametrize(
+    "error", [WorkerFault("ValueError", "bad", "the trace"), WorkerLost("it crashed"), WorkerHung("no answer in 60 s")]
+)
+def test_a_case_without_its_numbers_fails(error: Exception) -> None:
+    """The others have theirs, from a fresh worker."""
+    records, worker = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
+    assert records["bf16"].reason == f"no numerical error: {error}"
+    assert records["bf16"].detail == ("the trace" if isinstance(error, WorkerFault) else "")
+    assert records["bf16"].timing is None and records["bf16"].measurements == ()
+    assert worker.restarts == 1
+
+
+def test_an_error_pass_that_needs_too_much_memory_leaves_the_times_alone() -> None:
+    """A reference in fp64 may not fit where the step does: only that number is missing, and the record says why."""
+    error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
+    records, worker = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
     assert records["bf16"].detail == f"no numerical error: {error}"
     assert records["bf16"].timing is not None and records["bf16"].measurements == ()
+    assert worker.restarts == 0
+
+
+@pytest.mark.parametrize(("exhausted", "restarts"), [(False, 1), (True, 0)])
+def test_statistics_that_raise_fail_nobody(exhausted: bool, restarts: int) -> None:
+    """They describe the data of all; but the next group starts in a fresh worker."""
+    error = WorkerFault("ValueError", "bad", "the trace", exhausted)
+    records, worker = measure({"fp32": broken("statistics", error=error)}, *native("fp32", "bf16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
+    assert records["fp32"].detail == f"no statistics of the data: {error}" and records["fp32"].statistics == ()
+    assert worker.restarts == restarts
 
 
 @pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
