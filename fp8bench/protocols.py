@@ -293,6 +293,12 @@ class Workload(ABC):
         """
         return precision.support(facts)
 
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """The same for a layer kind that a precision map gives another precision, in a case of its own."""
+        return self.support(params, precision, facts)
+
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""
         return {}

@@ -145,14 +145,13 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         mixed = region(phase.attention, self.core, q, k, v)
         y: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape), phase)
-        return y
+        return y.to(x.dtype)
 
     def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
         """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
-        return [
-            part.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
-            for part in self.qkv(x, phase).split(self.sizes, dim=-1)
-        ]
+        # A product of another precision hands back its own carrier; the core works in what comes in.
+        parts = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
+        return [part.view(*x.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
 
 
 def rotations(context: int, head_width: int) -> Tensor:

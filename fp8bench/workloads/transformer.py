@@ -97,6 +97,19 @@ class Transformer(Workload):
         )
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = self._products(params, precision, facts)
+        missing = _missing_kernel(_choice(params, "attention"), precision, facts)
+        if support.level is not Level.REFUSED and missing:
+            return Support(Level.REFUSED, missing)
+        return support
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """Of its products only: attention's core gets values in the model's carrier, whatever the map says."""
+        return self._products(params, precision, facts)
+
+    def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
@@ -106,9 +119,6 @@ class Transformer(Workload):
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
                 f"sequence is {tokens}: choose another batch or sequence",
             )
-        missing = _missing_kernel(_choice(params, "attention"), precision, facts)
-        if support.level is not Level.REFUSED and missing:
-            return Support(Level.REFUSED, missing)
         return support
 
     def prepare(self, setup: Setup) -> State:

@@ -15,9 +15,11 @@ from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.compiled import compiled
 from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.plan import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.transformer import State, Transformer
@@ -283,6 +285,36 @@ def test_a_kernel_that_a_device_lacks_is_refused(
     found = Transformer().support(params, precisions.get(precision), facts)
     assert found.level is level
     assert level is not Level.REFUSED or "choose auto" in found.reason
+
+
+@pytest.mark.parametrize("kind", ["head", "mlp", "attn"])
+def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
+    """Flash takes no float32, but no mapped layer's values meet it: the core gets the model's own carrier."""
+    request = Request(
+        "transformer", ("bf16", "fp8"), axes=(("attention", ("flash",)),), precision_map=((kind, "fp32"),)
+    )
+    plain, mapped = make_plan(request, (H200,)).groups[0].cases
+    assert mapped.case.precision_map == ((kind, "fp32"),) and plain.case.precision_map == ()
+    assert mapped.runs and mapped.support.level is Level.NATIVE
+    (alone,) = make_plan(replace(request, dtypes=("fp32",), precision_map=()), (H200,)).groups[0].cases
+    assert "flash attention takes no float32" in alone.skip
+
+
+def test_a_mapped_layer_is_asked_for_its_products() -> None:
+    """Native fp8 contracts over the tokens wherever it is."""
+    axes = (("batch", ("1",)), ("sequence", ("20",)))
+    request = Request("transformer", ("fp32", "bf16"), axes=axes, precision_map=(("head", "fp8"),))
+    assert [bool(one.skip) for one in make_plan(request, (H200,)).groups[0].cases] == [False, True]
+
+
+def test_attention_gets_the_models_carrier_under_a_precision_map(corpus: Corpus) -> None:
+    """Which is what a plan checks its kernel for."""
+    setup = replace(setup_for(corpus, "bf16"), layers={"attn": precisions.get("fp32").arithmetic(CPU)})
+    attention = Transformer().prepare(setup).model.blocks[0].attn
+    assert isinstance(attention, SelfAttention)
+    x = torch.randn(1, 16, 32).bfloat16().requires_grad_()
+    assert {one.dtype for one in attention.heads(x, SilentPhases())} == {torch.bfloat16}
+    assert attention(x, SilentPhases()).dtype == torch.bfloat16
 
 
 # Compiling makes torch warn of its own use of what it deprecates.
