@@ -221,8 +221,9 @@ def _case(
 ) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
     named = dict(params)
-    used = (name, *(other for _, other in layers))
-    support = _worst([workload.support(named, precisions.get(word), facts) for word in used])
+    own = workload.support(named, precisions.get(name), facts)
+    mapped = [workload.layer_support(kind, named, precisions.get(word), facts) for kind, word in layers]
+    support = _worst([own, *mapped])
     work = workload.work(named)
     skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)
     return PlannedCase(case, support, work, skip)
