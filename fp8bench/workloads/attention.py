@@ -79,7 +79,8 @@ class Attention(Workload):
             flops += 2.0 * rows * weights
             least += 4.0 * weights * (2 if training else 1) + 2.0 * rows * width
         if _low(params):
-            least += 2 * 4.0 * scores  # in fp32, before and after they are rounded
+            # In fp32, before and after they are rounded; in backward softmax has probabilities and two gradients.
+            least += (3 if training else 2) * 4.0 * scores
         return Work(flops * (3 if training else 1), rows, least_memory=least)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:

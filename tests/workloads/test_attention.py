@@ -71,10 +71,12 @@ def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) ->
 
 
 def test_work_counts_tokens_and_what_memory_must_hold() -> None:
-    """Low scores stand in memory as a matrix, twice, in fp32; fused ones never do."""
+    """Low scores stand in memory as matrices in fp32, two forward and three in backward; fused ones never do."""
     high, low = (Attention().work({**TINY, "scores": scores}) for scores in ("high", "low"))
     assert high.tokens == 64 and high.flops == low.flops
-    assert low.least_memory - high.least_memory == 2 * 4 * (2 * 4 * 32 * 32)
+    assert low.least_memory - high.least_memory == 3 * 4 * (2 * 4 * 32 * 32)
+    forward = [Attention().work({**TINY, "scores": scores, "pass": "forward"}) for scores in ("high", "low")]
+    assert forward[1].least_memory - forward[0].least_memory == 2 * 4 * (2 * 4 * 32 * 32)
     # Grouped keys: weights of 64 x (64 + 2 x 32) and 64 x 64, once and as gradients, and two-byte activations.
     assert high.least_memory == 2 * 4 * 64 * (128 + 64) + 2 * 2 * 64 * (128 + 64) + 2 * 64 * 64
 
