@@ -7,8 +7,8 @@ this Python has in the same words. Its hash is part of every case that reads it.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
+import secrets
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ from fp8bench.errors import StoreError, UsageError
 
 MOST_BYTES = 8 << 20
 LEAST_BYTES = 64 << 10
+# Prose has hardly any but those that move the cursor; in compressed data every tenth byte is one.
+_CONTROLS = bytes({*range(32), 127} - set(b"\t\n\r\f\b"))
+_MOST_CONTROLS = 0.02
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,21 @@ def given_text(path: Path) -> bytes:
         raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
     if b"\0" in text:
         raise UsageError(f"--data {path} has zero bytes, so it is no text. Give a text file.")
+    why = _no_text(text)
+    if why:
+        raise UsageError(f"--data {path} is no text: {why}. Give a text file, best in UTF-8.")
     return text
+
+
+def _no_text(text: bytes) -> str:
+    """What tells bytes from prose, whatever its language; '' if nothing does."""
+    controls = len(text) - len(text.translate(None, _CONTROLS))
+    if controls > _MOST_CONTROLS * len(text):
+        return f"{controls} of {len(text)} bytes are control characters"
+    undecodable = text.decode("utf-8", errors="replace").count("\ufffd")
+    if undecodable > len(text) / 2:
+        return f"{undecodable} of {len(text)} bytes fit no UTF-8"
+    return ""
 
 
 def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:
@@ -66,7 +83,7 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     if data is None:
         text, name = standard_library_text(), f"python-{platform.python_version()}"
     else:
-        text, name = given_text(Path(data)), Path(data).stem
+        text, name = given_text(Path(data)), _on_one_line(Path(data).stem)
     if len(text) < LEAST_BYTES:
         raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
     digest = hashlib.sha256(text).hexdigest()
@@ -74,6 +91,11 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     if write and (not path.is_file() or path.stat().st_size != 2 * len(text)):
         _write(path, text)
     return Corpus(str(path.resolve()), name, digest, len(text))
+
+
+def _on_one_line(name: str) -> str:
+    """A file's name need not be text, and stands in case ids."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _tokens(text: bytes) -> bytes:
@@ -84,7 +106,7 @@ def _tokens(text: bytes) -> bytes:
 
 
 def _write(path: Path, text: bytes) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")  # process ids repeat among containers
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(_tokens(text))

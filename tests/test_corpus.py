@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +104,69 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | N
         prepare_corpus(str(path), tmp_path / "data")
     assert str(caught.value).startswith(f"--data {path} ") and "Give a text" in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (bytes(random.Random(1).choices(range(1, 256), k=100_000)), "of 100000 bytes are control characters"),
+        (bytes(random.Random(2).choices(range(128, 256), k=100_000)), "of 100000 bytes fit no UTF-8"),
+        (zlib.compress(random.Random(3).randbytes(100_000)).replace(b"\0", b"\1"), "are control characters"),
+    ],
+    ids=["random bytes", "random high bytes", "compressed"],
+)
+def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    """Also without a zero byte among them."""
+    path = tmp_path / "given"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--data .* is no text: .*{words}.*Give a text file"):
+        prepare_corpus(str(path), tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("prose", "encoding"),
+    [
+        ("Größe und Maß sind für Übungen schön. ", "latin-1"),
+        ("精度越低越快吗。要付出什么代价。", "utf-8"),
+        ("Точность ниже — быстрее? ", "utf-8"),
+        (
+            "a page\f\n\tof b\bbold \x1b[1mwords\x1b[0m, and many more plain ones, as in logs and manuals, line by line\r\n",
+            "ascii",
+        ),
+    ],
+    ids=["latin-1", "Chinese", "Cyrillic", "a log"],
+)
+def test_prose_of_any_language_is_text(tmp_path: Path, prose: str, encoding: str) -> None:
+    """In its usual bytes."""
+    path = tmp_path / "given"
+    path.write_bytes((prose * 5000).encode(encoding)[: LEAST_BYTES + 1])
+    assert prepare_corpus(str(path), tmp_path / "data").num_tokens == LEAST_BYTES + 1
+
+
+def test_a_name_that_is_no_text_stands_on_one_line(tmp_path: Path) -> None:
+    """It is part of case ids, and of tables and files made of them."""
+    path = tmp_path / "two\nlines\udcff.txt"
+    path.write_bytes(TEXT)
+    made = prepare_corpus(str(path), tmp_path / "data")
+    assert made.identity.startswith("two?lines?:")
+    assert made.identity.encode()
+
+
+def test_two_processes_of_one_number_write_two_files(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers that share a store have the same process ids."""
+    names = []
+    write_bytes = Path.write_bytes
+
+    def noted(self: Path, content: bytes) -> int:
+        names.append(self.name)
+        return write_bytes(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", noted)
+    for _ in range(2):
+        Path(prepare_corpus(str(text), tmp_path / "data").path).unlink()
+    assert len(set(names)) == 2
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
