@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.errors import Fp8benchError, UnknownName, UsageError
+from fp8bench.answers import answering, sound_params, sound_support, sound_work
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.protocols import Precision, Workload
-from fp8bench.registry import devices, own_words, precisions, user_module, workloads
+from fp8bench.registry import devices, precisions, user_module, workloads
 from fp8bench.units import size
 
 ALL = "all"
@@ -36,7 +36,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     parts = _parts(request)
     groups = []
     for part in parts:
-        with _answering(part.workload):
+        with answering(part.workload):
             groups += [
                 _group(part, params, device, request.reference is not None)
                 for device in _devices(request, facts)
@@ -89,36 +89,32 @@ def reads_corpus(request: Request) -> bool:
 
 
 def check_names(request: Request) -> None:
-    """Raise for unknown names at once, before anything slow is started."""
+    """Raise for unknown names, and for what cannot be kept, at once: before anything slow is started."""
+    if request.case_timeout is not None and not request.isolation:
+        raise UsageError(
+            "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be ended. "
+            "Leave one out."
+        )
     parts = _parts(request)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])
     # Names and parsers of axes are the same on every device, only their defaults differ.
     nowhere = DeviceFacts("cpu", 0, "", 0, "")
     for part in parts:
-        with _answering(part.workload):
+        with answering(part.workload):
             for params in _parameters(request, part.workload, nowhere, None):
-                part.workload.work(dict(params))
-
-
-@contextmanager
-def _answering(workload: Workload) -> Iterator[None]:
-    """What a user's own workload raises while it is asked about its cases, as a sentence; ours are to be reported."""
-    try:
-        yield
-    except Fp8benchError:
-        raise
-    except Exception as error:
-        if type(workload).__module__.startswith("fp8bench."):
-            raise
-        raise UsageError(f"suite {workload.name!r} cannot be planned: {own_words(error)}. Mend the file.") from error
+                sound_work(part.workload, part.workload.work(dict(params)))
 
 
 def _parts(request: Request) -> list[_Part]:
     chosen = [workloads.get(name) for name in suites_of(request)]
     _check_axes(request, chosen)
     _check_kinds(request, chosen)
-    return [_part(request, workload) for workload in chosen]
+    parts = []
+    for workload in chosen:
+        with answering(workload):
+            parts.append(_part(request, workload))
+    return parts
 
 
 def _part(request: Request, workload: Workload) -> _Part:
@@ -138,7 +134,7 @@ def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
     nowhere = DeviceFacts("cpu", 0, "", 0, "")
     known = set()
     for workload in chosen:
-        with _answering(workload):
+        with answering(workload):
             known |= {axis.name for axis in workload.axes(nowhere)}
     for name, _ in request.axes:
         if name not in known:
@@ -146,7 +142,10 @@ def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
 
 
 def _check_kinds(request: Request, chosen: Sequence[Workload]) -> None:
-    known = {kind for workload in chosen for kind in workload.layer_kinds}
+    known: set[str] = set()
+    for workload in chosen:
+        with answering(workload):
+            known |= set(workload.layer_kinds)
     for kind, _ in request.precision_map:
         if kind not in known:
             raise UnknownName(f"layer kind of suite {request.suite}", kind, known)
@@ -196,7 +195,8 @@ def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus
     seen: dict[Params, None] = {}
     for combination in itertools.product(*axes.values()):
         for params in workload.expand(dict(zip(axes, combination, strict=True))):
-            seen[(*params, ("data", corpus)) if corpus and workload.uses_corpus else params] = None
+            sound = sound_params(workload, params)
+            seen[(*sound, ("data", corpus)) if corpus and workload.uses_corpus else sound] = None
     return seen
 
 
@@ -221,10 +221,10 @@ def _case(
 ) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
     named = dict(params)
-    own = workload.support(named, precisions.get(name), facts)
-    mapped = [workload.layer_support(kind, named, precisions.get(word), facts) for kind, word in layers]
-    support = _worst([own, *mapped])
-    work = workload.work(named)
+    answers = [workload.support(named, precisions.get(name), facts)]
+    answers += [workload.layer_support(kind, named, precisions.get(word), facts) for kind, word in layers]
+    support = _worst([sound_support(workload, answer) for answer in answers])
+    work = sound_work(workload, workload.work(named))
     skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)
     return PlannedCase(case, support, work, skip)
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 
+from fp8bench.axes import Axis, whole_number
+from fp8bench.codec import decode, encode
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import DeviceFacts, Group, Level, Plan, PlannedCase, Request
+from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.plan import MOST_CASES, check_names, make_plan
+from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.registry import workloads
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
@@ -368,3 +377,103 @@ def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
     assert reference(one_group(CPU, "tf32", "bf16", reference="tf32")) == "tf32"
     assert reference(one_group(CPU, "tf32", "fp8")) == "tf32"
     assert reference(one_group(H200, "tf32", "bf16")) == "tf32"
+
+
+SOUND = {"params": (("n", 1),), "work": Work(1.0, 2), "support": Support(Level.NATIVE, "a test")}
+
+
+class Answering(Workload):
+    """A suite of somebody's own that answers whatever it is told to."""
+
+    name = "answering"
+    summary = "answers"
+    answers: ClassVar[dict[str, Any]] = SOUND
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("n", "a number", ("1",), whole_number()),)
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        return (self.answers["params"],)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return cast(Work, self.answers["work"])
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return cast(Support, self.answers["support"])
+
+    def prepare(self, setup: Setup) -> None:
+        return None
+
+    def step(self, state: None, phase: Phases) -> None:
+        return None
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> type[Answering]:
+    """The suite, registered for one test."""
+    workloads.names()
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    monkeypatch.setattr(Answering, "answers", SOUND)
+    workloads.register("answering")(Answering)
+    return Answering
+
+
+GARBAGE = {
+    "a float of tokens": ({"work": Work(tokens=1024.0)}, "tokens = 1024.0, and it must be a whole number"),  # type: ignore[arg-type]
+    "NaN of flops": ({"work": Work(flops=math.nan)}, "flops = nan, which is no count"),
+    "infinite bytes": ({"work": Work(bytes=math.inf)}, "bytes = inf, which is no count"),
+    "negative memory": ({"work": Work(least_memory=-1.0)}, "least_memory = -1.0, which is no count"),
+    "flops in words": ({"work": Work(flops="many")}, "flops = 'many', and it must be a number"),  # type: ignore[arg-type]
+    "numpy's flops": ({"work": Work(flops=np.float64(3))}, r"flops = .*, and it must be a number \(float\)"),
+    "too many flops": ({"work": Work(flops=10**400)}, "OverflowError"),
+    "no work": ({"work": None}, r"work\(\) gave None, and must give a Work"),
+    "a tuple": ({"params": (("n", (1, 2)),)}, r"parameter 'n' is \(1, 2\) \(tuple\), and must be an int"),
+    "numpy's integer": ({"params": (("n", np.int64(1)),)}, r"\(int64\), and must be an int"),
+    "NaN": ({"params": (("n", math.nan),)}, "parameter 'n' is nan, and must be finite"),
+    "two lines": ({"params": (("n", "a\nb"),)}, r"parameter 'n' is 'a\\nb', and must be finite, or text on one line"),
+    "half a pair": ({"params": (("n", "a\ud800"),)}, "text on one line"),
+    "a name that is none": ({"params": ((3, 3),)}, "a parameter is called 3"),
+    "a mapping": ({"params": {"n": 3}}, "must be a tuple of pairs"),
+    "a level of support": ({"support": Level.NATIVE}, r"support\(\) gave .*, and must give a Support"),
+    "support without a text": ({"support": Support(Level.NATIVE, None)}, "must give a Support"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
+    """In one sentence that names suite and answer, from names already where no device is needed to tell."""
+    wrong, sentence = GARBAGE[name]
+    answering.answers = {**SOUND, **wrong}
+    asked = Request("answering", ("fp32",))
+    with pytest.raises(UsageError, match=sentence) as caught:
+        make_plan(asked, (CPU,))
+    assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
+    if "support" not in wrong:
+        with pytest.raises(UsageError, match=sentence):
+            check_names(asked)
+
+
+def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
+    """All four kinds of values, and whole numbers where floats are meant."""
+    answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
+    made = make_plan(Request("answering", ("fp32",)), (CPU,))
+    assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
+
+
+@pytest.mark.parametrize("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
+def test_lists_that_are_none_are_sentences(
+    words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The precisions and layer kinds of a suite are asked for with its names."""
+    for name, value in words.items():
+        monkeypatch.setattr(answering, name, value)
+    with pytest.raises(UsageError, match="suite 'answering' cannot be planned"):
+        check_names(Request("answering"))
+
+
+def test_a_limit_that_nobody_could_keep_is_refused() -> None:
+    """Without a worker there is nothing to end."""
+    check_names(Request("gemm", case_timeout=5.0))
+    check_names(Request("gemm", isolation=False))
+    with pytest.raises(UsageError, match="--case-timeout cannot be kept with --no-isolation"):
+        check_names(Request("gemm", case_timeout=5.0, isolation=False))
