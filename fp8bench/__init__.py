@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8bench.api import findings, load, run, table
+    from fp8bench.api import findings, load, resume, run, table
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Run, Verdict
 
@@ -27,6 +27,7 @@ _HOME = {
     "Verdict": "model",
     "findings": "api",
     "load": "api",
+    "resume": "api",
     "run": "api",
     "table": "api",
 }
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "findings",
     "load",
+    "resume",
     "run",
     "table",
 ]

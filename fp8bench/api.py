@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8bench.arguments import DEFAULT_STORE
+from fp8bench.arguments import DEFAULT_STORE, MOST_SECONDS, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.frames import RunFrames
-from fp8bench.history.runs import find_run, load_run
+from fp8bench.history.runs import find_run, load_named
 from fp8bench.model import Finding, Request, Run
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import findings as findings_of
+from fp8bench.pipeline import resume as go_on
 from fp8bench.plan import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.text import render
@@ -35,6 +35,7 @@ def run(
     threads: int = 1,
     imports: Iterable[str] = (),
     isolation: bool = True,
+    case_timeout: float | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
 ) -> Run:
@@ -45,46 +46,96 @@ def run(
     a crash cannot be survived. Raises Fp8benchError with a sentence for what cannot be done; cases that fail are
     records with a reason.
     """
+    _check_kinds(
+        suite=(suite, str), reference=(reference, str | None), set=(set, Mapping | None),
+        precision_map=(precision_map, Mapping | None), data=(data, str | Path | None), quick=(quick, bool),
+        isolation=(isolation, bool),
+    )  # fmt: skip
     request = Request(
         suite=suite,
-        dtypes=_names(dtypes),
-        devices=_names(devices),
+        dtypes=_names("dtypes", dtypes),
+        devices=_names("devices", devices),
         reference=reference,
         axes=tuple((name, _texts(value)) for name, value in (set or {}).items()),
         precision_map=tuple((precision_map or {}).items()),
         data=None if data is None else str(data),
         quick=quick,
-        budget=budget,
-        rounds=rounds,
-        seed=seed,
-        threads=threads,
-        imports=(*_names(imports), *files_of(suite)),
+        budget=_seconds("budget", budget),
+        rounds=None if rounds is None else _whole("rounds", rounds, 1),
+        seed=_whole("seed", seed, 0),
+        threads=_whole("threads", threads, 1, MOST_THREADS),
+        imports=(*_names("imports", imports), *files_of(suite)),
         isolation=isolation,
+        case_timeout=_seconds("case_timeout", case_timeout),
     )
-    _check(request)
-    return execute(request, Path(store), observer or SilentObserver(), command_line())
-
-
-def _check(request: Request) -> None:
-    """What the command line's parser refuses is refused here too."""
-    numbers: tuple[tuple[str, object, int], ...] = (
-        ("rounds", request.rounds, 1),
-        ("seed", request.seed, 0),
-        ("threads", request.threads, 1),
-    )
-    for name, value, low in numbers:
-        if value is not None and not (isinstance(value, int) and low <= value < 1 << 31):
-            raise UsageError(f"{name} must be a whole number from {low}, got {value!r}.")
-    if request.budget is not None and not 0 < request.budget < math.inf:
-        raise UsageError(f"budget must be a number of seconds above 0, got {request.budget!r}.")
     for name, values in request.axes:
         if not values:
             raise UsageError(f"axis {name!r} was given no values. Give at least one, or leave it out of `set`.")
+    return execute(request, _store(store), observer or SilentObserver(), command_line())
 
 
-def _names(given: Iterable[str]) -> tuple[str, ...]:
+def resume(run: str | Path | Run, *, store: str | Path = DEFAULT_STORE, observer: Observer | None = None) -> Run:
+    """Go on with a run that was cut off: only what it lacks is measured; a run that lacks nothing is returned.
+
+    What to measure, and how, is taken from the run. Raises Fp8benchError where its second half would not be measured
+    as its first one was.
+    """
+    if isinstance(run, Run) and not run.path:
+        raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
+    path = Path(run.path) if isinstance(run, Run) else find_run(str(run), _store(store))
+    return go_on(path, _store(store), observer or SilentObserver(), command_line())[1]
+
+
+def _check_kinds(**given: tuple[object, object]) -> None:
+    for name, (value, kind) in given.items():
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        plain = all(isinstance(key, str) and (name == "set" or isinstance(item, str)) for key, item in pairs)
+        if not plain or not isinstance(value, kind):  # type: ignore[arg-type]
+            raise UsageError(f"{name} cannot be {value!r:.80}: {_WANTED[name]}.")
+
+
+_WANTED = {
+    "suite": "give a suite's name, several with commas, 'all', or a .py file",
+    "reference": "give a dtype's name",
+    "set": "give a mapping of axes to values, like {'shape': [64, 128]}",
+    "precision_map": "give a mapping of layer kinds to dtypes, like {'mlp': 'fp8'}",
+    "data": "give the path of a text",
+    "quick": "give True or False",
+    "isolation": "give True or False",
+}
+
+
+def _whole(name: str, value: object, low: int, high: int = (1 << 31) - 1) -> int:
+    """A whole number, as the command line's parser would have it; True is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        most = f" to {high}" if high == MOST_THREADS else ""
+        raise UsageError(f"{name} must be a whole number from {low}{most}, got {value!r:.80}.")
+    return value
+
+
+def _seconds(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MOST_SECONDS:
+        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r:.80}.")
+    return float(value)
+
+
+def _store(given: object) -> Path:
+    if not isinstance(given, str | Path) or not str(given):
+        raise UsageError(f"store cannot be {given!r:.80}: give a folder.")
+    return Path(given)
+
+
+def _names(option: str, given: object) -> tuple[str, ...]:
     """Names from a list, or from a text with commas as on the command line."""
-    return tuple(word.strip() for word in given.split(",")) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return tuple(word.strip() for word in given.split(","))
+    found = tuple(given) if isinstance(given, Iterable) else (None,)
+    names = tuple(name for name in found if isinstance(name, str))
+    if len(names) != len(found):
+        raise UsageError(f"{option} cannot be {given!r:.80}: give a list of names, or leave it out.")
+    return names
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -98,7 +149,7 @@ def load(run: str | Path | Run, store: str | Path = DEFAULT_STORE) -> RunFrames:
 
     `.run` is the Run; `.results`, `.samples` and `.statistics` are made when they are first asked for.
     """
-    return RunFrames(run if isinstance(run, Run) else load_run(find_run(str(run), Path(store))))
+    return RunFrames(run if isinstance(run, Run) else load_named(str(run), _store(store)))
 
 
 def findings(run: Run) -> dict[str, Finding]:

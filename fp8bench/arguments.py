@@ -13,6 +13,8 @@ from fp8bench import __version__
 from fp8bench.errors import UsageError
 
 DEFAULT_STORE = ".fp8bench"
+MOST_THREADS = 1024
+MOST_SECONDS = 1e7
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,7 +103,13 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--budget", type=_seconds, metavar="SECONDS", help="time for the whole run; default about 10 s a group")
     add("--rounds", type=_whole("--rounds"), metavar="N", help="exactly so many rounds, no early stop")
     add("--seed", type=_whole("--seed", 0), default=0, metavar="N", help="for data, weights and order; default 0")
-    add("--threads", type=_whole("--threads"), default=1, metavar="N", help="CPU threads of torch; default 1")
+    add(
+        "--threads",
+        type=_whole("--threads", high=MOST_THREADS),
+        default=1,
+        metavar="N",
+        help="CPU threads of torch; default 1",
+    )
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
     words = "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs"
     add("--case-timeout", type=_seconds, metavar="SECONDS", help=words)
@@ -134,6 +142,8 @@ def _add_selftest(selftest: argparse.ArgumentParser) -> None:
 
 
 def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
     return Path(text)
@@ -166,10 +176,11 @@ def _layers(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
-def _whole(option: str, low: int = 1) -> Callable[[str], int]:
+def _whole(option: str, low: int = 1, high: int = (1 << 31) - 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) < 1 << 31):
-            raise argparse.ArgumentTypeError(f"expected a whole number from {low}, got {text!r}")
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
+            most = f" to {high}" if high < 1 << 30 else ""
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low}{most}, got {text!r}")
         return int(text)
 
     parse.__name__ = option
@@ -181,6 +192,6 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1e7:
+    if not 0 < value < MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
     return value

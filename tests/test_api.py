@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 
 import fp8bench
-from fp8bench import Run, Verdict
+from fp8bench import Run, Verdict, api
+from fp8bench.arguments import build_parser, commands_of
 from fp8bench.axes import Axis, whole_number
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.history.runs import run_files
-from fp8bench.model import Case, DeviceFacts, Plan, Record, Scalar, Status, Work
+from fp8bench.model import Case, DeviceFacts, Plan, Record, Request, Scalar, Status, Work
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -109,6 +112,24 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
         ({"budget": 0}, "budget must be a number of seconds"),
         ({"budget": float("nan")}, "budget must be a number of seconds"),
         ({"set": {"shape": []}}, "axis 'shape' was given no values"),
+        ({"rounds": True}, "rounds must be a whole number"),
+        ({"seed": False}, "seed must be a whole number"),
+        ({"threads": 1_000_000}, "threads must be a whole number from 1 to 1024"),
+        ({"budget": "5"}, "budget must be a number of seconds above 0, got '5'"),
+        ({"budget": True}, "budget must be a number of seconds"),
+        ({"case_timeout": -1}, "case_timeout must be a number of seconds"),
+        ({"case_timeout": 5}, "--case-timeout cannot be kept with --no-isolation"),
+        ({"dtypes": None}, "dtypes cannot be None: give a list of names"),
+        ({"dtypes": [3]}, "dtypes cannot be"),
+        ({"devices": 3}, "devices cannot be 3"),
+        ({"imports": 3.5}, "imports cannot be 3.5"),
+        ({"set": 3}, "set cannot be 3: give a mapping"),
+        ({"set": {3: 4}}, "set cannot be"),
+        ({"precision_map": "mlp=fp8"}, "precision_map cannot be 'mlp=fp8': give a mapping"),
+        ({"precision_map": {"mlp": 8}}, "precision_map cannot be"),
+        ({"reference": 3}, "reference cannot be 3"),
+        ({"data": 3}, "data cannot be 3"),
+        ({"quick": "no"}, "quick cannot be 'no': give True or False"),
         ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
         ({"dtypes": ""}, "unknown dtype ''"),
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer kind"),
@@ -119,6 +140,16 @@ def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentenc
     with pytest.raises(UsageError, match=sentence):
         fp8bench.run("gemm", isolation=False, store=tmp_path, **wrong)
     assert not list(run_files(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [({"suite": None}, "suite cannot be None"), ({"store": ""}, "store cannot be ''"), ({"isolation": 0}, "isolation")],
+)
+def test_so_is_what_is_no_name_or_place(wrong: dict[str, Any], sentence: str) -> None:
+    """An empty store would be the working directory."""
+    with pytest.raises(UsageError, match=sentence):
+        fp8bench.run(**{"suite": "gemm", **wrong})
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:
@@ -198,3 +229,51 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
     )  # fmt: skip
     assert torch.get_num_threads() == 2
     assert torch.equal(torch.random.get_rng_state(), expected)
+
+
+def test_the_signature_is_the_command_lines_options() -> None:
+    """What one door has, the other has too, under the same name and with the same default."""
+    suite = commands_of(build_parser())["suite"]
+    plain = vars(build_parser().parse_args(["suite"]))
+    of_the_line = {"dry_run", "config", "resume", "json", "csv"}  # what a call has other words for, or needs not
+    called = {"axes": "set"}
+    options = {called.get(one.dest, one.dest) for one in suite._actions if one.dest != "help"} - of_the_line
+    parameters = inspect.signature(fp8bench.run).parameters
+    assert set(parameters) - {"observer"} == options
+    for name, parameter in parameters.items():
+        if name not in ("suite", "observer", "set", "precision_map", "store"):
+            assert parameter.default == plain[name] or (parameter.default == () and not plain[name]), name
+
+
+def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path) -> None:
+    """By its Run, its id or 'last'; a whole one comes back as it is."""
+
+    class Stopping(Listener):
+        def finished(self, record: Record) -> None:
+            raise KeyboardInterrupt
+
+    half = fp8bench.run(
+        "gemm", dtypes=["fp32"], set={"shape": [8, 16]}, rounds=1, isolation=False, store=tmp_path, observer=Stopping()
+    )
+    assert not half.finished and len(half.records) == 1
+    listener = Listener()
+    whole = fp8bench.resume(half, observer=listener)
+    assert whole.finished and len(whole.records) == 2 and whole.id == half.id and listener.heard[0] == "planned 1"
+    for word in ("last", whole.id, Path(whole.path)):
+        assert fp8bench.resume(word, store=tmp_path) == whole
+
+
+def test_a_run_that_was_not_stored_cannot_be_resumed(kept: tuple[Run, Path], tmp_path: Path) -> None:
+    """Nor one that is nowhere."""
+    with pytest.raises(UsageError, match="was not stored"):
+        fp8bench.resume(replace(kept[0], path=""))
+    with pytest.raises(RunNotFound):
+        fp8bench.resume("last", store=tmp_path)
+
+
+def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seconds."""
+    asked: list[Request] = []
+    monkeypatch.setattr(api, "execute", lambda request, *_: asked.append(request))
+    fp8bench.run("gemm", case_timeout=7, store=tmp_path)
+    assert asked[0].case_timeout == 7.0 and asked[0].isolation

@@ -172,6 +172,13 @@ REFUSED = {
     "budget x": (["suite", "gemm", "--budget", "x"], "expected a number of seconds above 0"),
     "seed -1": (["suite", "gemm", "--seed=-1"], "expected a whole number from 0"),
     "threads 0": (["suite", "gemm", "--threads", "0"], "expected a whole number from 1"),
+    "threads without end": (["suite", "gemm", "--threads", "1000000"], "expected a whole number from 1 to 1024, got"),
+    "an empty store": (["suite", "gemm", "--store", ""], "an empty text is no path"),
+    "an empty store, showing": (["show", "last", "--store", ""], "an empty text is no path"),
+    "a limit nobody can keep": (
+        ["suite", "gemm", "--no-isolation", "--case-timeout", "5"],
+        "--case-timeout cannot be kept with --no-isolation",
+    ),
     "missing text": (["suite", "transformer", "--data", "nowhere.txt"], "--data nowhere.txt cannot be read"),
     "a store below a file": (["suite", "gemm", "--store", "file/store"], "store file/store cannot be written"),
     "a store that is a file": (["suite", "gemm", "--store", "file"], "cannot be written"),
