@@ -22,6 +22,11 @@ CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
 
 
+LOG = (
+    "a page\f\n\tof b\bbold \x1b[1mwords\x1b[0m, and many more plain ones, as in logs, " + "line by line, " * 5 + "\r\n"
+)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A text of the user's."""
@@ -129,10 +134,7 @@ def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, wor
         ("Größe und Maß sind für Übungen schön. ", "latin-1"),
         ("精度越低越快吗。要付出什么代价。", "utf-8"),
         ("Точность ниже — быстрее? ", "utf-8"),
-        (
-            "a page\f\n\tof b\bbold \x1b[1mwords\x1b[0m, and many more plain ones, as in logs and manuals, line by line\r\n",
-            "ascii",
-        ),
+        (LOG, "ascii"),
     ],
     ids=["latin-1", "Chinese", "Cyrillic", "a log"],
 )
