@@ -193,10 +193,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from fp8bench.history.runs import find_run, load_run
+    from fp8bench.history.runs import load_named
 
     check_outputs(arguments)
-    print_run(load_run(find_run(arguments.run, arguments.store)), arguments)
+    print_run(load_named(arguments.run, arguments.store), arguments)
     return EXIT_OK
 
 
