@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.attention import Core
     from fp8bench.nn.exercise import Exercise
+    from fp8bench.numerics.ranges import Ledger
 
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
@@ -33,6 +34,7 @@ class Attention(Workload):
 
     name = "attention"
     summary = "scaled dot-product attention alone and as a layer, grouped queries, scores in high or low precision"
+    layer_kinds = ("qkv", "out")
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")
@@ -101,8 +103,16 @@ class Attention(Workload):
             return Support(Level.EMULATED, "scores in low precision: explicit products of rounded values, no kernel")
         return support
 
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """Of a product before or after the core; alone, the core has none that a map could change."""
+        if params["part"] == "core":
+            return Support(Level.REFUSED, f"part=core has no {kind}: ask for part=layer, or leave {kind} unmapped")
+        return self.support(params, precision, facts)
+
     def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, setup.arithmetic, _core(setup))
+        return _exercise(setup, setup.arithmetic, setup.layers, _core(setup))
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
@@ -115,29 +125,26 @@ class Attention(Workload):
         from fp8bench.nn.attention import FusedCore, HeadwiseCore
 
         exact = HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
-        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64), exact))
+        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64), {}, exact))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of what the core's first product is given and gives, and of the values; masked scores do not count."""
-        import torch
-
-        from fp8bench.nn.attention import FusedCore, SelfAttention
+        """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""
+        from fp8bench.nn.attention import FusedCore
+        from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
 
-        params = dict(setup.case.params)
-        state = _exercise(setup, setup.high, FusedCore(_causal(params)))
-        layer, heads = state.layer, state.inputs
-        ledger = Ledger()
-        with torch.no_grad():
-            if isinstance(layer, SelfAttention):
-                heads = tuple(layer.heads(state.inputs[0], SilentPhases()))
-            q, k, v = (one.float() for one in heads)
-            if params["scores"] == "low-prescaled":
-                q = q * int(params["head_width"]) ** -0.5
-            for kind, tensor in (("q", q), ("k", k), ("v", v)):
-                ledger.add(kind, "", tensor)
-            for scores in _scores_by_head(q, k, _causal(params)):
-                ledger.add("scores", "", scores)
+        params, ledger = dict(setup.case.params), Ledger()
+        core = FusedCore(_causal(params))
+        if params["part"] == "layer":
+            watching = {
+                kind: WatchingArithmetic(setup.layers.get(kind, setup.arithmetic), kind, ledger)
+                for kind in self.layer_kinds
+            }
+            state = _exercise(setup, setup.arithmetic, watching, core)
+            ledger.tallies.clear()  # preparing ran forward once
+            state.outcome()
+        if params["part"] == "core" or _low(params):
+            _watch_core(_exercise(setup, setup.high, {}, core), params, ledger)
         return ledger.statistics()
 
 
@@ -191,8 +198,8 @@ def _core(setup: Setup) -> Core:
     return EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
 
 
-def _exercise(setup: Setup, arithmetic: Arithmetic, core: Core) -> Exercise:
-    """The core alone on random heads, or the layer on random tokens, with products in an arithmetic."""
+def _exercise(setup: Setup, arithmetic: Arithmetic, layers: Mapping[str, Arithmetic], core: Core) -> Exercise:
+    """The core alone on random heads, or the layer on random tokens, but for products with their own arithmetic."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import exercise
 
@@ -209,9 +216,30 @@ def _exercise(setup: Setup, arithmetic: Arithmetic, core: Core) -> Exercise:
     def build() -> BareAttention | SelfAttention:
         if params["part"] == "core":
             return BareAttention(core)
-        return SelfAttention(width, heads, key_heads, 1.0, arithmetic, core)
+        layer = SelfAttention(width, heads, key_heads, 1.0, arithmetic, core)
+        layer.qkv.arithmetic, layer.out.arithmetic = (layers.get(kind, arithmetic) for kind in Attention.layer_kinds)
+        return layer
 
     return exercise(setup, build, shapes, arithmetic.carrier, _training(params), float(params["spread"]))
+
+
+def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -> None:
+    """Enter what the core's first product is given and gives, and the values; masked scores do not count."""
+    import torch
+
+    from fp8bench.nn.attention import SelfAttention
+
+    layer, heads = state.layer, state.inputs
+    with torch.no_grad():
+        if isinstance(layer, SelfAttention):
+            heads = tuple(layer.heads(state.inputs[0], SilentPhases()))
+        q, k, v = (one.float() for one in heads)
+        if params["scores"] == "low-prescaled":
+            q = q * int(params["head_width"]) ** -0.5
+        for kind, tensor in (("q", q), ("k", k), ("v", v)):
+            ledger.add(kind, "", tensor)
+        for scores in _scores_by_head(q, k, _causal(params)):
+            ledger.add("scores", "", scores)
 
 
 def _scores_by_head(q: Tensor, k: Tensor, causal: bool) -> Iterator[Tensor]:

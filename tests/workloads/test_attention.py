@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,8 +196,48 @@ def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
     scaled = {one.kind: one for one in Attention().statistics(setup_for(part="core", scores="low-prescaled"))}
     for kind in ("q", "scores"):
         assert scaled[kind].amax == pytest.approx(found[kind].amax / 4, rel=1e-6)
-    whole = Attention().statistics(setup_for(part="layer", causal="no"))
-    assert [one.count for one in whole] == [4096, 2048, 2048, 2 * 4 * 32 * 32]
+    whole = Attention().statistics(setup_for(part="layer", causal="no", scores="low"))
+    assert [one.count for one in whole[-4:]] == [4096, 2048, 2048, 2 * 4 * 32 * 32]
+
+
+def test_statistics_of_a_layer_describe_what_its_products_cast() -> None:
+    """Both products, forward and backward, each operand once; the core's own only where its scores are low."""
+    tokens, width, inner = 64, 64, 128
+    wanted = {
+        ("qkv", "input"): tokens * width, ("qkv", "weight"): width * inner, ("qkv", "gradient"): tokens * inner,
+        ("out", "input"): tokens * width, ("out", "weight"): width * width, ("out", "gradient"): tokens * width,
+    }  # fmt: skip
+    for precision in ("bf16", "nvfp4"):
+        found = {(one.kind, one.role): one for one in Attention().statistics(setup_for(precision))}
+        assert {key: one.count for key, one in found.items()} == wanted
+    state = Attention().prepare(setup_for("nvfp4"))
+    assert found["qkv", "input"].amax == float(state.inputs[0].detach().abs().amax())
+    assert found["out", "gradient"].amax == float(state.pull.abs().amax())
+    low = {(one.kind, one.role) for one in Attention().statistics(setup_for(scores="low"))}
+    assert low == {*wanted, *((kind, "") for kind in ("q", "k", "v", "scores"))}
+    forward = Attention().statistics(setup_for(**{"pass": "forward"}))
+    assert {one.role for one in forward} == {"input", "weight"}
+
+
+def test_a_precision_map_changes_one_product() -> None:
+    """With both mapped to bf16, fp8 is bf16; the core gets the case's own carrier."""
+    setup, bf16 = setup_for("fp8"), precisions.get("bf16").arithmetic(CPU)
+    mapped = {
+        kinds: Attention().error(replace(setup, layers=dict.fromkeys(kinds, bf16)))["output_error"]
+        for kinds in ((), ("qkv",), ("out",), ("qkv", "out"))
+    }
+    assert len(set(mapped.values())) == 4
+    assert max(mapped.values()) == mapped[()] and min(mapped.values()) == mapped["qkv", "out"]
+    assert mapped["qkv", "out"] == Attention().error(setup_for("bf16"))["output_error"]
+    both = dict.fromkeys(("qkv", "out"), precisions.get("fp32").arithmetic(CPU))
+    assert Attention().prepare(replace(setup, layers=both)).outcome()[0].dtype == torch.bfloat16
+
+
+def test_a_core_alone_has_no_layer_to_map() -> None:
+    """A map that would change nothing is a reason, not a row."""
+    request = Request("attention", ("fp32", "bf16"), axes=(("sequence", ("128",)),), precision_map=(("out", "fp8"),))
+    cases = {str(group.cases[1].case.param("part")): group.cases[1] for group in make_plan(request, (CPU,)).groups}
+    assert cases["core"].skip.startswith("part=core has no out") and cases["layer"].support.level is Level.EMULATED
 
 
 @pytest.mark.parametrize("part", ["core", "layer"])
