@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
+from fp8bench.measure.answers import errors_of, statistics_of, wrong_of
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.measure.conduct import aside, silent_step, still_running, threads
+from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
+from fp8bench.measure.switches import unchanged
 from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
 from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
@@ -110,7 +112,7 @@ class Bench:
         device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = threads()
-        with aside(), precision.scope():
+        with unchanged(), aside(), precision.scope():
             state = workload.prepare(self._setup(case, facts))
             workload.step(state, SilentPhases())
         device.synchronise(facts.index)
@@ -129,7 +131,7 @@ class Bench:
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
-            with silent_step(), one.precision.scope():
+            with unchanged(), silent_step(), one.precision.scope():
                 for _ in range(discard):
                     clock.begin()
                     step(state, clock)
@@ -154,21 +156,21 @@ class Bench:
         """The workload's numerical errors for one case, in a pass of its own."""
         devices.get(facts.kind).select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        with aside(), precision.scope():
-            return {name: float(value) for name, value in workload.error(self._setup(case, facts)).items()}
+        with unchanged(), apart(), precision.scope():
+            return errors_of(workload.error(self._setup(case, facts)))
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         """The values that one case works on, in a pass of its own."""
         devices.get(facts.kind).select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        with aside(), precision.scope():
-            return tuple(workload.statistics(self._setup(case, facts)))
+        with unchanged(), apart(), precision.scope():
+            return statistics_of(workload.statistics(self._setup(case, facts)))
 
     def check(self, key: str) -> str:
         """What is wrong with a state after its steps; '' if nothing is."""
         one = self._prepared[key]
-        with aside():
-            return str(one.workload.check(one.state))
+        with unchanged(), apart():
+            return wrong_of(one.workload.check(one.state))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""

@@ -33,6 +33,19 @@ def aside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A pass that is not timed: it may print, to stderr; raises if it leaves threads that run on beside what is."""
+    before = threads()
+    with aside():
+        yield
+    left = still_running(threads() - before)
+    if left:
+        raise ThreadsLeft(
+            f"it left {len(left)} running ({', '.join(left[:5])}): they are timed with what comes next. Join them."
+        )
+
+
+@contextlib.contextmanager
 def silent_step() -> Iterator[None]:
     """Steps run in the body; raises if one printed, or left a thread that was not there before."""
     before, written = threads(), _written()

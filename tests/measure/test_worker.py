@@ -22,15 +22,16 @@ from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.worker import answer
-from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, Work
+from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, TensorStatistics, Work
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import import_user_modules, user_module, workloads
 
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
-    "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool",
+    "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool", "dtype", "grad", "words", "widower", "weaver",
 )  # fmt: skip
 HARMLESS = ("none", "fork", "pool")
+RAISING = ("raise", "memory", "talk", "write", "thread", "dtype", "grad", "words", "weaver")
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
 WORKLOAD = """
 import inspect
@@ -44,7 +45,9 @@ import threading
 import time
 from pathlib import Path
 
-from fp8bench.model import Work
+import torch
+
+from fp8bench.model import TensorStatistics, Work
 from fp8bench.axes import Axis
 from fp8bench.protocols import Workload
 from fp8bench.registry import workloads
@@ -74,8 +77,6 @@ def connection():
 
 
 def tensor():
-    import torch
-
     connection().send((1, ("ok", torch.ones(1))))
 
 
@@ -116,6 +117,7 @@ HAZARDS = {
     "tensor": tensor,
     "widow": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "pool": pool,
+    "grad": lambda: torch.set_grad_enabled(False),
     "leave": lambda: sys.exit(3),
     "generator": lambda: throw(GeneratorExit("a close")),
     "base": lambda: throw(BaseException("a base")),
@@ -144,6 +146,8 @@ class Hazard(Workload):
         if how == "widow" and setup.case.precision == "bf16" and os.fork() == 0:
             time.sleep(60)
             os._exit(0)
+        if how == "dtype" and setup.case.precision == "bf16":
+            torch.set_default_dtype(torch.bfloat16)
         if how == "sleeper":
             Path(os.environ["SLEEPER"]).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
         return {"how": how if setup.case.precision == "bf16" else "none", "steps": 0, "busy": os.environ.get("BUSY")}
@@ -158,8 +162,19 @@ class Hazard(Workload):
             HAZARDS.get(state["how"], lambda: None)()
 
     def error(self, setup):
-        nan = setup.case.param("how") == "nan" and setup.case.precision == "bf16"
-        return {"some_error": float("nan") if nan else 0.5}
+        how = setup.case.param("how") if setup.case.precision == "bf16" else "none"
+        if how == "widower":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "weaver":
+            stay()
+        if how == "words":
+            return ["a number"]
+        return {"some_error": torch.tensor(float("nan") if how == "nan" else 0.5)}
+
+    def statistics(self, setup):
+        if setup.case.param("how") == "weaver":
+            return 5
+        return (TensorStatistics("k", "input", torch.tensor(4), torch.tensor(2.0), [("fp8", torch.tensor(0.5), 0)]),)
 
     def check(self, state):
         return "the parameters are not finite" if state["how"] == "spoil" else ""
@@ -219,6 +234,11 @@ def record_of(run: Run, how: str, precision: str) -> Record:
             "tensor",
             "the worker's answer to 'slot' could not be read (UnpicklingError: torch.multiprocessing.reductions",
         ),
+        ("dtype", "SwitchesChanged: it left the default dtype at torch.bfloat16 (it was torch.float32): other cases"),
+        ("grad", "SwitchesChanged: it left gradients at False (it was True)"),
+        ("words", "no numerical error: TypeError: error() returned list ['a number']; expected a mapping of names to"),
+        ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
+        ("weaver", "no numerical error: ThreadsLeft: it left 1 running (stayer): they are timed with what comes next"),
         ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
     ],
 )
@@ -227,7 +247,7 @@ def test_a_fault_is_a_failed_record_with_its_reason(run: Run, how: str, words: s
     record = record_of(run, how, "bf16")
     assert record.status is Status.FAILED and words in record.reason
     assert record.timing is None and (how == "nan") == bool(record.measurements)
-    assert ("Traceback" in record.detail) == (how in ("raise", "memory", "talk", "write", "thread"))
+    assert ("Traceback" in record.detail) == (how in RAISING)
 
 
 @pytest.mark.parametrize("how", HAZARDS)
@@ -238,6 +258,12 @@ def test_the_other_cases_go_on(run: Run, how: str) -> None:
         assert record.status is Status.OK and not record.reason
         assert record.timing is not None and record.timing.num_rounds == 2
         assert record.measurement("some_error") is not None
+    described = record_of(run, how, "fp32")
+    plain = TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
+    if how == "weaver":
+        assert described.statistics == () and "statistics() returned int 5" in described.detail
+    else:
+        assert described.statistics == (plain,) and not described.detail
 
 
 def test_the_run_ends_and_is_kept_whole(run: Run) -> None:
