@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     from fp8bench.nn.records import Bytes, Destination, Indices, Records
 
@@ -20,28 +22,29 @@ if TYPE_CHECKING:
 BATCHES = {"reading": 16, "transfer": 128}
 # Records in the data set.
 RECORDS = 256
+# Batches that kind=transfer gathers before any step, so that a cache does not keep the one it copies.
+READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
 
 
 @dataclass
 class State:
-    """Where records come from, which are drawn, how they are cast and where they go."""
+    """Where batches come from, how they are cast and where they go."""
 
-    records: Records
-    random: np.random.Generator
+    batches: Iterator[Tensor]
     arithmetic: Arithmetic
     destination: Destination
-    batch: int
 
 
 @workloads.register("data")
 class Data(Workload):
     """The input side of training: what it takes to bring a batch to the device in a precision.
 
-    reading: records lie compressed in a file, and decoding dominates. transfer: they lie decoded in memory as fp32;
-    a large batch is gathered and copied. Either batch is cast on the host, so that low precision has fewer bytes to
-    move. Where the device is the processor itself, the transfer is a copy in its own memory, and nothing is pinned.
+    reading: records lie compressed in a file, and decoding dominates. transfer: a few large batches lie gathered in
+    memory as fp32, and steps copy them in turn; gathering in the step would take longer than the copy. Either batch is
+    cast on the host, so that low precision has fewer bytes to move. Where the device is the processor itself, the
+    transfer is a copy in its own memory, and nothing is pinned.
     """
 
     name = "data"
@@ -53,7 +56,12 @@ class Data(Workload):
         record = "150528" if facts.accelerated else "16384"
         usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
         return (
-            Axis("kind", "compressed records from a file, or decoded ones in memory", tuple(BATCHES), one_of(*BATCHES)),
+            Axis(
+                "kind",
+                "reading: compressed records from a file; transfer: whole batches in memory",
+                tuple(BATCHES),
+                one_of(*BATCHES),
+            ),
             Axis("batch", f"records in a batch; auto is {usual}", ("auto",), _batch),
             Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
         )
@@ -84,14 +92,13 @@ class Data(Workload):
         from fp8bench.nn.records import Destination
 
         text, random = _text(setup)
-        batch = int(setup.case.param("batch"))
-        records = _records(setup, text)
-        like = setup.arithmetic.cast(records.batch(_drawn(random, batch)), Role.INPUT)
-        return State(records, random, setup.arithmetic, Destination(like, setup.facts.key), batch)
+        batches = _batches(setup, _records(setup, text), random)
+        like = setup.arithmetic.cast(next(batches), Role.INPUT)
+        return State(batches, setup.arithmetic, Destination(like, setup.facts.key))
 
     def step(self, state: State, phase: Phases) -> None:
         with phase.data_load:
-            values = state.records.batch(_drawn(state.random, state.batch))
+            values = next(state.batches)
         if state.arithmetic.casts:
             with phase.cast:
                 batch = state.arithmetic.cast(values, Role.INPUT)
@@ -145,6 +152,16 @@ def _records(setup: Setup, text: Bytes) -> Records:
     from fp8bench.nn.records import CompressedRecords, DecodedRecords
 
     return CompressedRecords(text) if setup.case.param("kind") == "reading" else DecodedRecords(text)
+
+
+def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
+    """Batches without end: each drawn when it is asked for, or a few that were gathered before, in turn."""
+    batch = int(setup.case.param("batch"))
+    if setup.case.param("kind") == "reading":
+        return (records.batch(_drawn(random, batch)) for _ in itertools.count())
+    # One batch of more records than there are is larger than any cache.
+    ready = READY if batch <= RECORDS else 1
+    return itertools.cycle([records.batch(_drawn(random, batch)) for _ in range(ready)])
 
 
 def _drawn(random: np.random.Generator, batch: int) -> Indices:

@@ -16,10 +16,10 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaling import per_tensor_values
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
-from fp8bench.nn.records import text_records
+from fp8bench.nn.records import DecodedRecords, Indices, text_records
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.data import BATCHES, RECORDS, Data, State
+from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, State
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -61,6 +61,27 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
     state = Data().prepare(setup_for(corpus, kind=kind))
     for wanted in by_hand(corpus, 3):
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
+
+
+@pytest.mark.parametrize(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
+def test_a_transfer_gathers_nothing_in_its_steps(
+    corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few batches are there before, and are taken in turn: gathering one takes longer than copying it."""
+    gathered = []
+    gather = DecodedRecords.batch
+
+    def watched(self: DecodedRecords, indices: Indices) -> torch.Tensor:
+        gathered.append(len(indices))
+        return gather(self, indices)
+
+    monkeypatch.setattr(DecodedRecords, "batch", watched)
+    state = Data().prepare(setup_for(corpus, kind="transfer", batch=batch))
+    assert gathered == [batch] * ready
+    came = [arrived(state) for _ in range(2 * ready)]
+    assert gathered == [batch] * ready
+    assert all(torch.equal(one, other) for one, other in zip(came[:ready], came[ready:], strict=True))
+    assert len({float(one.sum()) for one in came}) == ready
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
