@@ -25,11 +25,17 @@ Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class FusedCore:
-    """torch's own scaled dot-product attention, in the dtype of what it is given."""
+    """torch's own scaled dot-product attention, in the dtype of what it is given.
+
+    In fp32 a GPU has one kernel that does not write the scores down, and it takes no grouped queries: there keys and
+    values are repeated for it, which costs their size; the scores of 16384 tokens would take 1 GiB a head.
+    """
 
     causal: bool = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] != k.shape[1] and q.dtype == torch.float32 and q.device.type != "cpu":
+            k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -24,6 +24,11 @@ class GPTConfig:
         return self.width // self.heads
 
     @property
+    def grouped(self) -> bool:
+        """Whether heads of queries share heads of keys and values."""
+        return self.key_heads != self.heads
+
+    @property
     def block_weights(self) -> int:
         """Weights of the linear layers of one block."""
         attention = self.width * (2 * self.width + 2 * self.key_heads * self.head_width)

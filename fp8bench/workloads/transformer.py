@@ -98,7 +98,8 @@ class Transformer(Workload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
-        missing = _missing_kernel(_choice(params, "attention"), precision, facts)
+        grouped = SIZES[str(params["size"])].grouped
+        missing = _missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return Support(Level.REFUSED, missing)
         return support
@@ -250,13 +251,16 @@ def _attention_by(name: str) -> AbstractContextManager[None]:
     return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
 
 
-def _missing_kernel(attention: str, precision: Precision, facts: DeviceFacts) -> str:
+def _missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
     """Why a device has no such kernel for the dtype that a precision's values travel in; '' if it has one."""
     if not facts.accelerated and attention in ("efficient", "cudnn"):
         return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
     if facts.hip and attention == "cudnn":
         return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
-    if facts.accelerated and attention in ("flash", "cudnn") and (precision.carried_by or precision.name) == "fp32":
+    fp32 = (precision.carried_by or precision.name) == "fp32"
+    if facts.accelerated and attention == "efficient" and grouped and not fp32:
+        return "torch's efficient attention takes no grouped queries on a GPU, as this size has: choose auto or flash"
+    if facts.accelerated and attention in ("flash", "cudnn") and fp32:
         return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"
     return ""
 

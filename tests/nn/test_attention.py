@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.clock import PhaseClock
@@ -121,6 +122,28 @@ def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
     with torch.no_grad():
         HeadwiseCore(watched)(*heads()[:3])
     assert seen == [(1, 1, TOKENS, WIDTH)] * (3 * BATCH * HEADS)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "repeated"),
+    [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cuda", torch.float64, False),
+     ("cpu", torch.float32, False)],
+)  # fmt: skip
+def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
+    device: str, dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel without a matrix of scores takes no grouped queries in fp32; the others do. Shapes without values."""
+    seen: list[tuple[int, int, int, bool]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+        seen.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, count, TOKENS, WIDTH, device=device, dtype=dtype) for count in (4, 2, 2))
+        FusedCore()(q, k, v)
+    assert seen == [(4, 4, 4, False) if repeated else (4, 2, 2, True)]
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

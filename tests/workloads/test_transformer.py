@@ -287,6 +287,20 @@ def test_a_kernel_that_a_device_lacks_is_refused(
     assert level is not Level.REFUSED or "choose auto" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("size", "attention", "precision", "level"),
+    [("llama-1b", "efficient", "bf16", Level.REFUSED), ("llama-1b", "efficient", "fp8", Level.REFUSED),
+     ("llama-1b", "efficient", "fp32", Level.NATIVE), ("gpt2-124m", "efficient", "bf16", Level.NATIVE),
+     ("llama-1b", "flash", "bf16", Level.NATIVE), ("llama-1b", "auto", "bf16", Level.NATIVE)],
+)  # fmt: skip
+def test_efficient_attention_takes_no_grouped_queries(size: str, attention: str, precision: str, level: Level) -> None:
+    """Refused in words; in fp32 keys and values are repeated, so that it is the kernel all the same."""
+    params = {"size": size, "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
+    found = Transformer().support(params, precisions.get(precision), H200)
+    assert found.level is level
+    assert level is not Level.REFUSED or "no grouped queries on a GPU" in found.reason
+
+
 @pytest.mark.parametrize("kind", ["head", "mlp", "attn"])
 def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
     """Flash takes no float32, but no mapped layer's values meet it: the core gets the model's own carrier."""
