@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.attention import FusedCore, SelfAttention, rotations
+from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
@@ -69,13 +69,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward, each with its residual."""
 
-    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic) -> None:
+    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic, core: Core) -> None:
         super().__init__()
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
-        self.attn = SelfAttention(
-            config.width, config.heads, config.key_heads, gain, arithmetic.attn, FusedCore()
-        )  # fmt: skip
+        self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, arithmetic.attn, core)
         self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, arithmetic.mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
@@ -94,14 +92,20 @@ class GPT(nn.Module):
     rotation: Tensor | None
 
     def __init__(
-        self, config: GPTConfig, arithmetic: LayerArithmetic, carrier: torch.dtype, checkpointing: bool = False
+        self,
+        config: GPTConfig,
+        arithmetic: LayerArithmetic,
+        carrier: torch.dtype,
+        checkpointing: bool = False,
+        core: Core | None = None,
     ) -> None:
         super().__init__()
+        core = core or FusedCore()
         self.carrier = carrier
         self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
-        self.blocks = nn.ModuleList(Block(config, arithmetic) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, arithmetic, core) for _ in range(config.layers))
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, arithmetic.head)
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fp8bench.nn.attention import Core
     from fp8bench.nn.compiled import Forward
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.tokens import TokenLoader
@@ -160,10 +161,13 @@ class Transformer(Workload):
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore
         from fp8bench.numerics.errors import joint_relative_frobenius
 
         exact = PlainArithmetic(torch.float64)
-        model = _model(setup, exact, exact, {}).double()
+        # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
+        core = HeadwiseCore(FusedCore())
+        model = _model(setup, exact, exact, {}, checkpointing=True, core=core).double()
         reference_loss, reference = _gradients(setup, model, model, 1.0)
         model = _model(setup, setup.arithmetic, setup.high, setup.layers, _checkpointing(setup))
         with _attention_by(_choice(dict(setup.case.params), "attention")):
@@ -274,7 +278,12 @@ def _device(setup: Setup) -> str:
 
 
 def _model(
-    setup: Setup, low: Arithmetic, high: Arithmetic, layers: Mapping[str, Arithmetic], checkpointing: bool = False
+    setup: Setup,
+    low: Arithmetic,
+    high: Arithmetic,
+    layers: Mapping[str, Arithmetic],
+    checkpointing: bool = False,
+    core: Core | None = None,
 ) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
     import torch
@@ -286,7 +295,7 @@ def _model(
     # The process's own random state is put back: without isolation it is the user's.
     with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
         torch.manual_seed(setup.seed)
-        return GPT(_config(setup), arithmetic, low.carrier, checkpointing)
+        return GPT(_config(setup), arithmetic, low.carrier, checkpointing, core)
 
 
 def _forward(setup: Setup, model: GPT) -> Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from shutil import which
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.corpus import Corpus, prepare_corpus
@@ -16,13 +18,15 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.compiled import compiled
 from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.numerics.errors import joint_relative_frobenius
 from fp8bench.plan import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.transformer import State, Transformer
+from fp8bench.workloads.transformer import State, Transformer, _gradients, _model
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -170,6 +174,48 @@ def test_errors_grow_as_bits_are_taken_away(corpus: Corpus) -> None:
     assert gradients[1] > 100 * gradients[0] and gradients[2] > 2 * gradients[1]
     assert found["fp32"]["loss_error"] < 1e-6
     assert all(0 <= one["loss_error"] < 0.05 for one in found.values())
+
+
+class Scores(TorchDispatchMode):
+    """Counts fp64 matrices of (tokens, tokens): those alive at once, and the most heads that one of them has."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.alive, self.most, self.heads = tokens, 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, torch.Tensor) and one.dtype == torch.float64 and one.shape[-2:] == (self.tokens,) * 2:
+                self.heads = max(self.heads, one.numel() // self.tokens**2)
+                self.alive += 1
+                self.most = max(self.most, self.alive)
+                weakref.finalize(one, self.gone)
+        return result
+
+    def gone(self) -> None:
+        self.alive -= 1
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size: str) -> None:
+    """A GPU has no fused kernel in fp64: whatever the layers and sequences, one head's scores are there at a time."""
+    most = set()
+    for changes in ({}, {"batch": 4}):
+        setup = setup_for(corpus, size=size, sequence=24, attention="math", **changes)
+        with sdpa_kernel(SDPBackend.MATH), Scores(24) as scores:
+            found = Transformer().error(setup)
+        assert scores.heads == 1
+        most.add(scores.most)
+    assert len(most) == 1 and most.pop() < 12
+    exact = PlainArithmetic(torch.float64)
+    model = _model(setup, exact, exact, {}).double()
+    loss, gradients = _gradients(setup, model, model, 1.0)
+    state = Transformer().prepare(setup)
+    with sdpa_kernel(SDPBackend.MATH):
+        own_loss, own = _gradients(setup, state.model, state.model, 1.0)
+    assert found["loss_error"] == pytest.approx(abs(own_loss - loss) / loss, rel=1e-6)
+    assert found["gradient_error"] == pytest.approx(joint_relative_frobenius(own, gradients), rel=1e-6)
 
 
 def test_a_precision_map_changes_what_it_names(corpus: Corpus) -> None:
