@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
+from fp8bench.errors import UsageError
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -36,6 +37,14 @@ class Conv(Workload):
             Axis("pass", "forward alone, or training: forward and backward", ("training",),
                  one_of("forward", "training")),
         )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        batch, image = int(params["batch"]), int(params["image"])
+        if batch * image * image == 1:
+            raise UsageError(
+                "batch=1 with image=1 is one value a channel, whose batch norm is nothing: choose a larger batch or image"
+            )
+        return (tuple(params.items()),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         """FLOPs of the two convolutions, windows over the edge counted whole."""

@@ -8,7 +8,8 @@ import torch
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.plan import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
 from fp8bench.workloads.conv import Conv
@@ -109,6 +110,15 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
         axes = {axis.name: axis.values(axis.default) for axis in Conv().axes(facts)}
         assert axes["pass"] == ["training"]
         assert least < Conv().work({name: values[-1] for name, values in axes.items()}).flops < most
+
+
+def test_a_single_value_has_no_batch_norm() -> None:
+    """Refused before a worker starts; two of them have one."""
+    with pytest.raises(UsageError, match="batch=1 with image=1 is one value a channel.*choose a larger"):
+        make_plan(Request("conv", axes=(("batch", ("1", "2")), ("image", ("1",)))), (CPU,))
+    for changes in ({"batch": 2, "image": 1}, {"batch": 1, "image": 2}):
+        assert Conv().expand({**SMALL, **changes}) == (tuple({**SMALL, **changes}.items()),)
+        assert set(Conv().error(setup_for(**changes))) == {"output_error", "gradient_error"}
 
 
 @pytest.mark.parametrize(("axis", "value"), [("batch", "0"), ("channels", "3.5"), ("image", ""), ("pass", "both")])
