@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
-from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
+from fp8bench.protocols import Arithmetic, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -79,6 +79,18 @@ class NormAct(Workload):
         from fp8bench.nn.arithmetics import PlainArithmetic
 
         return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64)))
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the inputs, and in training of the gradient that comes in."""
+        from fp8bench.numerics.ranges import Ledger
+
+        state, ledger = self.prepare(setup), Ledger()
+        operation = str(setup.case.param("operation"))
+        for one in state.inputs:
+            ledger.add(operation, Role.INPUT.value, one)
+        if state.pull is not None:
+            ledger.add(operation, Role.GRADIENT.value, state.pull)
+        return ledger.statistics()
 
 
 def _training(params: Mapping[str, Scalar]) -> bool:

@@ -134,6 +134,20 @@ def test_two_states_of_one_seed_are_alike(operation: str) -> None:
     assert all(torch.equal(mine, others) for mine, others in zip(one[1], other[1], strict=True))
 
 
+@pytest.mark.parametrize("operation", INPUTS)
+def test_statistics_are_those_of_what_comes_in(operation: str) -> None:
+    """All inputs together, and in training the gradient: a loss's is one number."""
+    state = NormAct().prepare(setup_for("bf16", operation=operation))
+    inputs, gradient = NormAct().statistics(setup_for("bf16", operation=operation))
+    assert (inputs.kind, inputs.role, gradient.kind, gradient.role) == (operation, "input", operation, "gradient")
+    assert inputs.count == INPUTS[operation] * 24 * 32
+    assert inputs.amax == max(float(one.detach().abs().max()) for one in state.inputs)
+    assert gradient.count == (1 if operation == "cross_entropy" else 24 * 32)
+    assert gradient.amax == float(state.pull.abs().max())
+    (alone,) = NormAct().statistics(setup_for("bf16", operation=operation, **{"pass": "forward"}))
+    assert alone.role == "input"
+
+
 def test_axes_and_defaults() -> None:
     """A GPT-2's operations or all of them, in training; nonsense is refused with the axis's name."""
     for facts in (CPU, H200):
