@@ -42,7 +42,7 @@ class Conv(Workload):
         batch, image = int(params["batch"]), int(params["image"])
         if batch * image * image == 1:
             raise UsageError(
-                "batch=1 with image=1 is one value a channel, whose batch norm is nothing: choose a larger batch or image"
+                "batch=1 with image=1 is one value a channel, without a batch norm: choose a larger batch or image"
             )
         return (tuple(params.items()),)
 
