@@ -264,14 +264,24 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
         assert typed and typed in refused(f"{option}: '{value}'", "gemm")
 
 
-@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "", "x" * 400, "/dev/zero", "file/below"])
+@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
 def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, a folder, too long a name, without end, below a file."""
     (here / "file").write_text("seed: 1")
     assert main(["suite", "gemm", "--config", path]) == 2
     shown = capsys.readouterr().err
-    assert any(words in shown for words in ("cannot be read (", "is larger than 1 MiB", "an empty text is no path"))
+    assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
     assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
+
+
+def test_an_empty_path_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor may the file give one for the store, which would be the working directory."""
+    (here / "my.yaml").write_text("store: ''")
+    for path in ("", "my.yaml"):
+        assert main(["suite", "gemm", "--config", path]) == 2
+        shown = capsys.readouterr().err
+        assert "an empty text is no path" in shown and shown.count("\n") == 1
+    assert not (here / "runs").exists()
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:

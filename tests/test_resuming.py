@@ -64,6 +64,12 @@ class Watching(SilentObserver):
         return None
 
 
+@pytest.fixture(autouse=True)
+def _in_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever commits to this repository while its tests run changes the commit that a resumption is held against."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def suite(tmp_path: Path) -> Iterator[str]:
     path = tmp_path / "sums_suite.py"
