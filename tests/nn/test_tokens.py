@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fp8bench.corpus import prepare_corpus
 from fp8bench.nn.tokens import TokenLoader
 
 
@@ -21,17 +23,17 @@ def path(tmp_path: Path) -> str:
 
 def test_targets_are_the_tokens_that_follow(path: str) -> None:
     """Every window is a stretch of the file."""
-    tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 50304).next()
+    tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 256).next()
     assert tokens.shape == targets.shape == (4, 16)
     assert tokens.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(targets, (tokens + 1) % 256)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert tokens.is_contiguous() and targets.is_contiguous()
 
 
 def test_the_same_seed_gives_the_same_batches(path: str) -> None:
     """And another seed gives others."""
-    one, same, other = (TokenLoader(path, 2, 8, "cpu", seed, 50304) for seed in (7, 7, 8))
+    one, same, other = (TokenLoader(path, 2, 8, "cpu", seed, 256) for seed in (7, 7, 8))
     for _ in range(3):
         first, second = one.next(), same.next()
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
@@ -40,13 +42,13 @@ def test_the_same_seed_gives_the_same_batches(path: str) -> None:
 
 def test_batches_follow_each_other_without_repeating(path: str) -> None:
     """A step's micro-batches are different text."""
-    loader = TokenLoader(path, 2, 8, "cpu", 0, 50304)
+    loader = TokenLoader(path, 2, 8, "cpu", 0, 256)
     assert not torch.equal(loader.next()[0], loader.next()[0])
 
 
 def test_two_small_batches_are_one_large_batch(path: str) -> None:
     """So that accumulation can be compared with a single batch."""
-    small, large = TokenLoader(path, 2, 8, "cpu", 3, 50304), TokenLoader(path, 4, 8, "cpu", 3, 50304)
+    small, large = TokenLoader(path, 2, 8, "cpu", 3, 256), TokenLoader(path, 4, 8, "cpu", 3, 256)
     assert torch.equal(torch.cat([small.next()[0], small.next()[0]]), large.next()[0])
 
 
@@ -60,7 +62,7 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
     """Up to the last tokens of the file."""
     file = tmp_path / "tokens"
     np.arange(10, dtype=np.uint16).tofile(file)
-    loader = TokenLoader(str(file), 100, 7, "cpu", 0, 50304)
+    loader = TokenLoader(str(file), 100, 7, "cpu", 0, 256)
     assert set(loader.next()[0][:, 0].tolist()) == {0, 1, 2}
 
 
@@ -68,10 +70,42 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
 def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
     """With what it has and what is needed."""
     with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
-        TokenLoader(path, 1, length, "cpu", 0, 50304)
+        TokenLoader(path, 1, length, "cpu", 0, 256)
 
 
 def test_a_sequence_that_just_fits_is_read(path: str) -> None:
     """One window and the token after it."""
-    tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 50304).next()
-    assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999)
+    tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 256).next()
+    assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999 % 256)
+
+
+def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
+    """Bit by bit what it always was: windows at the places that the seed draws."""
+    file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
+    loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
+    for _ in range(3):
+        tokens, targets = loader.next()
+        for row, start in enumerate(random.integers(0, 1000 - 16, 4)):
+            wanted = torch.from_numpy(file[start : start + 17].astype(np.int64) % 256)
+            assert torch.equal(tokens[row], wanted[:-1]) and torch.equal(targets[row], wanted[1:])
+
+
+@pytest.mark.parametrize("vocabulary", [257, 50304, 128256])
+def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
+    """By hand: the byte at a place times 256 plus the next, within the vocabulary; targets follow by one place."""
+    text = b"import torch\xff\xfe"
+    file = tmp_path / "text"
+    np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)
+    tokens, targets = TokenLoader(str(file), 1, len(text) - 2, "cpu", 0, vocabulary).next()
+    pairs = [(one * 256 + other) % vocabulary for one, other in pairwise(text)]
+    assert tokens.tolist() == [pairs[:-1]] and targets.tolist() == [pairs[1:]]
+    assert tokens.dtype == torch.int64 and tokens.is_contiguous()
+    with pytest.raises(ValueError, match=f"{len(text)} tokens; a sequence of {len(text) - 1} needs more"):
+        TokenLoader(str(file), 1, len(text) - 1, "cpu", 0, vocabulary)
+
+
+def test_a_large_vocabulary_is_used_by_the_thousand(tmp_path: Path) -> None:
+    """Of real text; bytes alone are less than a hundred and fifty, and most gradients of an embedding zero."""
+    path = prepare_corpus(None, tmp_path).path
+    found = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
+    assert found[256] < 150 and found[50304] > 1500
