@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 BUCKET_ELEMENTS = 1 << 25
 # As after some training: the moments are what gradients of steady magnitudes make of them.
 STEPS_BEFORE = 1000
-STEPS_OF_ERROR = 10
+# A bf16 second moment keeps growing, as a decay of 0.001 is below its rounding: ten steps would not show it, a thousand
+# do. What that costs is kept small by the matrix: one, since each has its own scale and its updates know no magnitude.
+STEPS_OF_ERROR = 1000
+WIDTH_OF_ERROR = 64
 
 
 @dataclass
@@ -31,6 +35,21 @@ class State:
     """All that is trained, in buckets."""
 
     buckets: list[Bucket]
+
+    def parameters(self) -> list[Tensor]:
+        """The weights."""
+        return [one for bucket in self.buckets for one in bucket.parameters]
+
+    def moments(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Both moments in fp32."""
+        pairs = [bucket.restored() for bucket in self.buckets]
+        return [one for first, _ in pairs for one in first], [one for _, second in pairs for one in second]
+
+    def take(self, gradients: list[Tensor]) -> None:
+        """The gradients of the next step, one for every weight."""
+        import torch
+
+        torch._foreach_copy_([one for bucket in self.buckets for one in bucket.gradients], gradients)
 
 
 @workloads.register("optimizer")
@@ -67,7 +86,7 @@ class Optimizer(Workload):
 
     def prepare(self, setup: Setup) -> State:
         state, source = _begin(setup, _storages(setup), setup.case.param("fused") == "yes")
-        _give_gradients(state, source)
+        state.take(source.draw())
         return state
 
     def step(self, state: State, phase: Phases) -> None:
@@ -85,16 +104,27 @@ class Optimizer(Workload):
                 del first, second  # giving memory back takes time too, and belongs to a phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Ten steps with changing gradients against the same with fp32 moments, not fused, from the same state.
+        """A thousand steps with changing gradients against the same with fp32 moments, fused, from the same state.
 
-        The update is what the steps made of the weights: the weights themselves would hide it.
+        Of one matrix of at most 64 rows and columns, whatever the case's. The update is what the steps made of the
+        weights: the weights themselves would hide it.
         """
         from fp8bench.numerics.errors import joint_relative_frobenius
 
-        exact, (exact_first, exact_second) = self._after(setup, _plain(), fused=False)
-        update, (first, second) = self._after(setup, _storages(setup), fused=setup.case.param("fused") == "yes")
+        small = _small(setup)
+        exact, source = _begin(small, _plain(), fused=True)
+        state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
+        start = [one.clone() for one in exact.parameters()]
+        with _one_thread():
+            for _ in range(STEPS_OF_ERROR):
+                gradients = source.draw()
+                for one in (exact, state):
+                    one.take(gradients)
+                    self.step(one, SilentPhases())
+        update, exact_update = ([a - b for a, b in zip(one.parameters(), start, strict=True)] for one in (state, exact))
+        (first, second), (exact_first, exact_second) = state.moments(), exact.moments()
         return {
-            "update_error": joint_relative_frobenius(update, exact),
+            "update_error": joint_relative_frobenius(update, exact_update),
             "first_moment_error": joint_relative_frobenius(first, exact_first),
             "second_moment_error": joint_relative_frobenius(second, exact_second),
         }
@@ -104,7 +134,7 @@ class Optimizer(Workload):
 
         ledger = Ledger()
         state, source = _begin(setup, _plain(), fused=False)
-        _give_gradients(state, source)
+        state.take(source.draw())
         for bucket in state.buckets:
             first, second = bucket.restored()
             for kind, tensors in (("gradient", bucket.gradients), ("first_moment", first), ("second_moment", second)):
@@ -113,24 +143,33 @@ class Optimizer(Workload):
         return ledger.statistics()
 
     def check(self, state: State) -> str:
-        finite = all(bool(one.isfinite().all()) for bucket in state.buckets for one in bucket.parameters)
+        finite = all(bool(one.isfinite().all()) for one in state.parameters())
         return "" if finite else "the weights are not finite"
 
-    def _after(
-        self, setup: Setup, storages: tuple[Storage, Storage], fused: bool
-    ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]]]:
-        """What ten steps made of the weights, and the moments after them."""
-        state, source = _begin(setup, storages, fused)
-        before = [one.clone() for bucket in state.buckets for one in bucket.parameters]
-        for _ in range(STEPS_OF_ERROR):
-            _give_gradients(state, source)
-            self.step(state, SilentPhases())
-        weights = [one for bucket in state.buckets for one in bucket.parameters]
-        for one, start in zip(weights, before, strict=True):
-            one.sub_(start)
-        moments = [bucket.restored() for bucket in state.buckets]
-        first = [one for pair in moments for one in pair[0]]
-        return weights, (first, [one for pair in moments for one in pair[1]])
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch's work on the processor in this thread alone.
+
+    Fused steps share out even the smallest tensor, and on a machine with other work a thousand of them then take
+    seconds in waiting for each other.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _small(setup: Setup) -> Setup:
+    """The setup with one matrix, small enough for a thousand steps."""
+    params = dict(setup.case.params)
+    width = min(int(params["width"]), WIDTH_OF_ERROR)
+    case = replace(setup.case, params=tuple((params | {"tensors": 1, "width": width}).items()))
+    return replace(setup, case=case)
 
 
 def _storages(setup: Setup) -> tuple[Storage, Storage]:
@@ -174,12 +213,3 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         for part in bucketed([one.numel() for one in weights], BUCKET_ELEMENTS)
     ]
     return State(buckets), source
-
-
-def _give_gradients(state: State, source: GradientSource) -> None:
-    """The next gradients of every weight."""
-    import torch
-
-    gradients = source.draw()
-    into = [one for bucket in state.buckets for one in bucket.gradients]
-    torch._foreach_copy_(into, gradients)
