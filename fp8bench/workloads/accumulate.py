@@ -23,14 +23,14 @@ class Buffer(Protocol):
     """Where gradients add up."""
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
-        """Add a micro-batch's gradients; the first one of a step starts from zero."""
+        """Add a micro-batch's gradients; the first one of a step takes the place of what was there."""
 
     def values(self) -> list[Tensor]:
         """The sums, as they can be read."""
 
 
 class PlainBuffer:
-    """Tensors of one of torch's dtypes, added to in place."""
+    """Tensors of one of torch's dtypes, added to in place. The first micro-batch is copied: nothing has to be zeroed."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
         import torch
@@ -42,8 +42,9 @@ class PlainBuffer:
 
         with phase.accumulate:
             if first:
-                torch._foreach_zero_(self._sums)
-            torch._foreach_add_(self._sums, gradients)
+                torch._foreach_copy_(self._sums, gradients)
+            else:
+                torch._foreach_add_(self._sums, gradients)
 
     def values(self) -> list[Tensor]:
         return self._sums

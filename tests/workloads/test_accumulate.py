@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
@@ -48,6 +50,27 @@ def test_buffers_with_a_scale_are_restored_and_cast_for_every_micro_batch() -> N
     """But the first, which is cast as it comes."""
     for precision in ("fp8", "mxfp8", "nvfp4"):
         assert phases(setup_for(precision)) == ["cast"] + ["cast", "accumulate", "cast"] * 2
+
+
+def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
+    """As those with a scale do: a copy writes the buffer once, zeroing and adding reads and writes it again."""
+    setup = setup_for()
+    state = Accumulate().prepare(setup)
+    with Operations() as ran:
+        Accumulate().step(state, SilentPhases())
+    assert ran.names == ["_foreach_copy_", "_foreach_add_", "_foreach_add_"]
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4"])
