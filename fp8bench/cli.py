@@ -18,7 +18,7 @@ from typing import cast
 from fp8bench.arguments import build_parser, commands_of
 from fp8bench.environment import command_line
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
-from fp8bench.interrupts import ends_are_interrupts
+from fp8bench.interrupts import ends_are_interrupts, only_once
 from fp8bench.model import Request, Run
 from fp8bench.outputs import check_outputs, how_to_resume, print_run
 from fp8bench.plan import check_names, files_of
@@ -112,8 +112,10 @@ def _measure(request: Request, arguments: argparse.Namespace) -> int:
     from fp8bench.pipeline import execute
     from fp8bench.report.progress import progress
 
-    with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
-        run = execute(request, arguments.store, observer, command_line())
+    with only_once():
+        with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
+            run = execute(request, arguments.store, observer, command_line())
+        _tell_how_to_go_on(run)
     return _ended(run, arguments)
 
 
@@ -126,8 +128,10 @@ def _resume(words: Sequence[str], arguments: argparse.Namespace) -> int:
     _check_alone(words, arguments)
     _search_here()
     path = find_run(arguments.resume, arguments.store)
-    with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
-        resumed, run = resume(path, arguments.store, observer, command_line())
+    with only_once():
+        with _kept_or_shown(arguments), progress(sys.stderr, os.environ) as observer:
+            resumed, run = resume(path, arguments.store, observer, command_line())
+        _tell_how_to_go_on(run)
     if resumed:
         return _ended(run, arguments)
     complain(f"run {run.id} is finished; nothing was missing")
@@ -158,10 +162,15 @@ def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
         )
 
 
-def _ended(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a run that was measured; returns the exit code. How to go on is said first: printing may be cut off too."""
+def _tell_how_to_go_on(run: Run) -> None:
+    """Said before the table, which may be cut off by another interrupt."""
     if not run.finished:
         complain(f"interrupted; what was finished is kept in {run.path}. To do the rest: {how_to_resume(run)}")
+
+
+def _ended(run: Run, arguments: argparse.Namespace) -> int:
+    """Print a run that was measured; returns the exit code."""
+    if not run.finished:
         with contextlib.suppress(KeyboardInterrupt):
             print_run(run, arguments)
         return EXIT_INTERRUPTED

@@ -42,6 +42,26 @@ def ends_are_interrupts() -> Iterator[None]:
 
 
 @contextmanager
+def only_once() -> Iterator[None]:
+    """In the body the first interrupt counts and later ones do nothing: whoever presses twice wants no less."""
+    if not _main_thread():
+        yield
+        return
+    struck: list[int] = []
+
+    def strike(number: int, frame: FrameType | None) -> None:
+        struck.append(number)
+        if len(struck) == 1:
+            raise KeyboardInterrupt
+
+    before = _handled_by(strike)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextmanager
 def held_back() -> Iterator[None]:
     """An interrupt in the body strikes after it: what is begun there is finished."""
     if not _main_thread():
