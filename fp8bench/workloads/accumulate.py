@@ -30,7 +30,7 @@ class Buffer(Protocol):
 
 
 class PlainBuffer:
-    """Tensors of one of torch's dtypes, added to in place. The first micro-batch is copied: nothing has to be zeroed."""
+    """Tensors of one of torch's dtypes, added to in place. The first micro-batch is copied, so nothing is zeroed."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
         import torch
@@ -91,7 +91,6 @@ class State:
 
     micro_batches: list[list[Tensor]]
     buffer: Buffer
-    loss_scale: float
 
 
 @workloads.register("accumulate")
@@ -137,27 +136,27 @@ class Accumulate(Workload):
         if isinstance(arithmetic, PlainArithmetic):
             first = micro_batches[0]
             plain = PlainBuffer([one.shape for one in first], arithmetic.carrier, first[0].device)
-            return State(micro_batches, plain, setup.loss_scale)
-        return State(micro_batches, ScaledBuffer(arithmetic), setup.loss_scale)
+            return State(micro_batches, plain)
+        return State(micro_batches, ScaledBuffer(arithmetic))
 
     def step(self, state: State, phase: Phases) -> None:
         for index, gradients in enumerate(state.micro_batches):
             state.buffer.add(gradients, phase, first=index == 0)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """The sums of one step against those of the unrounded gradients in fp64."""
+        """The sums of one step against those in fp64 of the gradients that arrived: what the buffer alone loses."""
         import torch
 
         from fp8bench.numerics.errors import joint_relative_frobenius
 
         state = self.prepare(setup)
         self.step(state, SilentPhases())
-        first, *others = _micro_batches(setup)
+        first, *others = state.micro_batches
         exact = [one.to(torch.float64) for one in first]
         for gradients in others:
             torch._foreach_add_(exact, gradients)
-        sums = [one.to(torch.float64) / state.loss_scale for one in state.buffer.values()]
-        return {"accumulate_error": joint_relative_frobenius(sums, exact)}
+        # Both have the loss scale in them, and a ratio of the two has not.
+        return {"accumulate_error": joint_relative_frobenius(state.buffer.values(), exact)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import Ledger
