@@ -50,8 +50,8 @@ class Cast(Workload):
             Axis("direction", "to the precision, or from it", ("to", "from"), one_of("to", "from")),
             Axis("scaling", "on, or off: the elements' own grid. A way back always has its scales", ("on", "off"),
                  one_of("on", "off")),
-            Axis("role", "input (fp8: E4M3) or gradient (fp8: E5M2), with values like that", ("input",),
-                 one_of(Role.INPUT.value, Role.GRADIENT.value)),
+            Axis("role", "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
+                 ("input",), one_of(Role.INPUT.value, Role.GRADIENT.value)),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -74,7 +74,7 @@ class Cast(Workload):
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> State:
-        source = _source(setup)
+        source = _scaled(setup)
         if setup.case.param("direction") == "to":
             into = _into(setup)
             return State(source, _or_copy(lambda: into(source).data, source))
@@ -86,10 +86,10 @@ class Cast(Workload):
             state.change()  # the result goes at once, inside the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """There and back again, against the source."""
+        """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
         from fp8bench.numerics.errors import relative_frobenius
 
-        source = _source(setup)
+        source = _scaled(setup)
         return {"cast_error": relative_frobenius(setup.arithmetic.restore(_into(setup)(source), source.dtype), source)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -120,6 +120,12 @@ def _into(setup: Setup) -> Callable[[Tensor], Operand]:
     off = dict(setup.case.params).get("scaling") == "off"
     cast = setup.arithmetic.unscaled if off else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
+
+
+def _scaled(setup: Setup) -> Tensor:
+    """The source as it arrives: gradients multiplied by the precision's loss scale."""
+    source = _source(setup)
+    return source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
 
 
 def _source(setup: Setup) -> Tensor:

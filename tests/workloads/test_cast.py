@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,9 +23,10 @@ ALL = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
 def setup_for(precision: str = "fp8", seed: int = 0, **changes: Scalar) -> Setup:
     params = {"rows": 40, "columns": 72, "source": "fp32", "direction": "to", "scaling": "on", "role": "input"}
-    arithmetic = precisions.get(precision).arithmetic(CPU)
+    one = precisions.get(precision)
+    arithmetic = one.arithmetic(CPU)
     case = Case("cast", tuple((params | changes).items()), precision, "cpu")
-    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
+    return Setup(case, CPU, seed, arithmetic, arithmetic, {}, one.loss_scale)
 
 
 def result(setup: Setup) -> torch.Tensor:
@@ -132,6 +135,19 @@ def test_gradients_need_their_scale() -> None:
     shares = {name: below for name, _, below in tiny.outside}
     assert shares["e4m3"] > shares["e5m2"] > shares["bf16"] == 0
     assert lost["gradient", "off"] > lost["gradient", "on"]
+
+
+@pytest.mark.parametrize("source", ["fp32", "bf16"])
+def test_fp16_gradients_arrive_multiplied_by_the_loss_scale(source: str) -> None:
+    """As they do where they add up; inputs do not, and what the data are made of is said without it."""
+    setup = setup_for("fp16", role="gradient", source=source)
+    plain = replace(setup, loss_scale=1.0)
+    assert setup.loss_scale == 1024
+    assert torch.equal(Cast().prepare(setup).source, Cast().prepare(plain).source * 1024)
+    assert Cast().error(setup)["cast_error"] < Cast().error(plain)["cast_error"]
+    assert Cast().statistics(setup) == Cast().statistics(plain)
+    inputs = setup_for("fp16", source=source)
+    assert torch.equal(Cast().prepare(inputs).source, Cast().prepare(replace(inputs, loss_scale=1.0)).source)
 
 
 def test_the_source_comes_from_the_seed_alone() -> None:
