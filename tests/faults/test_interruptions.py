@@ -135,7 +135,9 @@ def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.03)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # CPython ends itself by the signal if an interrupt ever passed through exec(), caught or not (a dataclass that was
+    # just being made, say). A shell calls both 130.
+    assert process.returncode in (130, -signal.SIGINT)
     assert "To do the rest: fp8bench suite --resume" in err and "Traceback" not in err
     (path,) = run_files(folder / ".fp8bench")
     assert path.read_text().endswith('{"end":"interrupted"}\n')
