@@ -48,8 +48,8 @@ class Cast(Workload):
             Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", (shape,), parse_shape),
             Axis("source", "what is cast from, and restored to: fp32 or bf16", ("fp32",), one_of(*BYTES)),
             Axis("direction", "to the precision, or from it", ("to", "from"), one_of("to", "from")),
-            Axis("scaling", "on, or off: the elements' own grid. A way back always has its scales", ("on", "off"),
-                 one_of("on", "off")),
+            Axis("scaling", "on, or off: the elements' own grid. fp32, bf16 and fp16 have no scales: both are "
+                 "the same there. A way back always has its scales", ("on", "off"), one_of("on", "off")),
             Axis("role", "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
                  ("input",), one_of(Role.INPUT.value, Role.GRADIENT.value)),
         )  # fmt: skip
@@ -65,6 +65,10 @@ class Cast(Workload):
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
+        """The bytes of the side in high precision: what is taken in, or on the way back what is restored.
+
+        So all precisions have the same count both ways, and throughputs compare.
+        """
         count = int(params["rows"]) * int(params["columns"])
         source = float(BYTES[str(params["source"])] * count)
         # Beside the source its image, half a byte an element at the least.

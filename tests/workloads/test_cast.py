@@ -71,6 +71,18 @@ def test_work_is_the_source_once(source: str, size: int) -> None:
     assert (work.bytes, work.least_memory, work.flops) == (size * 128, size * 128 + 64, 0)
 
 
+def test_both_ways_count_the_side_in_high_precision() -> None:
+    """So that throughputs of all precisions compare."""
+    assert Cast().work(expand(direction="from")) == Cast().work(expand())
+
+
+def test_formats_without_scales_have_both_scalings_alike() -> None:
+    """The axis says so."""
+    (axis,) = (one for one in Cast().axes(CPU) if one.name == "scaling")
+    alike = [name for name in ALL if torch.equal(result(setup_for(name)), result(setup_for(name, scaling="off")))]
+    assert alike == ["fp32", "bf16", "fp16"] and "fp32, bf16 and fp16 have no scales" in axis.description
+
+
 @pytest.mark.parametrize("direction", ["to", "from"])
 @pytest.mark.parametrize("source", ["fp32", "bf16"])
 @pytest.mark.parametrize("precision", ALL)
