@@ -1,4 +1,4 @@
-"""Error metrics: one number for how far a result is from its reference."""
+"""Error metrics: how far a result is from its reference, and how much of it is gone."""
 
 from __future__ import annotations
 
@@ -35,3 +35,17 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
     if size == 0:
         return math.inf if difference else 0.0
     return math.sqrt(difference / size)
+
+
+def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """The share of all values that are zero and are not in the reference; 0 where there are none.
+
+    What a norm cannot see: it knows the largest values only, and most of the others may be gone.
+    """
+    gone = count = 0
+    for value, reference in zip(values, references, strict=True):
+        if value.shape != reference.shape:
+            raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
+        gone += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
+        count += value.numel()
+    return gone / count if count else 0.0

@@ -16,6 +16,7 @@ from fp8bench.report.legend import PHASE_TITLES
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
+_SHARE_SUFFIX = "_vanished"
 _WORDS = {Verdict.NONE: units.NONE, Verdict.EMULATED: "emulated: cost, not speed"}
 _NOT_MEASURED = {Status.SKIPPED: "skipped, see notes", Status.FAILED: "FAILED, see notes"}
 # Verdict words are padded to this, so that the ratios after them stand in a column.
@@ -39,6 +40,8 @@ def show_value(measurement: Measurement) -> str:
     value = value_of(measurement)
     if measurement.metric.endswith(_ERROR_SUFFIX):
         return units.relative_error(value)
+    if measurement.metric.endswith(_SHARE_SUFFIX) and value is not None:
+        return units.share(value) if value else "0%"
     if measurement.unit == "s":
         return units.seconds(value)
     if measurement.unit == "B":

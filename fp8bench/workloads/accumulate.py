@@ -147,7 +147,7 @@ class Accumulate(Workload):
         """The sums of one step against those in fp64 of the gradients that arrived: what the buffer alone loses."""
         import torch
 
-        from fp8bench.numerics.errors import joint_relative_frobenius
+        from fp8bench.numerics.errors import joint_relative_frobenius, vanished_share
 
         state = self.prepare(setup)
         self.step(state, SilentPhases())
@@ -156,7 +156,11 @@ class Accumulate(Workload):
         for gradients in others:
             torch._foreach_add_(exact, gradients)
         # Both have the loss scale in them, and a ratio of the two has not.
-        return {"accumulate_error": joint_relative_frobenius(state.buffer.values(), exact)}
+        sums = state.buffer.values()
+        return {
+            "accumulate_error": joint_relative_frobenius(sums, exact),
+            "accumulate_vanished": vanished_share(sums, exact),
+        }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import Ledger

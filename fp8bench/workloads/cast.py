@@ -91,10 +91,11 @@ class Cast(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
-        from fp8bench.numerics.errors import relative_frobenius
+        from fp8bench.numerics.errors import relative_frobenius, vanished_share
 
         source = _scaled(setup)
-        return {"cast_error": relative_frobenius(setup.arithmetic.restore(_into(setup)(source), source.dtype), source)}
+        back = setup.arithmetic.restore(_into(setup)(source), source.dtype)
+        return {"cast_error": relative_frobenius(back, source), "cast_vanished": vanished_share([back], [source])}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import Ledger

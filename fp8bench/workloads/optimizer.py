@@ -107,9 +107,10 @@ class Optimizer(Workload):
         """A thousand steps with changing gradients against the same with fp32 moments, fused, from the same state.
 
         Of one matrix of at most 64 rows and columns, whatever the case's. The update is what the steps made of the
-        weights: the weights themselves would hide it.
+        weights: the weights themselves would hide it. What of the moments has vanished the errors do not tell: they
+        know the rows of the largest magnitudes only.
         """
-        from fp8bench.numerics.errors import joint_relative_frobenius
+        from fp8bench.numerics.errors import joint_relative_frobenius, vanished_share
 
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
@@ -127,6 +128,8 @@ class Optimizer(Workload):
             "update_error": joint_relative_frobenius(update, exact_update),
             "first_moment_error": joint_relative_frobenius(first, exact_first),
             "second_moment_error": joint_relative_frobenius(second, exact_second),
+            "first_moment_vanished": vanished_share(first, exact_first),
+            "second_moment_vanished": vanished_share(second, exact_second),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:

@@ -168,7 +168,9 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(name: str, corpus: Corpus
         assert set(errors) == set(found[first])
         assert all(type(value) is float and value >= 0 and math.isfinite(value) for value in errors.values())
     for metric in found[first]:
-        assert found[first][metric] < found[last][metric]
+        assert found[first][metric] <= found[last][metric]
+        # A share of values that vanish may be none in both.
+        assert found[first][metric] < found[last][metric] or not metric.endswith("_error")
 
 
 @pytest.mark.parametrize("name", NAMES)

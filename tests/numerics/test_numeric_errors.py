@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.numerics.errors import joint_relative_frobenius, relative_frobenius, vanished_share
 
 
 def test_by_hand() -> None:
@@ -41,3 +41,27 @@ def test_low_precision_input_is_widened() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
         relative_frobenius(torch.ones(3, 1), torch.ones(3))
+
+
+def test_what_vanished_is_counted_over_all_tensors() -> None:
+    """Zeros of the reference are no loss, and neither are values that are wrong but there."""
+    values = [torch.tensor([[0.0, -0.0], [0.0, 9.0]]), torch.tensor([0.0, math.nan, 1e-38, 0.0])]
+    references = [torch.tensor([[1e-30, -2.0], [0.0, 1.0]]), torch.tensor([math.inf, 1.0, 1.0, 0.0])]
+    assert vanished_share(values, references) == 3 / 8
+    assert vanished_share(references, references) == 0.0 == vanished_share([], [])
+    assert vanished_share([torch.ones(0)], [torch.ones(0)]) == 0.0
+
+
+def test_what_vanished_is_what_a_norm_does_not_see() -> None:
+    """Ninety-nine of a hundred values are gone, and the norm is exact to eight digits."""
+    reference = torch.full((100,), 1e-10)
+    reference[0] = 1.0
+    value = torch.where(reference == 1, reference, 0.0)
+    assert joint_relative_frobenius([value], [reference]) < 1e-8 and vanished_share([value], [reference]) == 0.99
+
+
+def test_vanished_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="shapes differ"):
+        vanished_share([torch.ones(3, 1)], [torch.ones(3)])
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        vanished_share([torch.ones(3)], [])

@@ -140,6 +140,16 @@ def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...],
         assert (f"{metric}: bf16 " in text) == (metric != main)
 
 
+def test_what_vanished_is_a_share_under_numbers() -> None:
+    """Never the error of the column; none at all is told from very few."""
+    run, findings = transformer()
+    for value, shown in ((0.0, "0%"), (2e-5, "<0.01%"), (0.0012, "0.12%"), (0.7, "70.0%")):
+        measured = (error("cast_vanished", value), error("cast_error", 0.125))
+        records = tuple(replace(one, measurements=measured) for one in run.records)
+        text = render(replace(run, records=records), findings)
+        assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
+
+
 def test_every_label_has_its_sentence() -> None:
     assert set(LABELS) == set(Label)
 

@@ -134,6 +134,18 @@ def test_errors_are_those_of_there_and_back() -> None:
     assert errors["bf16"] == pytest.approx(wanted, rel=1e-9)
 
 
+def test_what_vanishes_is_what_the_error_hides() -> None:
+    """A quarter of these gradients is gone on the grid of E5M2 alone, and the error is nearly that with a scale."""
+    found = {scaling: Cast().error(setup_for(role="gradient", scaling=scaling)) for scaling in ("on", "off")}
+    source = Cast().prepare(setup_for(role="gradient")).source
+    for scaling, errors in found.items():
+        there = result(setup_for(role="gradient", scaling=scaling))
+        assert errors["cast_vanished"] == float(((there == 0) & (source != 0)).double().mean())
+    assert found["off"]["cast_vanished"] > 0.2 and found["on"]["cast_vanished"] == 0
+    assert found["off"]["cast_error"] < 1.1 * found["on"]["cast_error"]
+    assert Cast().error(setup_for("bf16", role="gradient"))["cast_vanished"] == 0
+
+
 def test_gradients_need_their_scale() -> None:
     """Without one nearly all of E5M2 gradients is gone; inputs around 1 hardly notice."""
     lost = {

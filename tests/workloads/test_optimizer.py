@@ -95,6 +95,7 @@ def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
     """Two orders of the same operations."""
     assert Optimizer().error(setup_for(fused="yes")) == {
         "update_error": 0.0, "first_moment_error": 0.0, "second_moment_error": 0.0,
+        "first_moment_vanished": 0.0, "second_moment_vanished": 0.0,
     }  # fmt: skip
     unfused = Optimizer().error(setup_for(fused="no"))
     assert 0 < unfused["update_error"] < 1e-5 and max(unfused.values()) < 1e-5
@@ -158,6 +159,7 @@ def test_a_second_moment_in_fp8_explodes() -> None:
     fine, bad = (Optimizer().error(setup_for("fp8", second_moment=kept)) for kept in ("scaled-fp16", "same"))
     assert fine["update_error"] < 0.1 and bad["update_error"] > 10
     assert bad["first_moment_error"] == fine["first_moment_error"]
+    assert bad["second_moment_vanished"] > 0.05 and fine["second_moment_vanished"] == 0
 
 
 def test_states_of_one_seed_agree_bit_by_bit() -> None:
