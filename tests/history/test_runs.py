@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -438,3 +439,14 @@ def test_two_processes_of_one_number_do_not_meet_in_the_probe(tmp_path: Path, mo
     check_store(tmp_path)
     check_store(tmp_path)
     assert len(set(probes)) == 2
+
+
+def test_a_disk_that_is_nearly_full_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run needs some megabytes; one byte less than the least is refused, the least is not."""
+    for free, refused in ((writing.LEAST_FREE_BYTES - 1, True), (writing.LEAST_FREE_BYTES, False)):
+        usage = SimpleNamespace(total=1 << 40, used=0, free=free)
+        monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        with pytest.raises(StoreError, match=f"has only {free} bytes left") if refused else contextlib.nullcontext():
+            check_store(tmp_path)
