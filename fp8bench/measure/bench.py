@@ -101,6 +101,9 @@ class Bench:
             "cudnn": torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
             if torch.cuda.is_available()
             else None,
+            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+            if torch.cuda.is_available()
+            else None,
             "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
             if torch.cuda.is_available()
             else None,

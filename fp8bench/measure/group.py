@@ -82,9 +82,19 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.timing = outcome.control = outcome.paired_with = None
                 outcome.paired, outcome.stopped = True, ""
+        led = self._reference()
         self._numbers()
         reference = self._reference()
+        if reference is not led:
+            self._unpair()
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
+
+    def _unpair(self) -> None:
+        """The reference failed by its numbers: where not all sat together, nobody shared rounds with the next one."""
+        if all(one.paired and one.paired_with is None for one in self._outcomes):
+            return
+        for one in self._outcomes:
+            one.paired, one.paired_with, one.control = False, None, None
 
     def _alive(self) -> list[_Outcome]:
         return [one for one in self._outcomes if one.planned.runs and not one.failure]

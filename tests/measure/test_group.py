@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -326,6 +327,18 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp8": "ok"}
     assert records["bf16"].is_reference and records["bf16"].paired
     assert records["fp8"].paired and records["fp8"].paired_with is None
+
+
+@pytest.mark.parametrize(("capacity", "together"), [(1000, True), (25, False)])
+def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
+    """Who sat with it in another sitting than the next reference shared no rounds with that one."""
+    scripts = {"fp32": Script(memory=10, errors={"e": math.nan}), "bf16": sized(5), "fp16": sized(5)}
+    records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=capacity)
+    assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
+    after = next(record for record in records.values() if record.is_reference)
+    (other,) = (record for record in records.values() if record.status is Status.OK and not record.is_reference)
+    assert after.status is Status.OK and other.paired is together
+    assert other.paired_with is None and other.control is None
 
 
 def test_steps_whose_marks_vary_are_labelled() -> None:
