@@ -6,7 +6,6 @@ This is the one place that imports leaves. Names starting with an underscore are
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -196,6 +195,8 @@ def digest_of(names: Iterable[str]) -> str | None:
 
     Where they lie is not part of it: the same code somewhere else is the same code.
     """
+    import hashlib
+
     whole = hashlib.sha256()
     files = [file for name in names for file in _files_of(name)]
     for file in files:
@@ -222,6 +223,8 @@ def own_words(error: BaseException) -> str:
 
 def user_module(file: str) -> str:
     """The module name of a user's file: two files of one name in different folders are two modules."""
+    import hashlib
+
     path = Path(file).resolve()
     return f"fp8bench_user_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 

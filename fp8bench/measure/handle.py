@@ -123,7 +123,13 @@ class ProcessWorker(Worker):
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
-            self._process = WorkerProcess(self._python, self._environment())
+            try:
+                self._process = WorkerProcess(self._python, self._environment())
+            except OSError as error:
+                raise WorkerLost(
+                    f"the worker could not be started ({error.strerror}): the system lets this process start no other, "
+                    "or Python is not where it was. Make room, and try again."
+                ) from None
             try:
                 self._exchange(self._process, START_SECONDS, "open", self._settings)
             except WorkerFault:

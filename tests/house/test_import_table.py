@@ -79,6 +79,8 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
 LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # The namespace of the package holds public names only.
     "fp8bench": frozenset({"importlib"}),
+    # It brings OpenSSL along, for user modules only: --help does without.
+    "fp8bench.registry": frozenset({"hashlib"}),
     # An interrupt may strike while the door is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli"}),
     # A command imports what it needs: help and bad usage start no workers, read no history, show no progress.

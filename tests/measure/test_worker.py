@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -343,6 +344,24 @@ def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
     with ProcessWorker(Settings(), str(broken)) as worker, pytest.raises(WorkerLost) as caught:
         worker.probe()
     assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
+
+
+@pytest.mark.parametrize(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
+def test_a_worker_that_the_system_does_not_start_is_lost(
+    error: type[OSError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Python there, or no process left to be had: a sentence, and nothing stays open."""
+    if error is BlockingIOError:
+
+        def full(*arguments: object, **options: object) -> None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        monkeypatch.setattr(subprocess, "Popen", full)
+    before = len(list(Path("/dev/fd").iterdir()))
+    with ProcessWorker(Settings(), str(tmp_path / "absent")) as worker, pytest.raises(WorkerLost) as caught:
+        worker.probe()
+    assert "the worker could not be started" in str(caught.value) and words in str(caught.value)
+    assert worker.pid is None and len(list(Path("/dev/fd").iterdir())) <= before
 
 
 PARENT = """
