@@ -53,7 +53,13 @@ def suites_of(request: Request) -> tuple[str, ...]:
     words = _suite_words(request.suite)
     if not all(words):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    return tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+    names = tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+    if not request.grid:
+        return names
+    followed = tuple(name for name in names if workloads.get(name).history is not None)
+    if not followed:
+        raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
+    return followed
 
 
 def files_of(suite: str) -> tuple[str, ...]:
@@ -119,7 +125,8 @@ def _parts(request: Request) -> list[_Part]:
 
 def _part(request: Request, workload: Workload) -> _Part:
     """Precisions of one suite: those asked for, else its own; the reference first."""
-    names = [precisions.canonical(word) for word in (request.dtypes or workload.dtypes)]
+    own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
+    names = [precisions.canonical(word) for word in (request.dtypes or own)]
     if request.reference is not None:
         names.append(precisions.canonical(request.reference))
         lead = names[-1]
@@ -201,8 +208,10 @@ def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus
 
 
 def _axes(request: Request, workload: Workload, facts: DeviceFacts) -> dict[str, list[Scalar]]:
-    """The values of every axis of a suite: those given, else the device's defaults."""
+    """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
     given = dict(request.axes)
+    if request.grid and workload.history is not None:
+        given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
     return {axis.name: axis.values(given.get(axis.name, axis.default)) for axis in workload.axes(facts)}
 
 

@@ -252,11 +252,29 @@ class Setup:
     corpus: str | None = None
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The few cases of a workload whose history is kept, and what is told of each.
+
+    `cpu` and `gpu` map axes to the values that are measured on that class of device; other axes have their defaults.
+    Some axis has no value in common: a machine that loses its GPU must not go on in the GPU's series. `phases` and
+    `errors` are those that a step has, beside its time; `per` is the count of Work that time is told per, if any:
+    'flops', 'tokens' or 'bytes'.
+    """
+
+    cpu: Mapping[str, tuple[str, ...]]
+    gpu: Mapping[str, tuple[str, ...]]
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp8")
+    phases: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    per: str = ""
+
+
 class Workload(ABC):
     """Something to measure. State lives in the worker; `step` is what is timed.
 
-    `layer_kinds` are the names a precision map may use, `dtypes` the precisions of a run that names none. `error`,
-    `statistics` and `check` run apart from any timing.
+    `layer_kinds` are the names a precision map may use, `dtypes` the precisions of a run that names none, `history` the
+    cases whose numbers are followed from commit to commit. `error`, `statistics` and `check` run apart from any timing.
     """
 
     name: ClassVar[str]
@@ -265,6 +283,7 @@ class Workload(ABC):
     uses_corpus: ClassVar[bool] = False
     layer_kinds: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8")
+    history: ClassVar[Grid | None] = None
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

@@ -4,6 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
+from fp8bench.model.followed import Cell, Point, Series
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -47,6 +48,7 @@ __all__ = [
     "PHASES",
     "UNATTRIBUTED",
     "Case",
+    "Cell",
     "DeviceFacts",
     "Environment",
     "Finding",
@@ -60,6 +62,7 @@ __all__ = [
     "Phase",
     "Plan",
     "PlannedCase",
+    "Point",
     "Provenance",
     "Record",
     "Request",
@@ -67,6 +70,7 @@ __all__ = [
     "Run",
     "Scalar",
     "Segments",
+    "Series",
     "SlotSample",
     "Status",
     "Support",

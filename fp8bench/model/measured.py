@@ -198,7 +198,7 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: header and records. `path` is where it is stored ('' if it is not).
+    """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
 
     `notes` were taken while it ran; `troubles` were met by whoever read the file.
     """
@@ -217,6 +217,7 @@ class Run:
     troubles: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     resumptions: tuple[Resumption, ...] = ()
+    origin: str = "suite"
 
     @property
     def ok(self) -> bool:

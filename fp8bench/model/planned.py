@@ -150,7 +150,8 @@ class Request:
     """What the user asked for, as given: nothing here depends on the machine.
 
     `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
-    seconds that a worker may take to prepare a case or to run one slot of it.
+    seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
+    is kept, instead of the axes' defaults.
     """
 
     suite: str
@@ -168,3 +169,4 @@ class Request:
     imports: tuple[str, ...] = ()
     isolation: bool = True
     case_timeout: float | None = None
+    grid: bool = False

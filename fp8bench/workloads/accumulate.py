@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.storage import storage_support
-from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class Accumulate(Workload):
 
     name = "accumulate"
     summary = "gradients of several micro-batches added up in a buffer of each precision"
+    history = Grid(
+        cpu={"width": ("256",), "micro_batches": ("8",)}, gpu={"width": ("2048",), "micro_batches": ("8",)},
+        phases=("cast", "accumulate"), errors=("accumulate_error", "accumulate_vanished"), per="bytes",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tensors, width = ("16", "2048") if facts.accelerated else ("8", "256")

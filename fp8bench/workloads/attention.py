@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class Attention(Workload):
     name = "attention"
     summary = "scaled dot-product attention alone and as a layer, grouped queries, scores in high or low precision"
     layer_kinds = ("qkv", "out")
+    history = Grid(
+        cpu={"part": ("core", "layer"), "sequence": ("512",)},
+        gpu={"part": ("core", "layer"), "sequence": ("4096",)},
+        phases=("cast", "gemm", "attention"), errors=("output_error", "gradient_error"), per="tokens",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")

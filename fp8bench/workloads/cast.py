@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.storage import storage_support
-from fp8bench.protocols import Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Cast(Workload):
     name = "cast"
     summary = "one cast to or from each format, with its scale and without"
     dtypes = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+    history = Grid(
+        cpu={"shape": ("1024x1024",), "direction": ("to", "from"), "scaling": ("on",)},
+        gpu={"shape": ("8192x8192",), "direction": ("to", "from"), "scaling": ("on",)},
+        dtypes=("fp32", "bf16", "fp8", "mxfp8", "nvfp4"), errors=("cast_error",), per="bytes",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shape = "8192x8192" if facts.accelerated else "1024x1024"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ class Conv(Workload):
 
     name = "conv"
     summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
+    history = Grid(
+        cpu={"channels": ("32",)}, gpu={"channels": ("256",)},
+        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Data(Workload):
     name = "data"
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
+    history = Grid(
+        cpu={"kind": ("reading", "transfer"), "record": ("16384",)},
+        gpu={"kind": ("reading", "transfer"), "record": ("150528",)},
+        phases=("data_load", "cast"), errors=("batch_error",), per="bytes",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         # An image of 224 x 224 in three colours, or a small one.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class Gemm(Workload):
 
     name = "gemm"
     summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
+    history = Grid(
+        cpu={"shape": ("512", "256x2048x512"), "product": ("forward",), "operands": ("cast",)},
+        gpu={"shape": ("4096", "16384x2048x4096"), "product": ("forward",), "operands": ("cast",)},
+        phases=("cast", "gemm"), errors=("product_error",), per="flops",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES

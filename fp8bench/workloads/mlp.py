@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ class Mlp(Workload):
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
     layer_kinds = ("up", "down")
+    history = Grid(
+        cpu={"width": ("256",), "gated": ("yes",)},
+        gpu={"width": ("4096",), "gated": ("yes",)},
+        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("4096", "4096", "14336") if facts.accelerated else ("256", "256", "1024")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class NormAct(Workload):
     name = "norm_act"
     summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
     dtypes = ("fp32", "bf16", "fp16")
+    history = Grid(
+        cpu={"operation": ("layer_norm", "gelu"), "tokens": ("512",)},
+        gpu={"operation": ("layer_norm", "gelu"), "tokens": ("16384",)},
+        dtypes=("fp32", "bf16", "fp16"), errors=("output_error", "gradient_error"), per="bytes",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")

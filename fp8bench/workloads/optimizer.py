@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.storage import storage_support
-from fp8bench.protocols import Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class Optimizer(Workload):
     name = "optimizer"
     summary = "AdamW, fused and not, with its moments in each precision"
     dtypes = ("fp32", "bf16", "fp16", "fp8")
+    history = Grid(
+        cpu={"width": ("256",), "fused": ("yes",)}, gpu={"width": ("4096",), "fused": ("yes",)},
+        dtypes=("fp32", "bf16", "fp8"), phases=("cast", "optimizer_step"), errors=("update_error",), per="bytes",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         widths = ("1024", "4096") if facts.accelerated else ("128", "256")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.protocols import Arithmetic, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ class Transformer(Workload):
     summary = "a GPT training step with every phase, from data loading to the optimiser"
     uses_corpus = True
     layer_kinds = ("attn", "mlp", "head")
+    history = Grid(
+        cpu={"size": ("nano",)}, gpu={"size": ("gpt2-124m",)},
+        phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
+        errors=("gradient_error", "loss_error"), per="tokens",
+    )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"

@@ -1,0 +1,61 @@
+"""The samples that a history keeps of one case: one a round, so that neighbours do not repeat each other.
+
+A round's figure is the fastest of its calls, cell by cell: the phases of a round sum to its step. Calls within a slot
+follow each other within microseconds and are alike for that reason alone; as samples they would make every interval
+of a median too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8bench.analysis.verdicts import cells
+from fp8bench.model import Level, Record, Timing
+from fp8bench.stats import Floats
+
+
+def step_samples(timing: Timing) -> tuple[float, ...]:
+    """Seconds of a step, one figure a round."""
+    return _plain(_rounds(timing).sum(axis=1)) if timing.slots else ()
+
+
+def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
+    """Seconds of one phase, one figure a round; none where the step has no such phase."""
+    wanted = np.array(timing.segments.phases) == phase
+    return _plain(_rounds(timing)[:, wanted].sum(axis=1)) if timing.slots and wanted.any() else ()
+
+
+def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
+    """Time over the reference's time in the same round, by both entries of the reference where there are two.
+
+    None where the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
+    """
+    if reference is None or record.is_reference or record.timing is None or not record.paired:
+        return ()
+    if not record.support.level == reference.support.level == Level.NATIVE:
+        return ()
+    against, control = record.paired_with, record.control
+    if against is None:
+        against, control = reference.timing, reference.control
+    if against is None:
+        return ()
+    entries = [against, *([control] if control is not None and control.slots else [])]
+    by_round = [_by_round(timing) for timing in entries]
+    own = _by_round(record.timing)
+    common = [number for number in own if all(number in one for one in by_round)]
+    return tuple(own[number] / math.prod(one[number] for one in by_round) ** (1 / len(by_round)) for number in common)
+
+
+def _by_round(timing: Timing) -> dict[int, float]:
+    return dict(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
+
+
+def _rounds(timing: Timing) -> Floats:
+    """Seconds by round and cell; as many calls of each slot as all have, since a minimum of more is lower."""
+    return cells(timing, min(len(slot.calls_ns) for slot in timing.slots))
+
+
+def _plain(values: Floats) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
