@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fp8bench.identity import as_facts, identify
 from fp8bench.model import Environment, Scalar
 from fp8bench.registry import digest_of
 
@@ -21,9 +22,17 @@ _VARIABLES = (
 
 
 def gather(
-    software: Mapping[str, Scalar | None], version: str, threads: int, imports: Iterable[str] = ()
+    software: Mapping[str, Scalar | None],
+    version: str,
+    threads: int,
+    imports: Iterable[str] = (),
+    *,
+    folder: Path | None = None,
 ) -> Environment:
-    """Everything that may explain a number; None where the system does not say. `imports` are the user's modules."""
+    """Everything that may explain a number; None where the system does not say.
+
+    `imports` are the user's modules. `folder` is in the repository whose commit counts: the working directory, if None.
+    """
     facts: dict[str, Scalar | None] = {
         "fp8bench": version,
         "machine": platform.node() or "unknown",
@@ -39,7 +48,8 @@ def gather(
         "load_1min": _load(),
         "threads": threads,
         "imports_sha256": digest_of(imports),
-        **_commit(Path.cwd()),
+        **as_facts(identify()),
+        **_commit(folder or Path()),
         **{f"env_{name}": os.environ[name] for name in _VARIABLES if name in os.environ},
         **software,
     }
@@ -63,17 +73,30 @@ def _read(path: str) -> str | None:
 
 
 def _commit(folder: Path) -> dict[str, Scalar | None]:
-    """The commit the working directory is at, and whether it differs from it; None outside a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "dirty": None}
+    """The commit a folder is at, its author's date (ms since 1970), and whether the files differ from it.
+
+    None without a working tree or a commit: in a bare repository nothing runs.
+    """
+    inside = _git(folder, "rev-parse", "--is-inside-work-tree")
+    # rev-list, because a user's settings add lines to what log and show print.
+    lines = (_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
+    if inside != "true" or len(lines) != 2:
+        return {"commit": None, "commit_date": None, "dirty": None}
+    commit, seconds = lines[0].removeprefix("commit "), lines[1]
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(changes) if changes is not None else None}
+    return {
+        "commit": commit,
+        "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
+        "dirty": bool(changes) if changes is not None else None,
+    }
 
 
 def _git(folder: Path, *words: str) -> str | None:
+    command = ["git", *words]
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -13,14 +13,24 @@ import pytest
 from fp8bench import environment
 from fp8bench.codec import decode, encode
 from fp8bench.environment import command_line, gather
-from fp8bench.model import Environment
+from fp8bench.identity import from_facts, identify
+from fp8bench.model import Environment, Scalar
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+UNKNOWN = (None, None, None)
 
 
 def git(folder: Path, *words: str) -> str:
     settings = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false", "-c", "safe.directory=*")
     return subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def told(folder: Path | None = None) -> tuple[Scalar | None, ...]:
+    """What gather says of a repository: commit, date, dirty."""
+    facts = gather({}, "0", 1, folder=folder).facts
+    return facts["commit"], facts["commit_date"], facts["dirty"]
 
 
 @pytest.fixture
@@ -51,19 +61,74 @@ def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
 
 
 @needs_git
-def test_outside_a_repository_both_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asv orders a history by it; a rebase changes the committer's. A user's settings change nothing."""
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2001-01-01T00:00:00Z")
+    git(repository, "commit", "-q", "--allow-empty", "--date", "2020-02-03T04:05:06+02:00", "-m", "second\n\nbody")
+    git(repository, "config", "log.showSignature", "true")
+    git(repository, "config", "log.date", "relative")
+    assert told() == (git(repository, "rev-parse", "HEAD").strip(), 1580695506000, False)
+
+
+@needs_git
+def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A view is made of the project's repository, wherever the command was typed."""
+    here = told()
+    other = tmp_path_factory.mktemp("other")
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "elsewhere")
+    (repository / "below").mkdir()
+    assert told(other)[0] == git(other, "rev-parse", "HEAD").strip() != here[0]
+    assert told(repository / "below") == here
+    assert told(repository / "nowhere") == told(repository / "file") == UNKNOWN
+
+
+@needs_git
+def test_a_linked_worktree_and_a_detached_head_have_commits(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each its own."""
+    first = told()
+    linked = tmp_path_factory.mktemp("linked") / "tree"
+    git(repository, "worktree", "add", "-q", "-b", "other", str(linked))
+    git(linked, "commit", "-q", "--allow-empty", "-m", "second")
+    assert told(linked)[0] == git(linked, "rev-parse", "HEAD").strip() != first[0]
+    git(repository, "checkout", "-q", "--detach", "HEAD")
+    assert told() == first
+
+
+@needs_git
+def test_without_a_commit_or_a_working_tree_all_are_unknown(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A bare repository has commits, but what runs there is none of them."""
+    empty, bare = tmp_path_factory.mktemp("empty"), tmp_path_factory.mktemp("bare")
+    git(empty, "init", "-q")
+    git(bare, "clone", "-q", "--bare", str(repository), ".")
+    assert told(empty) == told(bare) == told(repository / ".git") == UNKNOWN
+
+
+@needs_git
+def test_outside_a_repository_all_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, not an error and not a guess."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    facts = gather({}, "0", 1)
-    assert facts.get("commit") is None and facts.get("dirty") is None
-    assert "commit" in facts.facts
+    assert told() == UNKNOWN
 
 
-def test_without_git_both_are_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_git_all_are_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """git is not a dependency."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gather({}, "0", 1).get("commit") is None
+    assert told() == UNKNOWN
+
+
+def test_the_identity_for_asv_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a result can be filed long after, or on another machine."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".asv-machine.json").write_text('{"box": {"machine": "box", "gpu": "NVIDIA H200"}, "version": 1}')
+    facts = gather({"torch": "2.13.0"}, "0", 1).facts
+    assert (facts["asv_machine"], facts["asv_gpu"]) == ("box", "NVIDIA H200")
+    assert from_facts(facts) == identify()
 
 
 def test_everything_is_plain_and_can_be_stored() -> None:

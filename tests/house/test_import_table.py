@@ -35,7 +35,8 @@ TABLE: dict[str, frozenset[str]] = {
     "registry": FLOOR | {"protocols"},
     "answers": FLOOR | {"protocols", "registry"},
     "plan": FLOOR | {"answers", "axes", "protocols", "registry"},
-    "environment": FLOOR | {"protocols", "registry"},
+    "identity": FLOOR,
+    "environment": FLOOR | {"identity", "protocols", "registry"},
     "resuming": FLOOR,
     "interrupts": FLOOR,
     "streams": FLOOR,
@@ -79,8 +80,9 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
 LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # The namespace of the package holds public names only.
     "fp8bench": frozenset({"importlib"}),
-    # It brings OpenSSL along, for user modules only: --help does without.
+    # It brings OpenSSL along, for user modules and long names only: --help does without.
     "fp8bench.registry": frozenset({"hashlib"}),
+    "fp8bench.identity": frozenset({"hashlib"}),
     # An interrupt may strike while the door is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli"}),
     # A command imports what it needs: help and bad usage start no workers, read no history, show no progress.
