@@ -69,6 +69,7 @@ def build_parser() -> Parser:
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
     show.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_outputs(show)
+    _add_history(commands.add_parser("history", help="runs and numbers over time, and asv's view", allow_abbrev=False))
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
 
@@ -90,6 +91,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add("--reference", metavar="DTYPE", help="what the others are held against; default the highest precision")
     words = "values of an axis; `fp8bench list NAME` names the axes of a suite"
     add("--set", dest="axes", action="append", default=[], type=_axis, metavar="AXIS=A,B", help=words)
+    add("--grid", action="store_true", help="only the cases whose history is kept: those that `asv run` measures")
     words = "layer kinds that take another precision than the case's; the reference stays pure"
     add("--precision-map", type=_layers, default=(), metavar="KIND=DTYPE,...", help=words)
     add("--data", metavar="FILE", help="text to train on; default Python's own sources")
@@ -133,6 +135,31 @@ def _add_outputs(group: argparse._ActionsContainer) -> None:
     add("--csv", metavar="PATH", help=words)
 
 
+def _add_history(history: argparse.ArgumentParser) -> None:
+    commands = history.add_subparsers(dest="history_command", metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, words: str, imports: bool = False) -> argparse.ArgumentParser:
+        parser = commands.add_parser(name, help=words, allow_abbrev=False)
+        parser.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
+        if imports:
+            words = "module or .py file of suites of your own that were measured"
+            parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
+        return parser
+
+    listing = command("list", "the series that there are, or the runs", imports=True)
+    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose name has it")
+    listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
+    show = command("show", "one series, commit by commit", imports=True)
+    words = "as `history list` names it; a part that fits one series will do"
+    show.add_argument("series", metavar="SERIES", help=words)
+    command("verify", "read every file of the store and say what is broken, and where")
+    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", imports=True)
+    merge = command("merge", "take in the store of another machine", imports=True)
+    merge.add_argument("folder", type=_path, metavar="DIR", help="the other store; it is only read")
+    words = "an interpreter's path that is to count as another's from now on: a virtual environment that moved"
+    merge.add_argument("--rename-env", action="append", default=[], type=_renaming, metavar="OLD=NEW", help=words)
+
+
 def _add_selftest(selftest: argparse.ArgumentParser) -> None:
     add = selftest.add_argument
     add("--power", action="store_true", help="how often verdicts are right, on planted slow-downs")
@@ -165,6 +192,13 @@ def _axis(text: str) -> tuple[str, tuple[str, ...]]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form AXIS=VALUE,VALUE")
     return name, _words("--set")(values)
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not new or not equals or old == new:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW, two different interpreters")
+    return old, new
 
 
 def _layers(text: str) -> tuple[tuple[str, str], ...]:

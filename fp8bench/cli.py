@@ -92,7 +92,7 @@ def _suite(arguments: argparse.Namespace) -> int:
         axes=tuple(axes.items()), precision_map=arguments.precision_map, data=arguments.data, quick=arguments.quick,
         budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed, threads=arguments.threads,
         imports=(*arguments.imports, *files_of(arguments.suite)), isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
+        case_timeout=arguments.case_timeout, grid=arguments.grid,
     )  # fmt: skip
     _import(request.imports)
     check_names(request)
@@ -169,12 +169,16 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a run that was measured; returns the exit code."""
+    """Print a run that was measured, and say what it did to the history; returns the exit code."""
+    from fp8bench.view import update_view
+
     if not run.finished:
         with contextlib.suppress(KeyboardInterrupt):
             print_run(run, arguments)
+            complain(update_view(run, arguments.store))
         return EXIT_INTERRUPTED
     print_run(run, arguments)
+    complain(update_view(run, arguments.store))
     return EXIT_OK if run.ok else EXIT_FAILED
 
 

@@ -93,6 +93,11 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
+def default_identity() -> str:
+    """What cases that read the default text say of it."""
+    return prepare_corpus(None, Path(), write=False).identity
+
+
 def _on_one_line(name: str) -> str:
     """A file's name need not be text, and stands in case ids."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -34,17 +34,20 @@ from fp8bench.registry import import_user_modules
 from fp8bench.resuming import refuse_elsewhere, refuse_foreign, refuse_lost
 
 
-def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+def execute(
+    request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None
+) -> Run:
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
-    An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with `finished` False. Raises
-    NotKept, which holds the run, where the store fails while measuring.
+    `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
+    directory if it is None. An interrupt (Ctrl-C) ends the run early: what was finished is kept and returned, with
+    `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
     """
     start = time.monotonic()
     corpus = _prepared(request, store)
     check_store(store)
     with _worker(request, corpus) as worker:
-        run = _opened(request, corpus, worker, command)
+        run = replace(_opened(request, corpus, worker, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
         return _measure(replace(run, path=str(writer.path)), run.plan.groups, writer, worker, observer, start)
@@ -138,7 +141,7 @@ def _worker(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
             worker.close()
 
 
-def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: str) -> Run:
+def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: str, folder: Path | None) -> Run:
     """The run with its header, before anything is measured but the cost of looking."""
     facts = worker.probe()
     plan = make_plan(request, facts, corpus.identity if corpus else None)
@@ -149,7 +152,7 @@ def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: st
         command=command,
         request=request,
         plan=plan,
-        environment=gather(worker.software(), __version__, request.threads, request.imports),
+        environment=gather(worker.software(), __version__, request.threads, request.imports, folder=folder),
         devices=facts,
         overheads=tuple((one.key, worker.overheads(one)) for one in facts if one.key in used),
     )

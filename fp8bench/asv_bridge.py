@@ -1,0 +1,151 @@
+"""asv's door: a thin class a workload in a suite file, measured once a file and read metric by metric.
+
+asv starts a process for every metric of every combination. So that a case is not measured as often, `setup_cache`
+measures the declared grid of a workload once, as `fp8bench suite` would, and what follows only reads. Nothing here
+imports torch or numpy until something is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fp8bench.arguments import DEFAULT_STORE
+from fp8bench.corpus import default_identity
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.followed import class_name, series_of
+from fp8bench.model import Cell, Request, Series
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import import_user_modules, workloads
+
+CONFIGURATION = "asv.conf.json"
+_QUICK = {"--quick", "-q"}
+_ANCESTORS = 4
+
+# What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+Outcome = tuple[str, Any]
+Measured = dict[str, dict[Cell, Outcome]]
+
+
+class CaseFailed(Fp8benchError):
+    """A case failed; raised for asv, which shows it as failed."""
+
+
+class Suite:
+    """Base of the classes in suite files. asv finds its metrics as methods `track_...`.
+
+    A suite file imports this module and not the class: a class in a suite's namespace would be taken for a benchmark.
+    It has a `setup_cache` of its own, in its own lines, because asv tells caches apart by file and line: of classes
+    that share one, all but the first would silently be given the first one's numbers.
+    """
+
+    workload: ClassVar[str]
+    imports: ClassVar[tuple[str, ...]] = ()
+    params: ClassVar[list[list[Any]]]
+    param_names: ClassVar[list[str]]
+    version: ClassVar[str]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _check_class(cls)
+        import_user_modules(_from_root(cls))
+        leaf = workloads.get(cls.workload)
+        series = series_of(leaf, default_identity() if leaf.uses_corpus else None)
+        cls.params = [list(values) for values in series[0].params]
+        cls.param_names = list(series[0].param_names)
+        cls.version = series[0].version
+        for one in series:
+            setattr(cls, one.name.rpartition(".")[2], _reader(cls, one))
+
+    def measure(self) -> Measured:
+        """Measure the grid, keep the run, and give what this commit has come to, this run included."""
+        # pandas, numpy and all that measures: not for the many processes that only read.
+        from fp8bench.asv_measuring import measured_by_asv
+
+        root = root_of(Path(_file(type(self))))
+        request = Request(self.workload, quick=asked_to_be_quick(), imports=_from_root(type(self)), grid=True)
+        return measured_by_asv(request, store_of_project(root), root, SilentObserver())
+
+
+def root_of(file: Path) -> Path:
+    """The project of a suite file: where its asv.conf.json lies. asv runs benchmarks in a temporary directory."""
+    above = list(file.resolve().parents)
+    return next((folder for folder in above if (folder / CONFIGURATION).is_file()), above[min(1, len(above) - 1)])
+
+
+def store_of_project(root: Path) -> Path:
+    """The store whose view asv's configuration names: results_dir is <store>/asv/results; else the default one."""
+    try:
+        results = json.loads((root / CONFIGURATION).read_text(encoding="utf-8")).get("results_dir", "")
+    except (OSError, ValueError, AttributeError):  # it may hold comments, which JSON does not
+        results = ""
+    path = root / str(results)
+    return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
+
+
+def asked_to_be_quick() -> bool:
+    """Whether the asv that started this process was given --quick, which it tells to benchmarks but not to caches."""
+    pid = os.getppid()
+    for _ in range(_ANCESTORS):
+        words, pid = _process(pid)
+        if any(Path(word).name == "asv" for word in words[:4]):
+            return bool(_QUICK & set(words))
+    return False
+
+
+def _process(pid: int) -> tuple[list[str], int]:
+    """The command line of a process and its parent; nothing where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return [], 0
+    return words, parent
+
+
+def _check_class(cls: type[Suite]) -> None:
+    module, name = cls.__module__.rpartition(".")[2], cls.__name__
+    workload = getattr(cls, "workload", None)
+    if not isinstance(workload, str):
+        raise UsageError(f"the suite class {name} names no workload. Write workload = 'NAME' in it.")
+    if (module, name) != (workload, class_name(workload)):
+        raise UsageError(
+            f"the suite class {module}.{name} is of workload {workload!r}: its runs are kept under the name "
+            f"{workload}.{class_name(workload)}. Call the file {workload}.py and the class {class_name(workload)}."
+        )
+    if "setup_cache" not in vars(cls):
+        raise UsageError(
+            f"the suite class {module}.{name} has no setup_cache of its own, and asv would give it another one's "
+            "numbers. Write `def setup_cache(self): return self.measure()` into the class."
+        )
+
+
+def _from_root(cls: type[Suite]) -> tuple[str, ...]:
+    """Files to import, which a suite names from the project's root; modules stay as they are."""
+    root = root_of(Path(_file(cls)))
+    return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
+
+
+def _file(cls: type) -> str:
+    return str(sys.modules[cls.__module__].__file__)
+
+
+def _reader(cls: type, series: Series) -> Callable[..., Any]:
+    """A method for asv that reads one metric out of what was measured."""
+
+    def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
+        kind, content = measured[series.name].get(cell, ("none", "not on this machine"))
+        if kind == "failed":
+            raise CaseFailed(str(content))
+        return {"samples": content, "number": 1} if kind == "samples" else math.nan
+
+    track.__name__ = series.name.rpartition(".")[2]
+    track.__qualname__ = f"{cls.__qualname__}.{track.__name__}"
+    track.__module__ = cls.__module__
+    track.unit = series.unit  # type: ignore[attr-defined]
+    return track

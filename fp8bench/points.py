@@ -1,0 +1,171 @@
+"""From a run to the points of the series that it has something to say about, and back to what a commit came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fp8bench.analysis.samples import phase_samples, relative_samples, step_samples
+from fp8bench.followed import (
+    MEMORY,
+    PER,
+    RELATIVE,
+    TIME,
+    cells_of,
+    check_grid,
+    class_name,
+    metrics_of,
+    phase_metric,
+    reference_of,
+    series_of,
+    version_of,
+)
+from fp8bench.measure.stopping import LEAST_ROUNDS
+from fp8bench.model import Case, Cell, DeviceFacts, Params, Point, Record, Run, Series, Status
+from fp8bench.protocols import Grid, Workload
+from fp8bench.registry import workloads
+
+# Ratios are shown by asv with all their digits.
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a run tells the history: points, their series, and how many of its cases are in none, and why."""
+
+    points: tuple[Point, ...] = ()
+    series: tuple[Series, ...] = ()
+    others: int = 0
+    why: str = ""
+
+
+def followed(run: Run) -> Followed:
+    """The points of a run. Cases outside of the declared grids are counted; they stay in the run."""
+    why = _why_none(run)
+    if why:
+        return Followed(others=len(run.records), why=why)
+    by_workload: dict[str, list[Record]] = {}
+    for record in run.records:
+        by_workload.setdefault(record.case.workload, []).append(record)
+    parts = [_of_workload(name, records, run) for name, records in by_workload.items()]
+    return Followed(
+        tuple(point for part in parts for point in part.points), tuple(one for part in parts for one in part.series),
+        sum(part.others for part in parts), next((part.why for part in parts if part.why), ""),
+    )  # fmt: skip
+
+
+def merged(points: Sequence[Point]) -> dict[tuple[str, Cell], Point]:
+    """One point for every cell, out of those of several runs of one commit, oldest first.
+
+    The samples of whole measurements are put together, those of hasty ones only where there is nothing better; what
+    is of another version than the newest does not compare and is left out.
+    """
+    versions = {point.series: point.version for point in points}
+    by_cell: dict[tuple[str, Cell], list[Point]] = {}
+    for point in points:
+        if point.version == versions[point.series]:
+            by_cell.setdefault((point.series, point.cell), []).append(point)
+    return {key: _merged(alike) for key, alike in by_cell.items()}
+
+
+def _merged(alike: Sequence[Point]) -> Point:
+    sampled = [point for point in alike if point.samples]
+    if not sampled:
+        return alike[-1]
+    best = [point for point in sampled if not point.hasty] or sampled
+    return replace(best[-1], samples=tuple(value for point in best for value in point.samples))
+
+
+def _why_none(run: Run) -> str:
+    """Why nothing of a run compares with what asv would measure; '' if it does."""
+    request = run.request
+    if request.threads != 1:
+        return f"it was measured with --threads {request.threads}, and the history is of one thread"
+    if not request.isolation:
+        return "it was measured without a worker (--no-isolation)"
+    if request.seed != 0:
+        return f"it was measured with --seed {request.seed}, and the history is of seed 0"
+    return ""
+
+
+def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
+    if name not in workloads.names():
+        return Followed(others=len(records), why=f"the suite {name} is not known here; --import its module")
+    workload = workloads.get(name)
+    if workload.history is None:
+        return Followed(others=len(records), why=f"the suite {name} declares no grid")
+    check_grid(workload)
+    hasty = run.request.quick or (run.request.rounds is not None and run.request.rounds < LEAST_ROUNDS)
+    facts = {one.key: one for one in run.devices}
+    points: list[Point] = []
+    others = 0
+    data = None
+    for record in records:
+        cell = _cell(workload, record.case, facts, run)
+        if cell is None:
+            others += 1
+            continue
+        data = _data(record.case)
+        leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
+        points += _points(workload, workload.history, record, leads[0] if leads else None, cell, hasty)
+    series = series_of(workload, data) if points else ()
+    return Followed(tuple(points), series, others)
+
+
+def _cell(workload: Workload, case: Case, facts: Mapping[str, DeviceFacts], run: Run) -> Cell | None:
+    """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
+    assert workload.history is not None
+    main = next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
+    outside = case.precision_map or case.precision not in workload.history.dtypes
+    if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
+        return None
+    place = _cells(type(workload), main, _data(case)).get(case.params)
+    return None if place is None else (case.precision, *place)
+
+
+@cache
+def _cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
+    return cells_of(kind(), facts, data)
+
+
+def _data(case: Case) -> str | None:
+    """The identity of the text a case reads."""
+    return next((str(value) for name, value in case.params if name == "data"), None)
+
+
+def _points(
+    workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool
+) -> Iterator[Point]:
+    title = f"{workload.name}.{class_name(workload.name)}.track_"
+    version = version_of(record.case.version, _data(record.case))
+    samples = dict(_samples(workload, grid, record, reference)) if record.status is Status.OK else {}
+    for metric in metrics_of(grid):
+        values = samples.get(metric.name, ())
+        if metric.unit == "ratio":
+            values = (float(f"{value:.{_DIGITS}g}") for value in values)
+        yield Point(
+            title + metric.name, cell, version, tuple(values), record.status, record.reason,
+            hasty and metric.name not in grid.errors and metric.name != MEMORY,
+        )  # fmt: skip
+
+
+def _samples(
+    workload: Workload, grid: Grid, record: Record, reference: Record | None
+) -> Iterator[tuple[str, Iterable[float]]]:
+    """Samples by metric, as far as the case has them."""
+    if record.timing is not None:
+        steps = step_samples(record.timing)
+        yield TIME, steps
+        for phase in grid.phases:
+            yield phase_metric(phase), phase_samples(record.timing, phase)
+        count = getattr(record.work, grid.per) if grid.per else 0
+        if count:
+            name, many = PER[grid.per]
+            yield name, (value * many / count for value in steps)
+    if reference is not None and reference.case.precision == reference_of(workload):
+        yield RELATIVE, relative_samples(record, reference)
+    for name in (MEMORY, *grid.errors):
+        measured = record.measurement(name)
+        if measured is not None:
+            yield name, measured.samples

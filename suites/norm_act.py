@@ -1,0 +1,16 @@
+"""What asv follows of the suite norm_act."""
+
+from typing import Any
+
+from fp8bench import asv_bridge
+
+
+class NormAct(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/norm_act.py."""
+
+    workload = "norm_act"
+
+    def setup_cache(self) -> Any:
+        return self.measure()
+
+    setup_cache.timeout = 3600
