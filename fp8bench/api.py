@@ -9,7 +9,7 @@ from fp8bench.arguments import DEFAULT_STORE, MOST_SECONDS, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.frames import RunFrames
-from fp8bench.history.runs import find_run, load_named
+from fp8bench.history.runs import find_run, load_named, store_of
 from fp8bench.model import Finding, Request, Run
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import findings as findings_of
@@ -17,6 +17,7 @@ from fp8bench.pipeline import resume as go_on
 from fp8bench.plan import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.text import render
+from fp8bench.view import update_view
 
 
 def run(
@@ -36,6 +37,7 @@ def run(
     imports: Iterable[str] = (),
     isolation: bool = True,
     case_timeout: float | None = None,
+    grid: bool = False,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
 ) -> Run:
@@ -49,7 +51,7 @@ def run(
     _check_kinds(
         suite=(suite, str), reference=(reference, str | None), set=(set, Mapping | None),
         precision_map=(precision_map, Mapping | None), data=(data, str | Path | None), quick=(quick, bool),
-        isolation=(isolation, bool),
+        isolation=(isolation, bool), grid=(grid, bool),
     )  # fmt: skip
     request = Request(
         suite=suite,
@@ -67,11 +69,14 @@ def run(
         imports=(*_names("imports", imports), *files_of(suite)),
         isolation=isolation,
         case_timeout=_seconds("case_timeout", case_timeout),
+        grid=grid,
     )
     for name, values in request.axes:
         if not values:
             raise UsageError(f"axis {name!r} was given no values. Give at least one, or leave it out of `set`.")
-    return execute(request, _store(store), observer or SilentObserver(), command_line())
+    done = execute(request, _store(store), observer or SilentObserver(), command_line())
+    update_view(done, _store(store))
+    return done
 
 
 def resume(run: str | Path | Run, *, store: str | Path = DEFAULT_STORE, observer: Observer | None = None) -> Run:
@@ -83,7 +88,10 @@ def resume(run: str | Path | Run, *, store: str | Path = DEFAULT_STORE, observer
     if isinstance(run, Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
     path = Path(run.path) if isinstance(run, Run) else find_run(str(run), _store(store))
-    return go_on(path, _store(store), observer or SilentObserver(), command_line())[1]
+    resumed, done = go_on(path, _store(store), observer or SilentObserver(), command_line())
+    if resumed:
+        update_view(done, store_of(path) or _store(store))
+    return done
 
 
 def _check_kinds(**given: tuple[object, object]) -> None:
@@ -102,6 +110,7 @@ _WANTED = {
     "data": "give the path of a text",
     "quick": "give True or False",
     "isolation": "give True or False",
+    "grid": "give True or False",
 }
 
 

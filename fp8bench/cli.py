@@ -170,15 +170,16 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
     """Print a run that was measured, and say what it did to the history; returns the exit code."""
+    from fp8bench.history.runs import store_of
     from fp8bench.view import update_view
 
     if not run.finished:
         with contextlib.suppress(KeyboardInterrupt):
             print_run(run, arguments)
-            complain(update_view(run, arguments.store))
+            complain(update_view(run, store_of(Path(run.path)) or arguments.store))
         return EXIT_INTERRUPTED
     print_run(run, arguments)
-    complain(update_view(run, arguments.store))
+    complain(update_view(run, store_of(Path(run.path)) or arguments.store))
     return EXIT_OK if run.ok else EXIT_FAILED
 
 

@@ -22,7 +22,7 @@ from fp8bench.followed import (
     version_of,
 )
 from fp8bench.measure.stopping import LEAST_ROUNDS
-from fp8bench.model import Case, Cell, DeviceFacts, Params, Point, Record, Run, Series, Status
+from fp8bench.model import Case, Cell, DeviceFacts, Level, Params, Point, Record, Run, Series, Status
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 
@@ -160,7 +160,8 @@ def _samples(
         for phase in grid.phases:
             yield phase_metric(phase), phase_samples(record.timing, phase)
         count = getattr(record.work, grid.per) if grid.per else 0
-        if count:
+        if count and record.support.level is Level.NATIVE:
+            # The time of an emulation is its cost, and no speed.
             name, many = PER[grid.per]
             yield name, (value * many / count for value in steps)
     if reference is not None and reference.case.precision == reference_of(workload):

@@ -93,7 +93,7 @@ def update_view(run: Run, store: Path) -> str:
             f"history: {why or 'none of its cases is in a declared grid'}; the run is kept, asv's view stays as it is"
         )
     try:
-        write_commit(store, told.place, runs_of_commit(store, told.commit))
+        write_commit(store, told.place)
     except StoreError as error:
         return f"history: {error} The run is kept; `fp8bench history rebuild` makes the view again."
     cells = len({(point.series.split(".")[0], point.cell) for point in told.content.points})
@@ -133,12 +133,14 @@ def runs_of_commit(store: Path, commit: str) -> list[Run]:
     return sorted(found, key=lambda run: run.started)
 
 
-def write_commit(store: Path, place: Place, runs: Iterable[Run]) -> None:
+def write_commit(store: Path, place: Place) -> None:
     """Write the file of one commit, machine and interpreter, and the lists beside it."""
-    told = [one for one in map(tell, runs) if one is not None and one.content.points and one.is_of(place)]
-    if not told:
-        return
     with locked(store / "asv", LOCK_SECONDS):
+        # Under the lock, too: a writer that knew fewer runs must not come after one that knew more.
+        told = [one for one in map(tell, runs_of_commit(store, place.commit)) if one is not None]
+        told = [one for one in told if one.content.points and one.is_of(place)]
+        if not told:
+            return
         identity = _settled(results_of(store), told[-1].identity)
         path = results_of(store) / str(identity.machine["machine"]) / identity.file_name(place.commit)
         file = _existing(load_results, path) or ResultsFile(

@@ -38,7 +38,7 @@ OPTIONS = {
     "suite": COMMON | {
         "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
         "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
-        "--config", "--resume", "--json", "--csv",
+        "--config", "--resume", "--json", "--csv", "--grid",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
