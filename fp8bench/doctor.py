@@ -144,6 +144,12 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
     for axis in workloads.get(name).axes(facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+    grid = workloads.get(name).history
+    if grid is not None:
+        values = " ".join(
+            f"{axis}={','.join(one)}" for axis, one in (grid.gpu if facts.accelerated else grid.cpu).items()
+        )
+        yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
