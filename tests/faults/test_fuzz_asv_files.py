@@ -1,0 +1,175 @@
+"""Ten thousand of asv's files that something happened to: each is read, or refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asv.results import Results
+
+from fp8bench.errors import StoreError
+from fp8bench.history.asv_files import AsvFileError
+from fp8bench.history.asv_lists import (
+    Definition,
+    load_benchmarks,
+    load_machine,
+    merge_benchmarks,
+    save_benchmarks,
+    save_machine,
+)
+from fp8bench.history.asv_results import ResultsFile, load_results, save_results
+from fp8bench.history.asv_rows import Row, cell
+
+FILES = 10_000
+COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
+NAME = f"{COMMIT[:8]}-existing-py_python.json"
+VALUES = (
+    None, True, False, -1, 0, 1, 3, 10**400, -(10**20), 0.5, 1e308, float("nan"), float("inf"), "", "x", "µ", "\ud800",
+    "2", [], [[]], [None], {}, [1, 2], [[1, 2]], ["a"], [["a"] * 9] * 9, {"a": 1}, {"a": []}, "result", "machine",
+)  # fmt: skip
+WORDS = (b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\x00", b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"1e999", b"-NaN",
+         b"//", b'"version": 2,', b'"results": {},', b"\\ud800", b"\\u12", b"null", b"{}")  # fmt: skip
+Mutation = Callable[[random.Random, bytes], bytes]
+Again = Callable[[Path], object]
+
+
+def flip(chance: random.Random, content: bytes) -> bytes:
+    """Some bytes differ."""
+    changed = bytearray(content)
+    for _ in range(chance.randint(1, 8)):
+        changed[chance.randrange(len(changed))] = chance.choice((chance.randrange(256), *b'0129,:[]{}"'))
+    return bytes(changed)
+
+
+def cut(chance: random.Random, content: bytes) -> bytes:
+    """A stretch is gone, or the end."""
+    start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
+    return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
+
+
+def insert(chance: random.Random, content: bytes) -> bytes:
+    """Something is in it that should not be: at the beginning, the end, or anywhere."""
+    place = chance.choice((0, len(content), chance.randrange(len(content))))
+    return content[:place] + chance.choice(WORDS) + content[place:]
+
+
+def overwrite(chance: random.Random, content: bytes) -> bytes:
+    """Another file was put over it, and was shorter, or it was put over a longer one."""
+    place = chance.randrange(len(content))
+    return content + content[place:] if chance.random() < 0.5 else content[:place] + content
+
+
+def places(value: object, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value inside."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
+
+
+def replace_values(chance: random.Random, content: bytes) -> bytes:
+    """It is JSON still, with values of another kind, too large, gone, or under another name."""
+    whole = json.loads(content)
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        path = chance.choice(places(whole)[1:] or [()])
+        if not path:
+            break
+        holder = whole
+        for key in path[:-1]:
+            holder = holder[key]
+        what = chance.random()
+        if what < 0.15:
+            del holder[path[-1]]
+        elif what < 0.25 and isinstance(holder, dict):
+            holder[chance.choice(("version", "a", "\ud800", ""))] = holder.pop(path[-1])
+        elif what < 0.35 and isinstance(holder, list):
+            holder.append(copy.deepcopy(chance.choice(VALUES)))
+        else:
+            holder[path[-1]] = copy.deepcopy(chance.choice(VALUES))
+    return json.dumps(whole).encode()
+
+
+MUTATIONS: Sequence[Mutation] = (flip, cut, insert, overwrite, *[replace_values] * 6)
+
+
+def read_results(path: Path) -> None:
+    """asv reads what is read here without trouble; what is written again is read as the same."""
+    file = load_results(path)
+    if not file.troubles and not path.read_bytes().startswith(b"\xef\xbb\xbf"):
+        Results.load(str(path))
+    save_results(path, file)
+    written = path.read_bytes()
+    again = load_results(path)
+    assert (len(again.rows), again.troubles) == (len(file.rows), file.troubles)
+    save_results(path, again)
+    assert path.read_bytes() == written
+
+
+def read_benchmarks(path: Path) -> None:
+    """Nothing is lost when something is merged."""
+    known = load_benchmarks(path)
+    save_benchmarks(path, merge_benchmarks(known, [Definition("new.New.track_new", "s", (), (), "1")]))
+    assert set(load_benchmarks(path)) == {*known, "new.New.track_new"}
+
+
+def read_machine(path: Path) -> None:
+    """What was read is written."""
+    known = load_machine(path)
+    save_machine(path, known)
+    assert repr(sorted(load_machine(path).items())) == repr(sorted(known.items()))
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes, Again]]:
+    """Sound files of each kind, small ones: results of three benchmarks with samples, their list, and a machine."""
+    folder = tmp_path_factory.mktemp("originals")
+    params = (("'fp8'", "'bf16'"), ("256", "1024"))
+    cells = [cell([1e-3 * (one + place) for one in range(5)]) for place in range(3)]
+    values, stats = zip(*cells, (float("nan"), None), strict=True)
+    samples = (None, (1e-3, 2.0, 3), None, None)
+    rows = {
+        "gemm.Gemm.track_time": Row(params, "1", values, stats, samples, 1767323045000, 0.5),
+        "gemm.Gemm.track_peak": Row((), "2", (5,), (None,), (None,), 1767323045000),
+        "gemm.Gemm.track_error": Row((("1",),), None, (None,), (None,), (None,), None, None, "eJw="),
+    }
+    machine = {"machine": "box", "os": "Linux", "cpu": "a cpu", "num_cpu": "2"}
+    file = ResultsFile(COMMIT, "existing-py_python", 1767268800000, {**machine, "python": "3.11"}, "3.11", {"a": "1"},
+                       {"B": ""}, rows, {"<build>": 1.5}, others={"fp8bench": {"torch": "2.13.0"}})  # fmt: skip
+    definitions = [Definition(name, "s", row.params, ("a", "b")[: len(row.params)], "1") for name, row in rows.items()]
+    save_results(folder / NAME, file)
+    save_benchmarks(folder / "benchmarks.json", merge_benchmarks({}, definitions))
+    save_machine(folder / "machine.json", machine)
+    checks: list[tuple[str, Again]] = [
+        (NAME, read_results), ("benchmarks.json", read_benchmarks), ("machine.json", read_machine)
+    ]  # fmt: skip
+    return [(name, (folder / name).read_bytes(), check) for name, check in checks]
+
+
+def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
+    originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results mostly, now and then a list or a machine; what is read can be written, and is the same again."""
+    monkeypatch.setattr("fp8bench.history.asv_files.os.fsync", lambda descriptor: None)  # many files, none to keep
+    chance = random.Random(20261202)
+    seen: Counter[str] = Counter()
+    for number in range(FILES):
+        name, whole, check = originals[chance.choice((0, 0, 0, 0, 1, 2))]
+        mutate = MUTATIONS[number % len(MUTATIONS)]
+        content = mutate(chance, whole)
+        path = tmp_path / name
+        path.write_bytes(content)
+        try:
+            check(path)
+            seen[f"{name} read"] += 1
+        except AsvFileError as error:
+            said = str(error).replace(str(path), "")
+            assert 20 < len(said) < 400 and said.endswith(".") and said.isprintable(), said
+            seen[f"{name} refused"] += 1
+        except Exception as error:
+            (tmp_path / "failing").write_bytes(content)
+            raise AssertionError(f"{type(error).__name__}: {error} ({mutate.__name__}, number {number})") from error
+    assert issubclass(AsvFileError, StoreError) and len(seen) == 6 and min(seen.values()) > 100, seen
