@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 ATTRIBUTE = re.compile(r"(?<![\w./-])fp8bench\.([A-Za-z]\w*)")
-IMPORTED = re.compile(r"from fp8bench import \(?([\w, \n]+)")
+IMPORTED = re.compile(r"from fp8bench import (\([^)]*\)|[^\n]*)")
 
 
 def documented() -> set[str]:
