@@ -8,7 +8,7 @@ machines with and without a GPU share one list of benchmarks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fp8bench.answers import answering, sound_params
@@ -29,6 +29,8 @@ PER: Mapping[str, tuple[str, float]] = {
     "tokens": ("seconds_per_mtok", 1e6),
     "bytes": ("seconds_per_gb", 1e9),
 }
+# Names, whatever their case, that asv calls before and after a benchmark if it finds them in its module.
+_HOOKS = frozenset({"setup", "teardown"})
 # Facts of nobody's machine: axes have the same names and parsers on all devices of a class.
 _CLASSES = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
 
@@ -120,32 +122,64 @@ def reference_of(workload: Workload) -> str:
 
 def check_grid(workload: Workload) -> None:
     """Raise for a grid that cannot be followed, with what to mend."""
-    why = next(_faults(workload), "")
+    with answering(workload):
+        why = next(_faults(workload), "")
     if why:
         raise UsageError(f"the grid that suite {workload.name!r} declares cannot be followed: {why}.")
 
 
 def _faults(workload: Workload) -> Iterator[str]:
-    grid = _grid(workload)
-    if not workload.name.isidentifier():
+    try:
+        yield from _wrong_words(_grid(workload))
+        yield from _misnamed(workload)
+        yield from _wrong_axes(workload)
+        yield from _ambiguous(workload)
+    except UsageError as error:
+        yield str(error).rstrip(".")
+
+
+def _misnamed(workload: Workload) -> Iterator[str]:
+    """Names that asv, or the Python of a suite file, would take for something else."""
+    name = class_name(workload.name)
+    if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
+    if name.lower() in _HOOKS:
+        yield f"asv would call the class {name} as a hook of its own. Rename it"
+    metrics = [metric.name for metric in metrics_of(_grid(workload))]
+    for metric in metrics:
+        if not metric.isidentifier():
+            yield f"{metric!r} cannot be the name of a metric: asv's are letters, digits and underscores"
+        if metrics.count(metric) > 1:
+            yield f"two of its metrics are called {metric!r}"
+
+
+def _wrong_axes(workload: Workload) -> Iterator[str]:
+    grid = _grid(workload)
     if set(grid.cpu) != set(grid.gpu):
         yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
-    known = {axis.name for axis in _axes(workload, "cpu")}
+    axes = {axis.name: axis for axis in _axes(workload, "cpu")}
     for name in grid.cpu:
-        if name not in known:
-            yield f"{name!r} is no axis; it has {', '.join(sorted(known))}"
-    if all(set(grid.cpu[name]) & set(grid.gpu.get(name, ())) for name in grid.cpu):
+        if name not in axes:
+            yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
+        if name == "dtype":
+            yield "an axis is called 'dtype', which is the precision's name among the parameters. Rename it"
+        if not grid.cpu[name] or not grid.gpu[name]:
+            yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
+    if all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu):
         yield "no axis differs wholly between cpu and gpu, so that a machine could mix the two in one series"
+
+
+def _wrong_words(grid: Grid) -> Iterator[str]:
     for phase in grid.phases:
         if phase not in PHASES:
             yield f"{phase!r} is no phase; they are {', '.join(PHASES)}"
     if grid.per and grid.per not in PER:
         yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
+    if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
+        yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; name at least one, and each once"
     for name in grid.dtypes:
         if precisions.canonical(name) != name:
             yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"
-    yield from _ambiguous(workload)
 
 
 def _ambiguous(workload: Workload) -> Iterator[str]:
@@ -168,19 +202,20 @@ def _combinations(workload: Workload, kind: str, facts: DeviceFacts) -> Iterator
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
         named = list(zip(axes, combination, strict=True))
-        cases = workload.expand({axis.name: axis.parse(text) for axis, text in named})
+        cases = workload.expand({axis.name: axis.values((text,))[0] for axis, text in named})
         if len(cases) != 1:
-            raise UsageError(
-                f"the grid that suite {workload.name!r} declares cannot be followed: {combination} stands for "
-                f"{len(cases)} cases, and a cell is one."
-            )
+            raise UsageError(f"{', '.join(combination)} stands for {len(cases)} cases, and a cell is one.")
         yield {axis.name: _shown(axis, text) for axis, text in named}, cases[0]
 
 
 def _shown(axis: Axis, text: str) -> Scalar:
     """Numbers as numbers, so that a graph can be drawn over them; anything else as it was written."""
-    value = axis.parse(text)
+    (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
+
+
+def _texts(axis: Axis, values: Iterable[str]) -> set[Scalar]:
+    return {_shown(axis, text) for text in values}
 
 
 def _axes(workload: Workload, kind: str) -> tuple[Axis, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from fp8bench.analysis.samples import phase_samples, relative_samples, step_samples
+from fp8bench.errors import UsageError
 from fp8bench.followed import (
     MEMORY,
     PER,
@@ -95,32 +96,34 @@ def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
     workload = workloads.get(name)
     if workload.history is None:
         return Followed(others=len(records), why=f"the suite {name} declares no grid")
-    check_grid(workload)
+    try:
+        check_grid(workload)
+    except UsageError as error:
+        return Followed(others=len(records), why=str(error).rstrip("."))
     hasty = run.request.quick or (run.request.rounds is not None and run.request.rounds < LEAST_ROUNDS)
-    facts = {one.key: one for one in run.devices}
     points: list[Point] = []
     others = 0
     data = None
     for record in records:
-        cell = _cell(workload, record.case, facts, run)
+        cell = _cell(workload, record.case, run)
         if cell is None:
             others += 1
             continue
-        data = _data(record.case)
+        data = _data(workload, record.case)
         leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
         points += _points(workload, workload.history, record, leads[0] if leads else None, cell, hasty)
     series = series_of(workload, data) if points else ()
     return Followed(tuple(points), series, others)
 
 
-def _cell(workload: Workload, case: Case, facts: Mapping[str, DeviceFacts], run: Run) -> Cell | None:
+def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
     assert workload.history is not None
     main = next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
     outside = case.precision_map or case.precision not in workload.history.dtypes
     if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
         return None
-    place = _cells(type(workload), main, _data(case)).get(case.params)
+    place = _cells(type(workload), main, _data(workload, case)).get(case.params)
     return None if place is None else (case.precision, *place)
 
 
@@ -129,16 +132,16 @@ def _cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[P
     return cells_of(kind(), facts, data)
 
 
-def _data(case: Case) -> str | None:
-    """The identity of the text a case reads."""
-    return next((str(value) for name, value in case.params if name == "data"), None)
+def _data(workload: Workload, case: Case) -> str | None:
+    """The identity of the text a case reads; an axis of a user's may be called so, too."""
+    return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 
 
 def _points(
     workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool
 ) -> Iterator[Point]:
     title = f"{workload.name}.{class_name(workload.name)}.track_"
-    version = version_of(record.case.version, _data(record.case))
+    version = version_of(record.case.version, _data(workload, record.case))
     samples = dict(_samples(workload, grid, record, reference)) if record.status is Status.OK else {}
     for metric in metrics_of(grid):
         values = samples.get(metric.name, ())
