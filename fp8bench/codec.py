@@ -10,13 +10,14 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
 
 # The version of what is kept of a run, and printed as JSON. It is raised when an old reader would read a new one wrong.
 SCHEMA = 1
+_INTEGERS = {int}
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        if set(map(type, value)) <= {int}:
+        if set(map(type, value)) <= _INTEGERS:
             return list(value)  # raw samples: many, and worth a short way
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
@@ -44,85 +45,137 @@ def encode(value: Any) -> Any:
 
 def decode(kind: type[T], plain: Any) -> T:
     """A value of `kind` from plain JSON values; raises Malformed with the place."""
-    return cast(T, _decode(kind, plain, kind.__name__))
+    try:
+        return cast(T, _decoder(cast(Any, kind))(plain))
+    except Malformed as error:
+        raise Malformed(f"{kind.__name__}{error}") from None
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of one kind. Made once: a run has hundreds of thousands of values.
 
-
-def _decode(kind: Any, plain: Any, place: str) -> Any:
+    It raises Malformed with the place from there on, and whoever called it puts its own part before that.
+    """
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return _decode_union(typing.get_args(kind), plain, place)
+        return _union(typing.get_args(kind))
     if origin is tuple:
-        return _decode_tuple(typing.get_args(kind), plain, place)
+        return _tuple(typing.get_args(kind))
     if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(plain, dict):
-            raise Malformed(f"{place}: expected an object")
-        inside = typing.get_args(kind)[1]
-        return {key: _decode(inside, item, f"{place}.{key}") for key, item in plain.items()}
+        return _mapping(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(cast(type, kind), plain, place)
+        return _dataclass(cast(type, kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum(kind)
+    return _float if kind is float else _scalar(kind)
+
+
+def _mapping(inside: Any) -> Callable[[Any], Any]:
+    decode_one = _decoder(inside)
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, dict):
+            raise Malformed(": expected an object")
+        found = {}
+        for key, item in plain.items():
+            try:
+                found[key] = decode_one(item)
+            except Malformed as error:
+                raise Malformed(f".{key}{error}") from None
+        return found
+
+    return decode
+
+
+def _dataclass(kind: type) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    decoders = [(field.name, _decoder(hints[field.name])) for field in dataclasses.fields(kind)]
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, dict):
+            raise Malformed(": expected an object")
+        values = {}
+        for name, decode_one in decoders:
+            if name in plain:
+                try:
+                    values[name] = decode_one(plain[name])
+                except Malformed as error:
+                    raise Malformed(f".{name}{error}") from None
+        try:
+            return kind(**values)
+        except TypeError as error:
+            raise Malformed(f": {error}") from None
+
+    return decode
+
+
+def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
+    many = len(inside) == 2 and inside[1] is Ellipsis
+    decoders = [_decoder(one) for one in inside if one is not Ellipsis]
+    of_numbers = many and inside[0] is int
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, list):
+            raise Malformed(": expected a list")
+        if of_numbers and set(map(type, plain)) <= _INTEGERS:
+            return tuple(plain)  # raw samples: many, and worth a short way
+        if not many and len(decoders) != len(plain):
+            raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
+        try:
+            if many:
+                return tuple(map(decoders[0], plain))
+            return tuple(decode_one(item) for decode_one, item in zip(decoders, plain, strict=True))
+        except Malformed as error:
+            raise Malformed(f"[]{error}") from None
+
+    return decode
+
+
+def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
+    decoders = [_decoder(kind) for kind in kinds if kind is not type(None)]
+
+    def decode(plain: Any) -> Any:
+        if type(plain) in plain_kinds:
+            return plain
+        for decode_one in decoders:
+            try:
+                return decode_one(plain)
+            except Malformed:
+                continue
+        raise Malformed(f": {plain!r} fits none of {kinds}")
+
+    return decode
+
+
+def _enum(kind: type[Enum]) -> Callable[[Any], Any]:
+    def decode(plain: Any) -> Any:
         try:
             return kind(plain)
         except ValueError:
-            raise Malformed(f"{place}: {plain!r} is no {kind.__name__}") from None
-    return _decode_scalar(kind, plain, place)
+            raise Malformed(f": {plain!r} is no {kind.__name__}") from None
+
+    return decode
 
 
-def _decode_dataclass(kind: type, plain: Any, place: str) -> Any:
-    if not isinstance(plain, dict):
-        raise Malformed(f"{place}: expected an object")
-    hints = _hints(kind)
-    values = {
-        field.name: _decode(hints[field.name], plain[field.name], f"{place}.{field.name}")
-        for field in dataclasses.fields(kind)
-        if field.name in plain
-    }
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise Malformed(f"{place}: {error}") from None
-
-
-def _decode_tuple(inside: tuple[Any, ...], plain: Any, place: str) -> tuple[Any, ...]:
-    if not isinstance(plain, list):
-        raise Malformed(f"{place}: expected a list")
-    if len(inside) == 2 and inside[1] is Ellipsis:
-        if inside[0] is int and set(map(type, plain)) <= {int}:
-            return tuple(plain)  # raw samples: many, and worth a short way
-        return tuple(_decode(inside[0], item, f"{place}[]") for item in plain)
-    if len(inside) != len(plain):
-        raise Malformed(f"{place}: expected {len(inside)} items, found {len(plain)}")
-    return tuple(_decode(one, item, f"{place}[]") for one, item in zip(inside, plain, strict=True))
-
-
-def _decode_union(kinds: tuple[Any, ...], plain: Any, place: str) -> Any:
-    if plain is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if kind is type(plain):
-            return plain
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return _decode(kind, plain, place)
-            except Malformed:
-                continue
-    raise Malformed(f"{place}: {plain!r} fits none of {kinds}")
-
-
-def _decode_scalar(kind: Any, plain: Any, place: str) -> Any:
-    if kind is float and isinstance(plain, int | float) and not isinstance(plain, bool):
+def _float(plain: Any) -> float:
+    if type(plain) is float:
+        return plain
+    if isinstance(plain, int) and not isinstance(plain, bool):
         try:
             return float(plain)
         except OverflowError:
-            raise Malformed(f"{place}: a whole number too large for a float") from None
-    if kind is float and plain in ("inf", "-inf", "nan"):
+            raise Malformed(": a whole number too large for a float") from None
+    if plain in ("inf", "-inf", "nan"):
         return float(plain)
-    if kind is Any or type(plain) is kind:
-        return plain
-    raise Malformed(f"{place}: expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")
+    raise Malformed(f": expected float, found {plain!r:.60}")
+
+
+def _scalar(kind: Any) -> Callable[[Any], Any]:
+    def decode(plain: Any) -> Any:
+        if kind is Any or type(plain) is kind:
+            return plain
+        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")
+
+    return decode
