@@ -13,6 +13,7 @@ from fp8bench.followed import (
     PER,
     RELATIVE,
     TIME,
+    Metric,
     cells_of,
     check_grid,
     class_name,
@@ -91,15 +92,19 @@ def _why_none(run: Run) -> str:
 
 
 def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
-    if name not in workloads.names():
+    if name not in workloads.names(hidden=True):
         return Followed(others=len(records), why=f"the suite {name} is not known here; --import its module")
     workload = workloads.get(name)
     if workload.history is None:
         return Followed(others=len(records), why=f"the suite {name} declares no grid")
     try:
-        check_grid(workload)
+        _check(type(workload))
+        return _of_grid(workload, workload.history, records, run)
     except UsageError as error:
         return Followed(others=len(records), why=str(error).rstrip("."))
+
+
+def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> Followed:
     hasty = run.request.quick or (run.request.rounds is not None and run.request.rounds < LEAST_ROUNDS)
     points: list[Point] = []
     others = 0
@@ -111,9 +116,29 @@ def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
             continue
         data = _data(workload, record.case)
         leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
-        points += _points(workload, workload.history, record, leads[0] if leads else None, cell, hasty)
-    series = series_of(workload, data) if points else ()
+        points += _points(workload, grid, record, leads[0] if leads else None, cell, hasty)
+    series = _series(type(workload), data) if points else ()
     return Followed(tuple(points), series, others)
+
+
+# What depends on a workload's class alone: a commit may have hundreds of runs.
+
+
+@cache
+def _check(kind: type[Workload]) -> None:
+    check_grid(kind())
+
+
+@cache
+def _series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
+    return series_of(kind(), data)
+
+
+@cache
+def _metrics(kind: type[Workload]) -> tuple[Metric, ...]:
+    grid = kind.history
+    assert grid is not None
+    return metrics_of(grid)
 
 
 def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
@@ -143,7 +168,7 @@ def _points(
     title = f"{workload.name}.{class_name(workload.name)}.track_"
     version = version_of(record.case.version, _data(workload, record.case))
     samples = dict(_samples(workload, grid, record, reference)) if record.status is Status.OK else {}
-    for metric in metrics_of(grid):
+    for metric in _metrics(type(workload)):
         values = samples.get(metric.name, ())
         if metric.unit == "ratio":
             values = (float(f"{value:.{_DIGITS}g}") for value in values)
