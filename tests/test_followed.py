@@ -70,7 +70,8 @@ class Tiny(Workload):
 def tiny(name: str = "tiny", **grid: Any) -> Workload:
     """A workload of that name, whose grid has these words instead of GRID's."""
     words = {"cpu": GRID.cpu, "gpu": GRID.gpu, **grid}
-    return type("Tiny", (Tiny,), {"name": name, "history": Grid(**words)})()
+    made: Workload = type("Tiny", (Tiny,), {"name": name, "history": Grid(**words)})()
+    return made
 
 
 def why_not(workload: Workload) -> str:

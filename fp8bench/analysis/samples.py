@@ -44,7 +44,7 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     entries = [against, *([control] if control is not None and control.slots else [])]
     by_round = [_by_round(timing) for timing in entries]
     own = _by_round(record.timing)
-    common = [number for number in own if all(number in one for one in by_round)]
+    common = [number for number in own if all(one.get(number) for one in by_round)]  # a clock may not see a step
     return tuple(own[number] / math.prod(one[number] for one in by_round) ** (1 / len(by_round)) for number in common)
 
 
