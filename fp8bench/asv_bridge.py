@@ -7,11 +7,11 @@ imports torch or numpy until something is measured.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,9 +23,15 @@ from fp8bench.model import Cell, Request, Series
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import import_user_modules, workloads
 
-CONFIGURATION = "asv.conf.json"
-_QUICK = {"--quick", "-q"}
+CONFIGURATIONS = ("asv.conf.json", "asv.conf.jsonc")
+# Options of `asv run` as its parser takes them: shortened, and short ones in one word.
+_QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
+_APPEND = re.compile(r"--ap[a-z-]*")
 _ANCESTORS = 4
+_WORDS_BEFORE_ASV = 8  # python -X dev -W error -m asv
+# asv reads JSON5: what is text, and what is a comment; and the one value of it that matters here.
+_TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+_RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
 # What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
@@ -67,35 +73,56 @@ class Suite:
         # pandas, numpy and all that measures: not for the many processes that only read.
         from fp8bench.asv_measuring import measured_by_asv
 
-        root = root_of(Path(_file(type(self))))
-        request = Request(self.workload, quick=asked_to_be_quick(), imports=_from_root(type(self)), grid=True)
-        return measured_by_asv(request, store_of_project(root), root, SilentObserver())
+        root, words = root_of(_file(type(self))), words_of_asv()
+        request = Request(self.workload, quick=asked_to_be_quick(words), imports=_from_root(type(self)), grid=True)
+        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked_to_append(words))
 
 
 def root_of(file: Path) -> Path:
-    """The project of a suite file: where its asv.conf.json lies. asv runs benchmarks in a temporary directory."""
-    above = list(file.resolve().parents)
-    return next((folder for folder in above if (folder / CONFIGURATION).is_file()), above[min(1, len(above) - 1)])
+    """The project of a suite file: where its asv.conf.json lies. asv runs benchmarks in a temporary directory.
+
+    A file that is a link belongs to the project that it is linked into.
+    """
+    above = [*file.absolute().parents, *file.resolve().parents]
+    known = (folder for folder in above if any((folder / name).is_file() for name in CONFIGURATIONS))
+    return next(known, above[min(1, len(above) - 1)])
 
 
 def store_of_project(root: Path) -> Path:
     """The store whose view asv's configuration names: results_dir is <store>/asv/results; else the default one."""
-    try:
-        results = json.loads((root / CONFIGURATION).read_text(encoding="utf-8")).get("results_dir", "")
-    except (OSError, ValueError, AttributeError):  # it may hold comments, which JSON does not
-        results = ""
-    path = root / str(results)
+    found = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
+    path = root / found
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
 
-def asked_to_be_quick() -> bool:
-    """Whether the asv that started this process was given --quick, which it tells to benchmarks but not to caches."""
+def _results_dir(configuration: Path) -> str:
+    """Where a configuration says that results lie; '' if it does not."""
+    try:
+        text = configuration.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda found: found[1] or " ", text))
+    return match[2] if match else ""
+
+
+def words_of_asv() -> tuple[str, ...]:
+    """The command line of the asv that started this process: it tells benchmarks its options, but not caches."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         words, pid = _process(pid)
-        if any(Path(word).name == "asv" for word in words[:4]):
-            return bool(_QUICK & set(words))
-    return False
+        if any(Path(word).name == "asv" for word in words[:_WORDS_BEFORE_ASV]):
+            return tuple(words)
+    return ()
+
+
+def asked_to_be_quick(words: Iterable[str]) -> bool:
+    """Whether asv was given --quick."""
+    return any(_QUICK.fullmatch(word) for word in words)
+
+
+def asked_to_append(words: Iterable[str]) -> bool:
+    """Whether asv was given --append-samples: then it puts the samples that it has before those it gets."""
+    return any(_APPEND.fullmatch(word) for word in words)
 
 
 def _process(pid: int) -> tuple[list[str], int]:
@@ -109,7 +136,8 @@ def _process(pid: int) -> tuple[list[str], int]:
 
 
 def _check_class(cls: type[Suite]) -> None:
-    module, name = cls.__module__.rpartition(".")[2], cls.__name__
+    # asv leaves out its folder's name, and that alone.
+    module, name = cls.__module__.partition(".")[2] or cls.__module__, cls.__name__
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
         raise UsageError(f"the suite class {name} names no workload. Write workload = 'NAME' in it.")
@@ -118,21 +146,21 @@ def _check_class(cls: type[Suite]) -> None:
             f"the suite class {module}.{name} is of workload {workload!r}: its runs are kept under the name "
             f"{workload}.{class_name(workload)}. Call the file {workload}.py and the class {class_name(workload)}."
         )
-    if "setup_cache" not in vars(cls):
+    if getattr(vars(cls).get("setup_cache"), "__module__", None) != cls.__module__:
         raise UsageError(
-            f"the suite class {module}.{name} has no setup_cache of its own, and asv would give it another one's "
-            "numbers. Write `def setup_cache(self): return self.measure()` into the class."
+            f"the suite class {module}.{name} has no setup_cache of its own, in its own file, and asv would give it "
+            "another one's numbers. Write `def setup_cache(self): return self.measure()` into the class."
         )
 
 
 def _from_root(cls: type[Suite]) -> tuple[str, ...]:
     """Files to import, which a suite names from the project's root; modules stay as they are."""
-    root = root_of(Path(_file(cls)))
+    root = root_of(_file(cls))
     return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
 
 
-def _file(cls: type) -> str:
-    return str(sys.modules[cls.__module__].__file__)
+def _file(cls: type) -> Path:
+    return Path(str(sys.modules[cls.__module__].__file__))
 
 
 def _reader(cls: type, series: Series) -> Callable[..., Any]:

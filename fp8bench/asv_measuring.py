@@ -5,21 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from fp8bench.errors import NotKept
+from fp8bench.errors import Fp8benchError, NotKept
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.points import followed, merged
 from fp8bench.protocols import Observer
-from fp8bench.view import runs_of_commit, tell, why_not
+from fp8bench.view import Told, tell, told_of_commit, why_not
 
 # What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, object]
 
 
-def measured_by_asv(request: Request, store: Path, root: Path, observer: Observer) -> dict[str, dict[Cell, Outcome]]:
+def measured_by_asv(
+    request: Request, store: Path, root: Path, observer: Observer, alone: bool = False
+) -> dict[str, dict[Cell, Outcome]]:
     """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
 
-    A case that fails now is failed, whatever was measured before.
+    A case that fails now is failed, whatever was measured before. `alone` leaves other runs out: of a commit's samples
+    asv has them already, and would have them twice.
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
@@ -28,7 +31,11 @@ def measured_by_asv(request: Request, store: Path, root: Path, observer: Observe
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
     own = followed(run)
-    points = [point for one in _company(run, store) for point in followed(one).points] + list(own.points)
+    if not own.points:
+        why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
+        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
+    company = [] if alone else _company(run, store)
+    points = [point for one in company for point in one.content.points] + list(own.points)
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
     for (name, cell), point in merged(points).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
@@ -38,13 +45,12 @@ def measured_by_asv(request: Request, store: Path, root: Path, observer: Observe
     return outcomes
 
 
-def _company(run: Run, store: Path) -> list[Run]:
+def _company(run: Run, store: Path) -> list[Told]:
     """The other runs of the same commit, machine and interpreter."""
     told = tell(run)
     if told is None or why_not(run):
         return []
-    others = [tell(one) for one in runs_of_commit(store, told.commit) if one.id != run.id]
-    return [one.run for one in others if one is not None and one.is_of(told.place)]
+    return [one for one in told_of_commit(store, told.commit) if one.run.id != run.id and one.is_of(told.place)]
 
 
 def _outcome(point: Point) -> Outcome:

@@ -1,0 +1,475 @@
+"""asv's door, without asv: what a suite class is refused for, where its project lies, and what its readers give."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from asv import util
+
+from fp8bench import asv_bridge, asv_measuring
+from fp8bench.asv_bridge import (
+    CaseFailed,
+    asked_to_append,
+    asked_to_be_quick,
+    root_of,
+    store_of_project,
+)
+from fp8bench.asv_measuring import measured_by_asv
+from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
+from fp8bench.followed import series_of
+from fp8bench.history.runs import load_run
+from fp8bench.history.writing import start_run
+from fp8bench.model import DeviceFacts, Environment, Record, Request, Run, Scalar, Status
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import devices, precisions, workloads
+from tests.fakes import steady
+from tests.runs import NATIVE, case, error, run_of
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MACHINE = {"asv_machine": "box", "asv_python": "/venv/bin/python3"}
+GEMM = """
+from fp8bench import asv_bridge
+
+class Gemm(asv_bridge.Suite):
+    workload = "gemm"
+
+    def setup_cache(self):
+        return self.measure()
+"""
+MINE = """
+from fp8bench.axes import Axis, whole_number
+from fp8bench.model import Work
+from fp8bench.protocols import Grid, Workload
+from fp8bench.registry import workloads
+
+@workloads.register("mine")
+class Mine(Workload):
+    name = "mine"
+    summary = "adds up whole numbers"
+    history = Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)}, dtypes=("bf16",))
+
+    def axes(self, facts):
+        return (Axis("n", "how many", ("10",), whole_number()),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return setup.case.param("n")
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(state))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty project. What its files register, and their modules, are forgotten afterwards."""
+    root = tmp_path / "project"
+    (root / "sheds").mkdir(parents=True)
+    (root / "sheds" / "__init__.py").touch()
+    (root / "asv.conf.json").write_text("{}")
+    monkeypatch.syspath_prepend(str(root))
+    for registry in (workloads, precisions, devices):
+        registry.names()
+        monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
+    before = set(sys.modules)
+    yield root
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "sheds" or name.startswith("fp8bench_user_"):
+            del sys.modules[name]
+
+
+def suite(project: Path, content: str, name: str = "gemm") -> ModuleType:
+    """A suite file of that name, imported as asv does it."""
+    path = project / "sheds" / Path(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"sheds.{name}")
+
+
+def test_a_suite_class_is_what_asv_looks_for(project: Path) -> None:
+    """Parameters, their names, a version, and a function with a unit for every series."""
+    made = suite(project, GEMM).Gemm
+    series = series_of(workloads.get("gemm"), None)
+    assert made.params == [list(values) for values in series[0].params]
+    assert made.param_names == ["dtype", "shape"] and made.version == series[0].version
+    tracks = {name: value for name, value in vars(made).items() if name.startswith("track_")}
+    assert set(tracks) == {f"track_{one.metric}" for one in series}
+    for one in series:
+        track = tracks[f"track_{one.metric}"]
+        assert (track.unit, track.__module__) == (one.unit, "sheds.gemm")
+        assert (track.__name__, track.__qualname__) == (f"track_{one.metric}", f"Gemm.track_{one.metric}")
+
+
+SHARED = "import sheds.shared\n" + GEMM.replace(
+    "    def setup_cache(self):\n        return self.measure()\n", "    setup_cache = sheds.shared.setup_cache\n"
+)
+REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
+    "no cache": ("gemm", GEMM[: GEMM.index("    def")], UsageError, "gemm.Gemm has no setup_cache of its own"),
+    "another's cache": ("gemm", SHARED, UsageError, "gemm.Gemm has no setup_cache of its own, in its own file"),
+    "no function": ("gemm", GEMM[: GEMM.index("    def")] + "    setup_cache = 7", UsageError, "no setup_cache of its"),
+    "no workload": ("gemm", GEMM.replace('workload = "gemm"', ""), UsageError, "Gemm names no workload. Write"),
+    "a number": ("gemm", GEMM.replace('"gemm"', "7"), UsageError, "Gemm names no workload. Write workload = 'NAME'"),
+    "unknown": ("gem", GEMM.replace("Gemm", "Gem").replace("gemm", "gem"), UnknownName, "Did you mean 'gemm'?"),
+    "another file": ("products", GEMM, UsageError, "Call the file gemm.py and the class Gemm"),
+    "another class": ("gemm", GEMM.replace("Gemm", "GEMM"), UsageError, "gemm.GEMM is of workload 'gemm': its runs"),
+    "a file further down": ("more.gemm", GEMM, UsageError, "more.gemm.Gemm is of workload 'gemm'"),
+    "hidden": ("_planted", GEMM.replace("Gemm", "Planted").replace("gemm", "_planted"), UsageError,
+               "the suite '_planted' declares no grid whose history is kept"),
+    "no such import": ("gemm", GEMM.replace('"gemm"\n', '"gemm"\n    imports = ("mine.py",)\n'), ImportFailed,
+                       "no such file"),
+    "a grid that cannot be followed": (
+        "mine", GEMM.replace("Gemm", "Mine").replace('"gemm"\n', '"mine"\n    imports = ("broken.py",)\n'), UsageError,
+        "the grid that suite 'mine' declares cannot be followed: its dtypes are none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_class_that_asv_would_misread_is_refused(reason: str, project: Path) -> None:
+    """When its file is imported: `asv check` says so, and nothing is measured under a wrong name."""
+    name, content, kind, sentence = REFUSED[reason]
+    (project / "sheds" / "shared.py").write_text("def setup_cache(self):\n    return self.measure()\n")
+    (project / "broken.py").write_text(MINE.replace('("bf16",)', "()"))
+    (project / "sheds" / "more").mkdir()
+    (project / "sheds" / "more" / "__init__.py").touch()
+    with pytest.raises(kind) as caught:
+        suite(project, content, name)
+    assert sentence in str(caught.value)
+
+
+def test_a_class_between_cannot_hide_a_missing_cache(project: Path) -> None:
+    """asv tells caches apart by file and line: of classes that inherit one, all are given the first one's numbers."""
+    middle = GEMM + "\n\nclass More(Gemm):\n    workload = 'gemm'\n"
+    with pytest.raises(UsageError, match=r"gemm\.More is of workload 'gemm'"):
+        suite(project, middle)
+    again = "import sheds.gemm\n\nclass Gemm(sheds.gemm.Gemm):\n    pass\n"
+    suite(project, GEMM)
+    with pytest.raises(UsageError, match="Call the file"):
+        suite(project, again, "gemm_again")
+
+
+def test_a_users_own_workload_is_imported_from_the_projects_root(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the working directory: asv has it in a temporary folder. Modules are named as they are."""
+    (project / "my_work.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    content = GEMM.replace("Gemm", "Mine").replace('"gemm"\n', '"mine"\n    imports = ("my_work.py", "math")\n')
+    made = suite(project, content, "mine").Mine
+    assert made.params == [["bf16"], [10, 20]] and made.param_names == ["dtype", "n"]
+    assert {name for name in vars(made) if name.startswith("track_")} == {
+        "track_time", "track_relative_time", "track_peak_memory"
+    }  # fmt: skip
+    assert asv_bridge._from_root(made) == (str(project / "my_work.py"), "math")
+
+
+CELL = ("bf16", "512")
+MEASURED = {
+    "gemm.Gemm.track_time": {CELL: ("samples", [1.0, 2.0]), ("fp32", "512"): ("failed", "out of memory")},
+    "gemm.Gemm.track_relative_time": {CELL: ("none", "it is the reference")},
+}
+
+
+def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
+    """asv makes statistics of samples, shows NaN as not applicable, and what raises as failed."""
+    one = suite(project, GEMM).Gemm()
+    assert one.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
+    assert math.isnan(one.track_relative_time(MEASURED, *CELL))
+    assert math.isnan(one.track_time(MEASURED, "bf16", "4096"))
+    with pytest.raises(CaseFailed, match="out of memory"):
+        one.track_time(MEASURED, "fp32", "512")
+
+
+def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one function of another, all would be one."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measured(*words: Any) -> dict[str, Any]:
+        asked.append(words)
+        return {}
+
+    monkeypatch.setattr(asv_measuring, "measured_by_asv", measured)
+    monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "-q"))
+    (project / "asv.conf.json").write_text('{"results_dir": "kept/asv/results"}')
+    mlp = GEMM.replace("Gemm", "Mlp").replace("gemm", "mlp")
+    for made in (suite(project, GEMM).Gemm(), suite(project, mlp, "mlp").Mlp()):
+        assert made.setup_cache() == {}
+    for (request, store, root, _, alone), name in zip(asked, ("gemm", "mlp"), strict=True):
+        assert request == Request(name, quick=True, grid=True)
+        assert (store, root, alone) == (project / "kept", project, False)
+
+
+def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
+    """Above the file; beside the folder of suites where there is none."""
+    file = project / "sheds" / "gemm.py"
+    assert root_of(file) == project
+    (project / "sheds" / "asv.conf.jsonc").touch()
+    assert root_of(file) == project / "sheds"
+    assert root_of(tmp_path / "a" / "b" / "c.py") == tmp_path / "a"
+
+
+def test_a_link_belongs_to_the_project_it_is_in(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites may be shared; a project may be reached by a link; a path need not begin at the root."""
+    file = project / "sheds" / "gemm.py"
+    file.touch()
+    other = tmp_path / "other"
+    (other / "sheds").mkdir(parents=True)
+    (other / "sheds" / "gemm.py").symlink_to(file)
+    assert root_of(other / "sheds" / "gemm.py") == project
+    (other / "asv.conf.json").touch()
+    assert root_of(other / "sheds" / "gemm.py") == other
+    (tmp_path / "link").symlink_to(project)
+    assert root_of(tmp_path / "link" / "sheds" / "gemm.py").samefile(project)
+    monkeypatch.chdir(project)
+    assert root_of(Path("sheds/gemm.py")) == project
+
+
+CONFIGURATIONS = {
+    "plain": '{"version": 1, "results_dir": "kept/asv/results"}',
+    "comments": '// "results_dir": "a/asv/results"\n{/* "results_dir": "b/asv/results" */ "version": 1, // it\'s "c\n'
+    '"show_commit_url": "https://host/commit/", "results_dir": "kept/asv/results"}',
+    "trailing comma": '{"version": 1, "results_dir": "kept/asv/results",}',
+    "bare key": "{version: 1, results_dir: 'kept/asv/results'}",
+    "wide": '{"version": 1, "results_dir"\n  :\n  "./kept//asv/results/"}',
+    "in a text": '{"version": 1, "project": "results_dir", "results_dir": "kept/asv/results"}',
+    "elsewhere": '{"version": 1, "results_dir": "/kept/asv/results"}',
+    "above": '{"version": 1, "results_dir": "../kept/asv/results"}',
+    "another shape": '{"version": 1, "results_dir": "results"}',
+    "no results_dir": '{"version": 1}',
+    "commented away": '{"version": 1, // "results_dir": "kept/asv/results"\n}',
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_store_is_the_one_that_asv_shows(name: str, project: Path) -> None:
+    """As asv reads its configuration; where its results lie nowhere in a store, the store is the default one."""
+    path = project / "asv.conf.json"
+    path.write_text(CONFIGURATIONS[name])
+    results = project / util.load_json(str(path), 1, js_comments=True).get("results_dir", "results")
+    store = results.parent.parent if results.parts[-2:] == ("asv", "results") else project / ".fp8bench"
+    assert store_of_project(project) == store
+    assert ("kept" in store.parts) == ("kept" in CONFIGURATIONS[name] and name != "commented away")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"results_dir": 7}', "\0", None])
+def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | None, project: Path) -> None:
+    """asv itself has said what is wrong with it."""
+    path = project / "asv.conf.json"
+    path.unlink() if content is None else path.write_text(content)
+    assert store_of_project(project) == project / ".fp8bench"
+    path.write_bytes(b"\xff\xfe")
+    assert store_of_project(project) == project / ".fp8bench"
+
+
+def test_a_configuration_with_a_c_is_one(project: Path) -> None:
+    """asv takes asv.conf.jsonc, too."""
+    (project / "asv.conf.json").rename(project / "asv.conf.jsonc")
+    (project / "asv.conf.jsonc").write_text(CONFIGURATIONS["comments"])
+    assert root_of(project / "sheds" / "gemm.py") == project
+    assert store_of_project(project) == project / "kept"
+
+
+@pytest.mark.parametrize(
+    ("words", "quick", "append"),
+    [
+        ("run --quick", True, False), ("run -q", True, False), ("run --qui", True, False),
+        ("run -nq -E x", True, False), ("run -qe", True, False), ("run", False, False), ("run --bench quick", False, False),
+        ("run -b q", False, False), ("run -bgemm_q", False, False), ("run --no-pull", False, False),
+        ("run --append-samples", False, True), ("run --append -q", True, True), ("run -a rounds=2", False, False),
+        ("run --attribute x=1", False, False), ("", False, False),
+    ],
+)  # fmt: skip
+def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool) -> None:
+    """Shortened, and several in one word."""
+    given = ["/venv/bin/python3", "/venv/bin/asv", *words.split()]
+    assert (asked_to_be_quick(given), asked_to_append(given)) == (quick, append)
+
+
+ASK = "from fp8bench.asv_bridge import asked_to_be_quick, words_of_asv; print(asked_to_be_quick(words_of_asv()))"
+START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {program!r}]))"
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="command lines of other processes are in /proc only"
+)
+@pytest.mark.parametrize(
+    ("command", "quick"),
+    [
+        (["asv", "run", "--quick"], "True"), (["asv", "run"], "False"), (["other", "run", "--quick"], "False"),
+        (["-W", "error", "-X", "utf8", "-m", "asv", "run", "-q"], "True"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+@pytest.mark.parametrize("between", [0, 1])
+def test_the_asv_that_started_a_process_is_asked(command: list[str], quick: str, between: int, tmp_path: Path) -> None:
+    """Through real processes, also with one in between, as its fork server is."""
+    program = ASK
+    for _ in range(between):
+        program = START.format(program=program)
+    for name in ("asv", "asv.py", "other"):
+        (tmp_path / name).write_text(START.format(program=program))
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.stderr) == (quick, "")
+
+
+def test_a_suite_file_is_light(record_property: Callable[[str, object], None]) -> None:
+    """asv imports it in a process for every metric of every combination."""
+    program = (
+        "import os, sys\nimport suites.gemm\n"
+        "print([heavy for heavy in ('torch', 'numpy', 'pandas', 'matplotlib', 'asv') if heavy in sys.modules])\n"
+        "print(sum(os.times()[:2]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    heavy, seconds = done.stdout.splitlines()
+    record_property("cpu_seconds", float(seconds))
+    assert heavy == "[]"
+
+
+HERE = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+SHAPE: dict[str, Scalar] = {"m": 512, "n": 512, "k": 512, "product": "forward", "operands": "cast"}
+TIME = "gemm.Gemm.track_time"
+
+
+def record(milliseconds: int, **changes: Any) -> Record:
+    """gemm's bf16 case, of one round."""
+    made = Record(case("gemm", "bf16", dict(SHAPE)), NATIVE, Status.OK, timing=steady(milliseconds * 1_000_000, 1))
+    return replace(made, **{"measurements": (error("product_error", 0.5),), **changes})
+
+
+def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run:
+    """A run of a commit on a machine, whose id says when it was."""
+    environment = Environment({"machine": "box", "commit": COMMIT, "dirty": False, **MACHINE, **facts})
+    return run_of(
+        list(records), id=name, started=f"2026-01-0{name[-1]}T12:00:00.000+00:00", environment=environment,
+        devices=(HERE,), request=Request("gemm", quick=quick, grid=True), origin="asv",
+    )  # fmt: skip
+
+
+def keep(run: Run, store: Path) -> Run:
+    writer = start_run(run, store)
+    writer.append(run.records)
+    writer.finish("finished")
+    return load_run(writer.path)
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What asv gets of gemm's bf16 time when it measures `own`, beside the runs `others` of its store."""
+
+    def ask(own: Run | BaseException, *others: Run, alone: bool = False, series: str = TIME) -> Any:
+        for one in others:
+            keep(one, tmp_path)
+
+        def execute(request: Request, store: Path, *_: Any, origin: str, folder: Path) -> Run:
+            assert (store, origin, folder) == (tmp_path, "asv", ROOT)
+            if isinstance(own, BaseException):
+                raise own
+            return keep(own, store)
+
+        monkeypatch.setattr(asv_measuring, "execute", execute)
+        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), alone)
+        return found[series].get(CELL)
+
+    return ask
+
+
+def test_a_commit_is_all_its_runs(asked: Callable[..., Any]) -> None:
+    """Whichever door they came in by."""
+    suite_run = replace(a_run("run1", record(2)), origin="suite")
+    assert asked(a_run("run3", record(4)), suite_run, a_run("run2", record(3))) == ("samples", [0.002, 0.003, 0.004])
+
+
+def test_a_quick_run_replaces_nothing(asked: Callable[..., Any]) -> None:
+    """It shows what is known already; and is shown where nothing is."""
+    assert asked(a_run("run2", record(9), quick=True), a_run("run1", record(2))) == ("samples", [0.002])
+    assert asked(a_run("run4", record(9), quick=True), a_run("run3", record(3), quick=True)) == ("samples", [0.002])
+
+
+def test_a_quick_run_alone_is_shown(asked: Callable[..., Any]) -> None:
+    assert asked(a_run("run1", record(8), quick=True)) == ("samples", [0.008])
+
+
+def test_where_asv_appends_it_gets_the_new_samples_only(asked: Callable[..., Any]) -> None:
+    """It has the others, and would have them twice."""
+    assert asked(a_run("run2", record(3)), a_run("run1", record(2)), alone=True) == ("samples", [0.003])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"commit": "f" * 40}, {"dirty": True}, {"asv_machine": "other"}, {"asv_python": "/other/bin/python3"}],
+    ids=str,
+)
+def test_runs_of_something_else_do_not_count(facts: dict[str, Any], asked: Callable[..., Any]) -> None:
+    """Of another commit, changed files, another machine or another Python."""
+    assert asked(a_run("run2", record(3)), a_run("run1", record(2), **facts)) == ("samples", [0.003])
+
+
+def test_changed_files_are_measured_alone(asked: Callable[..., Any]) -> None:
+    """asv shows what it measured; these are not the commit's numbers."""
+    assert asked(a_run("run2", record(3), dirty=True), a_run("run1", record(2))) == ("samples", [0.003])
+
+
+def test_what_fails_now_is_failed(asked: Callable[..., Any]) -> None:
+    """Whatever was measured before. A skipped case keeps what was."""
+    lost = record(1, status=Status.FAILED, reason="out of memory, even alone")
+    assert asked(a_run("run2", lost), a_run("run1", record(2))) == ("failed", "out of memory, even alone")
+    gone = record(1, status=Status.SKIPPED, reason="no kernel")
+    assert asked(a_run("run4", gone), a_run("run3", record(2))) == ("samples", [0.002, 0.002])
+
+
+def test_what_does_not_apply_says_why(asked: Callable[..., Any]) -> None:
+    """A skipped case; a metric that a case does not have."""
+    skipped = a_run("run1", record(1, status=Status.SKIPPED, reason="no kernel"))
+    assert asked(skipped) == ("none", "no kernel")
+    assert asked(a_run("run2", record(1)), series="gemm.Gemm.track_relative_time") == ("none", "")
+
+
+def test_an_interrupt_goes_on_to_asv(asked: Callable[..., Any]) -> None:
+    """Half a grid is no result."""
+    unfinished = a_run("run1", record(1))
+
+    with pytest.raises(KeyboardInterrupt):
+        asked(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        asked(NotKept("not finished", replace(unfinished, finished=False)))
+
+
+def test_a_store_that_fails_does_not_lose_what_was_measured(asked: Callable[..., Any]) -> None:
+    """The figures are asv's, and nothing else is."""
+    run = replace(a_run("run1", record(7)), finished=False, troubles=("no room left.",))
+    assert asked(NotKept("no room left.", run)) == ("samples", [0.007])
+    with pytest.raises(Fp8benchError, match=r"asv gets no figures of the suite gemm: no room left\."):
+        asked(NotKept("no room left.", replace(run, records=())))
+
+
+def test_a_run_of_nothing_that_is_followed_fails(asked: Callable[..., Any]) -> None:
+    """Rather than every metric with a KeyError of its own."""
+    elsewhere = record(1, case=case("gemm", "bf16", {**SHAPE, "m": 256}))
+    with pytest.raises(Fp8benchError, match="none of its cases was begun"):
+        asked(a_run("run1", elsewhere))
+
+
+def test_outcomes_can_be_kept_by_asv(asked: Callable[..., Any]) -> None:
+    """It pickles caches, and writes results as JSON."""
+    kind, numbers = asked(a_run("run1", record(2)))
+    assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers
