@@ -205,8 +205,24 @@ class Stamper(ABC):
         """Stamps taken so far will not be read any more."""
 
 
+class MemoryMeter(ABC):
+    """How much memory a stretch of work holds at most. For untimed passes: it may slow down what runs under it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Count from here on; what is allocated already is not counted, now or later."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """The stretch whose highest point is wanted begins; what has been allocated since `start` counts in it."""
+
+    @abstractmethod
+    def stop(self) -> int | None:
+        """Count no more: bytes at the highest point since `mark`, None without one. Also called after an exception."""
+
+
 class Device(ABC):
-    """A kind of device. CUDA events, synchronising and memory errors reach measuring through this only."""
+    """A kind of device. CUDA events, synchronising, memory and its errors reach measuring through this only."""
 
     kind: ClassVar[str]
 
@@ -231,6 +247,10 @@ class Device(ABC):
 
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
+
+    def memory_meter(self, index: int) -> MemoryMeter | None:
+        """What counts the memory of one device; None where nobody can say."""
+        return None
 
 
 @dataclass(frozen=True)

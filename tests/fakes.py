@@ -56,7 +56,10 @@ class Fault:
 
 @dataclass
 class Script:
-    """What one mode does: its n-th step since preparing, what preparing takes, its memory, its faults."""
+    """What one mode does: its n-th step since preparing, what preparing takes, its memory, its faults.
+
+    `memory` is its share of the worker's capacity, `peak` what it answers in the pass that measures memory.
+    """
 
     step: Callable[[int], Step] = field(default_factory=lambda: gemm_steps(10 * MS))
     memory: int = 1
@@ -66,6 +69,7 @@ class Script:
     statistics: tuple[TensorStatistics, ...] = ()
     wrong: str = ""
     threads_left: Sequence[str] = ()
+    peak: int | None = None
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -170,6 +174,12 @@ class FakeWorker(Worker):
     def _statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         self._strike("statistics", case.mode)
         return self._script(case.mode).statistics
+
+    def _memory(self, case: Case, facts: DeviceFacts) -> int | None:
+        self.log.append(("memory", case.mode))
+        assert not self.held, "memory was measured beside states"
+        self._strike("memory", case.mode)
+        return self._script(case.mode).peak
 
     def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         self.log.append(("error", case.mode))

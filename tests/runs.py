@@ -74,23 +74,27 @@ def error(metric: str, value: float) -> Measurement:
     return Measurement(metric, "", (value,))
 
 
+def memory(peak: int) -> Measurement:
+    return Measurement("peak_memory", "B", (float(peak),), description="memory at the highest point of a step")
+
+
 def transformer() -> tuple[Run, dict[str, Finding]]:
-    """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated."""
+    """One group: bf16 as the reference, fp16 slower and in doubt, fp8 emulated; all with their memory."""
     work = Work(flops=3.1e9, tokens=1024)
     params: dict[str, Scalar] = {"layers": 4, "width": 256, "heads": 4, "context": 256, "batch": 4}
     bf16, fp16, fp8 = (case("transformer", name, params) for name in ("bf16", "fp16", "fp8"))
     records = [
         Record(
             bf16, NATIVE, Status.OK, work, is_reference=True,
-            measurements=(error("loss_error", 1.24e-5), error("gradient_error", 3.1e-3)),
+            measurements=(error("loss_error", 1.24e-5), error("gradient_error", 3.1e-3), memory(300 << 20)),
         ),
         Record(
             fp16, NATIVE, Status.OK, work,
-            measurements=(error("loss_error", 2.2e-6), error("gradient_error", 4.2e-4)),
+            measurements=(error("loss_error", 2.2e-6), error("gradient_error", 4.2e-4), memory(200 << 20)),
         ),
         Record(
             fp8, EMULATED, Status.OK, work,
-            measurements=(error("loss_error", 8.8e-4), error("gradient_error", 4.7e-2)),
+            measurements=(error("loss_error", 8.8e-4), error("gradient_error", 4.7e-2), memory(345 << 20)),
         ),
     ]  # fmt: skip
     findings = [

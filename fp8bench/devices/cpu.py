@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts
-from fp8bench.protocols import Device, Stamper
+from fp8bench.protocols import Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
+
+if TYPE_CHECKING:
+    import torch
+
+# Where, and how many bytes; fewer than 0 where they are given back.
+Change = tuple[int, int]
+# The profiler's name for an allocation or a release, and ours for the place where a stretch begins.
+_CHANGE = "[memory]"
+_MARK = "fp8bench: mark"
 
 
 class HostStamper(Stamper):
@@ -23,6 +33,91 @@ class HostStamper(Stamper):
 
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
         return [later - earlier for earlier, later in pairwise(stamps)]
+
+
+class ProfilerMeter(MemoryMeter):
+    """Adds up what torch's allocator tells torch's profiler: each allocation and release, to the byte.
+
+    The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
+    not threads of Python's.
+    """
+
+    def __init__(self) -> None:
+        self._profile: torch.autograd.profiler.profile | None = None
+
+    def start(self) -> None:
+        # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
+        from torch.autograd.profiler import profile
+
+        one = profile(use_kineto=True, profile_memory=True)
+        with _silent_kineto():
+            one.__enter__()  # type: ignore[no-untyped-call]
+        self._profile = one
+
+    def mark(self) -> None:
+        from torch.autograd.profiler import record_function
+
+        with record_function(_MARK):
+            pass
+
+    def stop(self) -> int | None:
+        one, self._profile = self._profile, None
+        if one is None:
+            return None
+        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if one.kineto_results is None:
+            return None
+        told = [
+            event for event in _flat(one.kineto_results.experimental_event_tree()) if event.name in (_CHANGE, _MARK)
+        ]
+        # Stable: what happened within one tick of the clock stays in the order in which it was told.
+        told.sort(key=lambda event: event.start_time_ns)
+        return highest([None if event.name == _MARK else _change(event.extra_fields) for event in told])
+
+
+def _flat(tree: Sequence[Any]) -> Iterator[Any]:
+    """The profiler's events, those within others after these."""
+    waiting = list(reversed(tree))
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(reversed(event.children))
+
+
+def _change(told: Any) -> Change:
+    return told.ptr, told.alloc_size
+
+
+def highest(changes: Sequence[Change | None]) -> int | None:
+    """Most bytes held at once from the mark (None) on, what is held there included; None without a mark.
+
+    Addresses tell what belongs together: a release of what was allocated before does not count, and where something is
+    allocated at an address that is held, its release was not told.
+    """
+    held: dict[int, int] = {}
+    now, peak = 0, None
+    for change in changes:
+        if change is not None:
+            address, size = change
+            now -= held.pop(address, 0)
+            if size > 0:
+                held[address] = size
+                now += size
+        if change is None or peak is not None:
+            peak = max(now, peak or 0)
+    return peak
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """kineto tells stderr when it starts and stops, unless this says otherwise when a process uses it first."""
+    name, before = "KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL")
+    os.environ[name] = before or "6"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 @devices.register("cpu")
@@ -43,6 +138,11 @@ class Cpu(Device):
 
     def synchronise(self, index: int) -> None:
         return None
+
+    def memory_meter(self, index: int) -> MemoryMeter | None:
+        from torch.profiler import kineto_available
+
+        return ProfilerMeter() if kineto_available() else None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

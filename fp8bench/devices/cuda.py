@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts
-from fp8bench.protocols import Device, Stamper
+from fp8bench.protocols import Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 if TYPE_CHECKING:
     import torch
+
+_UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 class EventStamper(Stamper):
@@ -46,6 +50,45 @@ class EventStamper(Stamper):
     def recycle(self) -> None:
         self._free.extend(self._used)
         self._used.clear()
+
+
+class AllocatorMeter(MemoryMeter):
+    """torch's own count of what its allocator has handed out on one GPU.
+
+    That is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
+    or not, does not count, nor what libraries ask the driver for behind torch's back.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._before = 0
+        self._marked = False
+
+    def start(self) -> None:
+        import torch
+
+        gc.collect()  # what goes later would be taken from what is counted
+        torch.cuda.synchronize(self._index)
+        # cuBLAS keeps the workspace of its first product, tens of MiB: every case shall have one counted, not only the
+        # first of a process.
+        torch._C._cuda_clearCublasWorkspaces()
+        self._before = torch.cuda.memory_allocated(self._index)
+        self._marked = False
+
+    def mark(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._index)
+        torch.cuda.reset_peak_memory_stats(self._index)
+        self._marked = True
+
+    def stop(self) -> int | None:
+        import torch
+
+        if not self._marked:
+            return None
+        torch.cuda.synchronize(self._index)
+        return max(0, torch.cuda.max_memory_allocated(self._index) - self._before)
 
 
 @devices.register("cuda")
@@ -85,6 +128,10 @@ class Cuda(Device):
         # cuBLAS and the driver ask for memory by themselves and say so in their own words.
         words = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
         return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in words)
+
+    def memory_meter(self, index: int) -> MemoryMeter | None:
+        # With its caching switched off torch counts nothing, and would say 0.
+        return None if any(name in os.environ for name in _UNCOUNTED) else AllocatorMeter(index)
 
     def select(self, index: int) -> None:
         import torch

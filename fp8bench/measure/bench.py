@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -49,6 +50,18 @@ class RawSlot:
     wall_seconds: float
     cpu_seconds: float
     host_seconds: float
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc_was_on:
+            gc.enable()
 
 
 @dataclass
@@ -168,6 +181,34 @@ class Bench:
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with unchanged(), apart(), precision.scope():
             return statistics_of(workload.statistics(self._setup(case, facts)))
+
+    def memory(self, case: Case, facts: DeviceFacts) -> int | None:
+        """Bytes of tensors at the highest point of a step, its state included; None where the device cannot say.
+
+        A pass of its own with a state of its own: whatever counts makes a step slower.
+        """
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        meter = device.memory_meter(facts.index)
+        if meter is None:
+            return None
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with unchanged(), apart(), precision.scope(), _collected_by_hand():
+            gc.collect(0)
+            device.empty_cache()  # what lies there would decide how blocks are cut
+            meter.start()
+            try:
+                state = workload.prepare(self._setup(case, facts))
+                workload.step(state, SilentPhases())  # what it makes once and keeps is there before the mark
+                gc.collect(0)  # the youngest only: all that has been made since the start
+                meter.mark()
+                workload.step(state, SilentPhases())
+            finally:
+                peak = meter.stop()
+            del state
+            gc.collect(1)
+        device.empty_cache()
+        return peak
 
     def check(self, key: str) -> str:
         """What is wrong with a state after its steps; '' if nothing is."""

@@ -1,4 +1,4 @@
-"""One group from plan to records: who sits together, what a fault costs, and the error pass.
+"""One group from plan to records: who sits together, what a fault costs, and the passes after the timing.
 
 A case that fails becomes a record and leaves; the others go on. If the worker itself is lost, the group starts again
 in a fresh one without the culprit. Cases that do not fit into memory together are measured with the reference one by
@@ -7,47 +7,20 @@ one, and alone (label `unpaired`) if even that does not fit.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
+from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.measure.passes import Passes
 from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
-from fp8bench.model import (
-    DeviceFacts,
-    Group,
-    Level,
-    Measurement,
-    PlannedCase,
-    Provenance,
-    Record,
-    Status,
-    TensorStatistics,
-    Timing,
-)
+from fp8bench.model import DeviceFacts, Group, Level, Record, Status
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
-
-
-@dataclass
-class _Outcome:
-    """What one case has come to so far."""
-
-    planned: PlannedCase
-    timing: Timing | None = None
-    control: Timing | None = None
-    paired_with: Timing | None = None
-    paired: bool = True
-    stopped: str = ""
-    failure: str = ""
-    detail: str = ""
-    measurements: list[Measurement] = field(default_factory=list)
-    statistics: tuple[TensorStatistics, ...] = ()
 
 
 class GroupMeasurement:
@@ -74,19 +47,23 @@ class GroupMeasurement:
         self._start = time.monotonic()
         self._observer = observer
         self._limits = limits
-        self._outcomes = [_Outcome(planned) for planned in group.cases]
+        self._outcomes = [Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
-        """Measure, then the error pass, then records in the order of the plan."""
+        """Measure, then the passes that look at what was measured, then records in the order of the plan."""
         while self._time() == "again":
             for outcome in self._outcomes:
                 outcome.timing = outcome.control = outcome.paired_with = None
                 outcome.paired, outcome.stopped = True, ""
         led = self._reference()
-        self._numbers()
+        passes = Passes(self._worker, self._facts, self._limits, self._observer)
+        passes.errors(self._alive())
         reference = self._reference()
         if reference is not led:
             self._unpair()
+        if reference is not None:
+            passes.statistics(reference)
+        passes.memory(self._alive())
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
 
     def _unpair(self) -> None:
@@ -96,10 +73,10 @@ class GroupMeasurement:
         for one in self._outcomes:
             one.paired, one.paired_with, one.control = False, None, None
 
-    def _alive(self) -> list[_Outcome]:
+    def _alive(self) -> list[Outcome]:
         return [one for one in self._outcomes if one.planned.runs and not one.failure]
 
-    def _reference(self) -> _Outcome | None:
+    def _reference(self) -> Outcome | None:
         """The planned reference, or the highest precision left where it cannot run."""
         planned = self._outcomes[self._group.reference]
         alive = self._alive()
@@ -114,7 +91,7 @@ class GroupMeasurement:
         if reference is None:
             return "done"
         others = [one for one in self._alive() if one is not reference]
-        waiting: list[tuple[_Outcome | None, bool, list[_Outcome]]] = [(reference, True, others)]
+        waiting: list[tuple[Outcome | None, bool, list[Outcome]]] = [(reference, True, others)]
         while waiting:
             leader, with_control, candidates = waiting.pop(0)
             sitting = self._sitting(leader, with_control, candidates)
@@ -128,15 +105,15 @@ class GroupMeasurement:
             failed = failed or left_over
             if failed is None:
                 continue
-            smaller = self._smaller(leader, with_control, candidates) if _exhausted(failed.cause) else []
+            smaller = self._smaller(leader, with_control, candidates) if exhausted(failed.cause) else []
             if not smaller:
                 self._fail(failed)
                 return "again"
             waiting[:0] = smaller
         return "done"
 
-    def _sitting(self, leader: _Outcome | None, with_control: bool, candidates: list[_Outcome]) -> Sitting:
-        def arm(outcome: _Outcome, suffix: str = "") -> Arm:
+    def _sitting(self, leader: Outcome | None, with_control: bool, candidates: list[Outcome]) -> Sitting:
+        def arm(outcome: Outcome, suffix: str = "") -> Arm:
             case = outcome.planned.case
             return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._limits)
 
@@ -147,7 +124,7 @@ class GroupMeasurement:
             [arm(one) for one in candidates],
         )
 
-    def _sit(self, sitting: Sitting, leader: _Outcome | None, candidates: list[_Outcome], sittings: int) -> None:
+    def _sit(self, sitting: Sitting, leader: Outcome | None, candidates: list[Outcome], sittings: int) -> None:
         for arm in sitting.arms:
             self._observer.working(arm.planned.case, "preparing", 0.0)
         sitting.prepare(self._worker)
@@ -168,8 +145,8 @@ class GroupMeasurement:
                 outcome.paired_with, outcome.control = reference, control
 
     def _smaller(
-        self, leader: _Outcome | None, with_control: bool, candidates: list[_Outcome]
-    ) -> list[tuple[_Outcome | None, bool, list[_Outcome]]]:
+        self, leader: Outcome | None, with_control: bool, candidates: list[Outcome]
+    ) -> list[tuple[Outcome | None, bool, list[Outcome]]]:
         """The next smaller sittings to try when memory did not suffice; empty when there is none."""
         if leader is None:
             return []
@@ -184,9 +161,9 @@ class GroupMeasurement:
     def _fail(self, failed: ArmFailed) -> None:
         outcome = next(one for one in self._outcomes if one.planned is failed.arm.planned)
         cause = failed.cause
-        if not _exhausted(cause):
+        if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        outcome.failure = "out of memory, even alone" if _exhausted(cause) else str(cause)
+        outcome.failure = "out of memory, even alone" if exhausted(cause) else str(cause)
         outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
     def _release(self, sitting: Sitting) -> ArmFailed | None:
@@ -203,48 +180,7 @@ class GroupMeasurement:
         why = f"{len(left)} started while preparing still run after the state was given back ({names})"
         return ArmFailed(arm, WorkerFault("ThreadsLeft", why))
 
-    def _numbers(self) -> None:
-        """Numerical errors of every case, and the statistics of their data once."""
-        for outcome in self._alive():
-            case = outcome.planned.case
-            self._observer.working(case, "checking numbers", 1.0)
-            limit = self._limits.numbers(outcome.planned.work)
-            try:
-                errors = self._worker.error(case, self._facts[case.device], limit)
-            except WorkerError as cause:
-                self._fail_in_numbers(outcome, cause)
-                continue
-            outcome.failure = _not_finite(errors)
-            outcome.measurements += [
-                Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
-            ]
-        self._statistics()
-
-    def _fail_in_numbers(self, outcome: _Outcome, cause: WorkerError) -> None:
-        """Whose numbers cannot be had fails; not for want of memory, since a reference in fp64 may need more."""
-        why = f"no numerical error: {cause}"
-        if _exhausted(cause):
-            outcome.detail = why
-            return
-        self._worker.restart()
-        outcome.failure = why
-        outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
-
-    def _statistics(self) -> None:
-        reference = self._reference()
-        if reference is None:
-            return
-        case = reference.planned.case
-        try:
-            limit = self._limits.numbers(reference.planned.work)
-            reference.statistics = self._worker.statistics(case, self._facts[case.device], limit)
-        except WorkerError as cause:
-            if not _exhausted(cause):
-                self._worker.restart()
-            # They describe the data of all, so that they do not fail the one that was asked.
-            reference.detail = reference.detail or f"no statistics of the data: {cause}"
-
-    def _record(self, outcome: _Outcome, is_reference: bool) -> Record:
+    def _record(self, outcome: Outcome, is_reference: bool) -> Record:
         planned = outcome.planned
         status = Status.SKIPPED if planned.skip else Status.FAILED if outcome.failure else Status.OK
         return Record(
@@ -252,13 +188,3 @@ class GroupMeasurement:
             outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
             outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
         )  # fmt: skip
-
-
-def _not_finite(errors: Mapping[str, float]) -> str:
-    """Why a case fails whose numbers are no numbers; '' if they are."""
-    wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-    return f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-
-
-def _exhausted(cause: WorkerError) -> bool:
-    return isinstance(cause, WorkerFault) and cause.out_of_memory

@@ -61,6 +61,9 @@ class Worker(ABC):
     def statistics(self, case: Case, facts: DeviceFacts, limit: float) -> tuple[TensorStatistics, ...]:
         return cast(tuple[TensorStatistics, ...], self.ask(limit, "statistics", case, facts))
 
+    def memory(self, case: Case, facts: DeviceFacts, limit: float) -> int | None:
+        return cast("int | None", self.ask(limit, "memory", case, facts))
+
     def check(self, key: str, limit: float) -> str:
         return cast(str, self.ask(limit, "check", key))
 

@@ -32,7 +32,7 @@ class Limits:
         return max(HANG_SECONDS, HANG_STEPS * step_seconds * calls)
 
     def numbers(self, work: Work) -> float:
-        """For the passes that look at numbers, which may run a reference in fp64."""
+        """For the passes after the timing: a reference in fp64 may run, or two steps while their memory is counted."""
         return self.case_timeout if self.case_timeout is not None else 4 * self.first(work)
 
 

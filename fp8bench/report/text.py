@@ -68,7 +68,8 @@ def _numbers(panel: Panel) -> list[str]:
         for result in group.results:
             for one in result.record.measurements:
                 label = f"{one.metric} ({one.phase})" if one.phase else one.metric
-                by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}")
+                how = " (emulated)" if one.unit == "B" and emulated(result) else ""
+                by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}{how}")
         medians = [
             f"{one.mode} {units.ratio(one.finding.median_ratio)}"
             for one in group.results
@@ -109,7 +110,7 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
         lines.append(legend.BELOW_FLOOR)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
-    lines += _error_legends(panels)
+    lines += [*_error_legends(panels), *_number_legends(panels)]
     if any(result.record.statistics for result in results):
         lines.append(legend.DATA)
     seen = {label for result in results for label in result.labels}
@@ -148,6 +149,18 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
     if len(suites) == 1:
         return [f"error: {next(iter(suites))}"]
     return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
+
+
+def _number_legends(panels: Sequence[Panel]) -> list[str]:
+    """What stands under 'numbers', where a measurement says so itself."""
+    described = {
+        f"{one.metric}: {one.description}"
+        for panel, shown in ((panel, main_error(panel)) for panel in panels)
+        for result in panel.results
+        for one in result.record.measurements
+        if one.description and one.metric != shown
+    }
+    return sorted(described)
 
 
 def _ending(run: Run, width: int, paint: Paint) -> list[str]:

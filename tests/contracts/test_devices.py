@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fp8bench.codec import decode, encode
 from fp8bench.measure.calibration import calibrate
@@ -99,3 +100,19 @@ def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
         pass
     codes, stamps = clock.end()
     assert len(stamper.intervals_ns(stamps)) == len(codes)
+
+
+@here
+def test_it_counts_its_memory_or_says_that_it_cannot(kind: str, facts: DeviceFacts) -> None:
+    """A tensor that is gone again, above one that stays; a GPU's allocator may hand out more than was asked for."""
+    meter = devices.get(kind).memory_meter(facts.index)
+    if meter is None:
+        pytest.skip(f"{facts.key} does not count memory")
+    before = torch.empty(1 << 22, dtype=torch.uint8, device=facts.key)
+    meter.start()
+    kept = torch.empty(1 << 21, dtype=torch.uint8, device=facts.key)
+    meter.mark()
+    torch.empty(1 << 20, dtype=torch.uint8, device=facts.key)
+    peak = meter.stop()
+    assert peak is not None and 0 <= peak - (3 << 20) <= (2 << 20 if facts.accelerated else 0)
+    assert before.nbytes == 2 * kept.nbytes

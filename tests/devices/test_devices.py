@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, HostStamper, processor_name
-from fp8bench.devices.cuda import Cuda, EventStamper
+from fp8bench.devices.cpu import Change, Cpu, HostStamper, ProfilerMeter, highest, processor_name
+from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.registry import devices
@@ -224,3 +226,226 @@ def test_devices_are_registered_under_their_kind() -> None:
     assert sorted(devices.names()) == ["cpu", "cuda"]
     for kind in devices.names():
         assert devices.get(kind).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "size"),
+    [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
+)  # fmt: skip
+def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch.dtype, size: int) -> None:
+    """Nothing is rounded up to an alignment."""
+    meter = ProfilerMeter()
+    meter.start()
+    kept = torch.empty(count, dtype=dtype)
+    meter.mark()
+    assert meter.stop() == size == kept.nbytes
+
+
+def test_the_highest_point_is_found_although_it_has_gone() -> None:
+    """A large tensor that is freed within the step; what was freed before the mark does not count."""
+    meter = ProfilerMeter()
+    meter.start()
+    kept = [torch.empty(1000)]
+    del kept[0], (gone := [torch.empty(1 << 20)])[0]
+    kept.append(torch.empty(500))
+    meter.mark()
+    kept.append(torch.empty(250))
+    del (passing := [torch.empty(5000)])[0]
+    kept.append(torch.empty(125))
+    assert meter.stop() == 4 * (500 + 250 + 5000) and not gone and not passing
+
+
+def test_the_highest_point_may_be_the_mark_itself() -> None:
+    """Where a step only gives memory back."""
+    meter = ProfilerMeter()
+    meter.start()
+    kept = [torch.empty(1000), torch.empty(3)]
+    meter.mark()
+    kept.clear()
+    kept.append(torch.empty(7))
+    assert meter.stop() == 4012
+
+
+def test_memory_from_before_does_not_count() -> None:
+    """Neither while it is there nor when it goes."""
+    before = [torch.empty(10_000), torch.empty(20_000)]
+    meter = ProfilerMeter()
+    meter.start()
+    kept = torch.empty(100)
+    del before[0]
+    meter.mark()
+    del before[0]
+    more = torch.empty(50)
+    assert meter.stop() == kept.nbytes + more.nbytes
+
+
+def test_what_operations_and_backward_allocate_counts() -> None:
+    """Forward x, w, their product and what relu makes of it; backward x, w, the product, its gradient and w's."""
+    side, meter = 64, ProfilerMeter()
+    peaks = []
+    for backward in (False, True):
+        meter.start()
+        x, w = torch.empty(side, side), torch.empty(side, side, requires_grad=backward)
+        meter.mark()
+        product = torch.mm(x, w)
+        if backward:
+            product.backward(torch.empty(side, side))
+        else:
+            product.relu()
+        peaks.append(meter.stop())
+        del x, w, product
+    assert peaks == [4 * 4 * side * side, 5 * 4 * side * side]
+
+
+def test_what_an_earlier_count_left_behind_does_not_count() -> None:
+    """torch's allocator remembers it, and tells of its release: a cache of a module that is made anew."""
+    meter = ProfilerMeter()
+    cache = []
+    for _ in range(3):
+        meter.start()
+        cache[:] = [torch.empty(10_000)]
+        meter.mark()
+        kept = torch.empty(10)
+        assert meter.stop() == cache[0].nbytes + kept.nbytes
+
+
+def test_a_meter_that_was_not_marked_knows_nothing() -> None:
+    """It can be stopped at any time, after an exception too, and started again."""
+    meter = ProfilerMeter()
+    assert meter.stop() is None
+    meter.start()
+    kept = torch.empty(10)
+    assert meter.stop() is None and meter.stop() is None
+    meter.start()
+    meter.mark()
+    assert meter.stop() == 0 and kept.nbytes == 40
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "peak"),
+    [
+        ([], None),
+        ([(1, 5), (1, -5)], None),
+        ([None], 0),
+        ([(1, 5), None], 5),
+        ([(1, 5), (1, -5), None, (1, 3)], 3),
+        ([(1, 5), None, (1, -5), (2, 3)], 5),
+        ([(1, 5), None, (2, 7), (2, -7), (3, 3)], 12),
+        ([(1, 5), None, (9, -4), (2, 3)], 8),  # nobody knows that address: it is from before
+        ([(1, 5), None, (1, 6), (2, 1)], 7),  # the release of the first was told to another thread
+        ([None, (1, 5), (2, 2), (1, -5), (1, 9)], 11),
+    ],
+)
+def test_the_most_held_at_once_from_the_mark_on(changes: list[Change | None], peak: int | None) -> None:
+    """The mark is None; what is held before it counts, but is no peak."""
+    assert highest(changes) == peak
+
+
+def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> None:
+    """The profiler's library tells stderr when it starts and stops, unless it is told not to."""
+    program = (
+        "import os, torch\n"
+        "from fp8bench.devices.cpu import ProfilerMeter\n"
+        "before = dict(os.environ)\n"
+        "meter = ProfilerMeter()\n"
+        "for _ in range(2):\n"
+        "    meter.start(); meter.mark(); x = torch.empty(9); assert meter.stop() == 36; del x\n"
+        "assert dict(os.environ) == before\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "profiler" not in done.stdout + done.stderr
+
+
+def test_a_torch_without_its_profiler_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been built without."""
+    assert isinstance(Cpu().memory_meter(0), ProfilerMeter)
+    monkeypatch.setattr(torch.profiler, "kineto_available", lambda: False)
+    assert Cpu().memory_meter(0) is None
+
+
+class FakeAllocator:
+    """torch's allocator on one GPU: what is allocated, the highest since the reset, cuBLAS's workspace in it.
+
+    Work that was not waited for has not allocated yet: whoever reads too early reads too little.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+        self.index, self.held, self.peak, self.workspace, self.waiting = index, 0, 0, 0, 0
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronise)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: self.read(index, self.held))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: self.read(index, self.peak))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+
+    def allocate(self, size: int) -> None:
+        self.waiting += 1
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def product(self) -> None:
+        if not self.workspace:
+            self.workspace = 32 << 20
+            self.allocate(self.workspace)
+
+    def clear(self) -> None:
+        assert not self.waiting, "a workspace in use was freed"
+        self.held -= self.workspace
+        self.workspace = 0
+
+    def synchronise(self, index: int) -> None:
+        assert index == self.index
+        self.waiting = 0
+
+    def read(self, index: int, value: int) -> int:
+        assert index == self.index and not self.waiting, "read before waiting for the device"
+        return value
+
+    def reset(self, index: int) -> None:
+        assert index == self.index and not self.waiting
+        self.peak = self.held
+
+
+def test_memory_on_a_gpu_is_what_its_allocator_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the mark on, above what was there; a higher point before the mark does not count."""
+    allocator = FakeAllocator(monkeypatch, 1)
+    allocator.allocate(1000)
+    meter = Cuda().memory_meter(1)
+    assert isinstance(meter, AllocatorMeter) and meter.stop() is None
+    meter.start()
+    for size in (512, 1 << 30, -(1 << 30)):
+        allocator.allocate(size)
+    assert meter.stop() is None
+    meter.start()
+    allocator.allocate(2048)
+    meter.mark()
+    for size in (4096, -4096, 512):
+        allocator.allocate(size)
+    assert meter.stop() == 2048 + 4096
+    meter.start()
+    meter.mark()
+    allocator.allocate(-1000)
+    assert meter.stop() == 0
+
+
+def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS allocates it for the first product of a process and keeps it."""
+    allocator = FakeAllocator(monkeypatch, 0)
+    meter = AllocatorMeter(0)
+    peaks = []
+    for _ in range(3):
+        meter.start()
+        allocator.product()
+        meter.mark()
+        allocator.product()
+        peaks.append(meter.stop())
+    assert peaks == [32 << 20] * 3
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
+def test_an_allocator_that_counts_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With caching off torch's counts stay at zero, which would be read as no memory at all."""
+    monkeypatch.setenv(name, "1")
+    assert Cuda().memory_meter(0) is None

@@ -192,3 +192,35 @@ def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> No
         loss = record.measurement("loss_error")
         assert loss is not None and loss.samples[0] < 0.05
     assert run.records[0].is_reference and run.records[0].control is not None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precision: str) -> None:
+    """Operands and result in blocks rounded up, and cuBLAS's workspace, which counts whether it was there or not."""
+    bench = Bench(Settings())
+    case = product_case(precision, 2048, facts)
+    peaks = [bench.memory(case, facts) for _ in range(2)]
+    bench.prepare("key", case, facts)
+    bench.slot("key", 2, 1)
+    bench.release("key")
+    peaks.append(bench.memory(case, facts))
+    operands = 3 * 2048 * 2048 * (4 if precision == "fp32" else 2)
+    known = [peak for peak in peaks if peak is not None]
+    assert len(known) == 3 and max(known) - min(known) <= 3 << 20
+    assert operands <= known[0] <= operands + (128 << 20)
+
+
+def test_memory_from_before_and_memory_that_has_gone(facts: DeviceFacts) -> None:
+    """The one does not count, the other does; and the meter holds none."""
+    meter = Cuda().memory_meter(facts.index)
+    assert meter is not None
+    before = normal(1024, 1024)
+    held = torch.cuda.memory_allocated(facts.index)
+    meter.start()
+    kept = normal(512, 512)
+    meter.mark()
+    normal(2048, 2048)
+    peak = meter.stop()
+    assert peak is not None and 0 <= peak - kept.nbytes - 4 * 2048 * 2048 <= 2 << 20
+    del kept
+    assert torch.cuda.memory_allocated(facts.index) <= held and before.numel() == 1 << 20

@@ -12,7 +12,7 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.stopping import StoppingRule
-from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Verdict
+from fp8bench.model import Case, Label, Level, PlannedCase, Provenance, Record, Status, Verdict
 from fp8bench.protocols import SilentObserver
 from tests.fakes import (
     CAST,
@@ -142,6 +142,53 @@ def test_statistics_that_raise_fail_nobody(exhausted: bool, restarts: int) -> No
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
     assert records["fp32"].detail == f"no statistics of the data: {error}" and records["fp32"].statistics == ()
     assert worker.restarts == restarts
+
+
+def test_memory_comes_last_in_a_pass_of_its_own() -> None:
+    """One request a case that is alive by then; where the device cannot say there is no number, and no zero."""
+    scripts = {
+        "fp32": Script(peak=3 << 20, errors={"product_error": 0.1}), "bf16": Script(errors={"product_error": math.nan}),
+        "fp16": broken("slot"),
+    }  # fmt: skip
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
+    assert [one.metric for one in records["fp32"].measurements] == ["product_error", "peak_memory"]
+    peak = records["fp32"].measurement("peak_memory")
+    assert peak is not None and (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
+    assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
+    assert [entry for entry in worker.log if entry[0] == "memory"] == [("memory", "fp32"), ("memory", "fp8")]
+    assert worker.log[-2:] == [("memory", "fp32"), ("memory", "fp8")]
+    assert records["fp8"].measurements == () and not records["fp8"].detail
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [
+        (WorkerFault("ValueError", "bad", "the trace"), 1),
+        (WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True), 0),
+        (WorkerLost("it crashed"), 1),
+        (WorkerHung("no answer in 60 s"), 1),
+    ],
+)
+def test_a_case_without_its_memory_stands_all_the_same(error: Exception, restarts: int) -> None:
+    """With its time and its errors, and the reason; the others have theirs."""
+    bf16 = Script(errors={"product_error": 0.1}, faults=[Fault("memory", error)], peak=1)
+    records, worker = measure({"bf16": bf16, "fp16": Script(peak=2)}, *native("fp32", "bf16", "fp16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
+    assert records["bf16"].detail == f"no peak memory: {error}" and not records["bf16"].reason
+    assert records["bf16"].timing is not None and records["bf16"].measurement("product_error") is not None
+    assert records["bf16"].measurement("peak_memory") is None
+    assert records["fp16"].measurement("peak_memory") is not None
+    assert worker.restarts == restarts
+
+
+def test_whatever_a_case_lacks_is_told() -> None:
+    """Errors, statistics and memory, all for want of room: no reason hides another."""
+    error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
+    lacking = Script(faults=[Fault(name, error) for name in ("error", "statistics", "memory")])
+    records, _ = measure({"fp32": lacking}, *native("fp32", "bf16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
+    lacks = ("numerical error", "statistics of the data", "peak memory")
+    assert records["fp32"].detail == "; ".join(f"no {what}: {error}" for what in lacks)
 
 
 @pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
@@ -369,13 +416,15 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_observer_hears_of_every_stage() -> None:
-    """Preparing, measuring with a share that grows, and checking numbers."""
+    """Preparing, measuring with a share that grows, checking numbers, measuring memory."""
     listener = Listener()
     measure({}, *native("fp32", "bf16"), observer=listener)
     assert listener.told[:3] == [("fp32", "preparing", 0.0), ("fp32", "preparing", 0.0), ("bf16", "preparing", 0.0)]
     shares = [share for _, doing, share in listener.told if doing == "measuring"]
     assert shares == [round_ / 10 for round_ in range(10) for _ in range(3)]
-    assert listener.told[-2:] == [("fp32", "checking numbers", 1.0), ("bf16", "checking numbers", 1.0)]
+    after = [("fp32", "checking numbers"), ("bf16", "checking numbers")]
+    after += [("fp32", "measuring memory"), ("bf16", "measuring memory")]
+    assert listener.told[-4:] == [(*one, 1.0) for one in after]
 
 
 def test_a_record_keeps_what_the_plan_knew() -> None:

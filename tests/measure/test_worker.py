@@ -30,8 +30,9 @@ from fp8bench.registry import import_user_modules, user_module, workloads
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
     "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool", "dtype", "grad", "words", "widower", "weaver",
+    "shy",
 )  # fmt: skip
-HARMLESS = ("none", "fork", "pool")
+HARMLESS = ("none", "fork", "pool", "shy")
 RAISING = ("raise", "memory", "talk", "write", "thread", "dtype", "grad", "words", "weaver")
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
 WORKLOAD = """
@@ -149,6 +150,8 @@ class Hazard(Workload):
             os._exit(0)
         if how == "dtype" and setup.case.precision == "bf16":
             torch.set_default_dtype(torch.bfloat16)
+        if how == "shy" and setup.case.precision == "bf16" and torch.autograd._profiler_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "sleeper":
             Path(os.environ["SLEEPER"]).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
         return {"how": how if setup.case.precision == "bf16" else "none", "steps": 0, "busy": os.environ.get("BUSY")}
@@ -265,6 +268,16 @@ def test_the_other_cases_go_on(run: Run, how: str) -> None:
         assert described.statistics == () and "statistics() returned int 5" in described.detail
     else:
         assert described.statistics == (plain,) and not described.detail
+
+
+def test_a_crash_while_memory_is_measured_costs_its_number_only(run: Run) -> None:
+    """What was timed stands, and the record says what is missing. Elsewhere no tensors are a number, too."""
+    shy = record_of(run, "shy", "bf16")
+    assert shy.detail.startswith("no peak memory: the worker crashed during 'memory': it was ended by SIGKILL")
+    assert shy.measurement("peak_memory") is None
+    for record in (record_of(run, "shy", "fp32"), record_of(run, "none", "bf16")):
+        peak = record.measurement("peak_memory")
+        assert peak is not None and peak.samples == (0.0,) and not record.detail
 
 
 def test_the_run_ends_and_is_kept_whole(run: Run) -> None:

@@ -150,6 +150,16 @@ def test_what_vanished_is_a_share_under_numbers() -> None:
         assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
 
 
+def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
+    """Once for all panels; that of an emulation is marked, because it saves nothing."""
+    run, findings = transformer()
+    text = render(run, findings)
+    assert "\n  peak_memory: bf16 300 MiB, fp16 200 MiB, fp8 345 MiB (emulated)\n" in text
+    assert text.count("peak_memory: memory at the highest point of a step") == 1
+    records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
+    assert "peak_memory" not in render(replace(run, records=records), findings)
+
+
 def test_every_label_has_its_sentence() -> None:
     assert set(LABELS) == set(Label)
 

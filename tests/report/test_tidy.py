@@ -209,3 +209,15 @@ def test_any_run_has_rows(wild: tuple[Run, dict[str, Finding]]) -> None:
     texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
     assert {row["case"] for row in found} == {record.case.id for record in run.records}
+
+
+def test_memory_is_a_row_of_the_step_in_bytes() -> None:
+    """Of every case that has it; an emulation is told by its level."""
+    peaks = chosen(rows(*transformer()), metric="peak_memory")
+    assert [(row["mode"], row["level"]) for row in peaks] == [
+        ("bf16", "native"), ("fp16", "native"), ("fp8", "emulated"),
+    ]  # fmt: skip
+    assert [row["median_in_unit"] for row in peaks] == [300 << 20, 200 << 20, 345 << 20]
+    assert {(row["phase"], row["unit"], row["n_samples"], row["provenance"]) for row in peaks} == {
+        (STEP, "B", 1, "measured")
+    }

@@ -1,0 +1,33 @@
+"""What one case has come to so far, while its group is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.model import Measurement, PlannedCase, TensorStatistics, Timing
+
+
+@dataclass
+class Outcome:
+    """A record in the making. `failure` is the reason of a case that failed, '' while it is alive."""
+
+    planned: PlannedCase
+    timing: Timing | None = None
+    control: Timing | None = None
+    paired_with: Timing | None = None
+    paired: bool = True
+    stopped: str = ""
+    failure: str = ""
+    detail: str = ""
+    measurements: list[Measurement] = field(default_factory=list)
+    statistics: tuple[TensorStatistics, ...] = ()
+
+    def lacks(self, why: str) -> None:
+        """Something about it could not be had, which does not fail it."""
+        self.detail = "; ".join(filter(None, (self.detail, why)))
+
+
+def exhausted(cause: WorkerError) -> bool:
+    """Whether memory did not suffice, and the worker lives on."""
+    return isinstance(cause, WorkerFault) and cause.out_of_memory

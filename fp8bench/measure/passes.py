@@ -1,0 +1,83 @@
+"""The passes after the timing, each in states of its own: numerical errors, what the data are, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import Limits
+from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.model import DeviceFacts, Measurement, Provenance
+from fp8bench.protocols import Observer
+
+_PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
+
+
+class Passes:
+    """Asks the worker, and writes down in the outcomes what it says, or why it says nothing."""
+
+    def __init__(self, worker: Worker, facts: Mapping[str, DeviceFacts], limits: Limits, observer: Observer) -> None:
+        self._worker = worker
+        self._facts = facts
+        self._limits = limits
+        self._observer = observer
+
+    def errors(self, outcomes: Sequence[Outcome]) -> None:
+        """Numerical errors of every case. Whose numbers cannot be had fails.
+
+        Not for want of memory, though: a reference in fp64 may need more than the step.
+        """
+        for outcome in outcomes:
+            case = outcome.planned.case
+            self._observer.working(case, "checking numbers", 1.0)
+            try:
+                errors = self._worker.error(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+            except WorkerError as cause:
+                why = f"no numerical error: {cause}"
+                if exhausted(cause):
+                    outcome.lacks(why)
+                    continue
+                self._worker.restart()
+                outcome.failure = why
+                outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
+                continue
+            outcome.failure = _not_finite(errors)
+            outcome.measurements += [
+                Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
+            ]
+
+    def statistics(self, reference: Outcome) -> None:
+        """What the data are, asked of one case; they describe those of all, so that they do not fail that one."""
+        case = reference.planned.case
+        try:
+            limit = self._limits.numbers(reference.planned.work)
+            reference.statistics = self._worker.statistics(case, self._facts[case.device], limit)
+        except WorkerError as cause:
+            self._missed(reference, f"no statistics of the data: {cause}", cause)
+
+    def memory(self, outcomes: Sequence[Outcome]) -> None:
+        """Memory at the highest point of a step; a case without it stands all the same."""
+        for outcome in outcomes:
+            case = outcome.planned.case
+            self._observer.working(case, "measuring memory", 1.0)
+            try:
+                peak = self._worker.memory(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+            except WorkerError as cause:
+                self._missed(outcome, f"no peak memory: {cause}", cause)
+                continue
+            if peak is not None:
+                measured = Measurement("peak_memory", "B", (float(peak),), description=_PEAK_MEMORY)
+                outcome.measurements.append(measured)
+
+    def _missed(self, outcome: Outcome, why: str, cause: WorkerError) -> None:
+        if not exhausted(cause):
+            self._worker.restart()
+        outcome.lacks(why)
+
+
+def _not_finite(errors: Mapping[str, float]) -> str:
+    """Why a case fails whose numbers are no numbers; '' if they are."""
+    wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+    return f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""

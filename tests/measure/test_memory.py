@@ -1,0 +1,236 @@
+"""The pass that measures memory, on real workloads: against counts by hand and a second way of counting."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8bench.axes import Axis
+from fp8bench.devices.cpu import Cpu
+from fp8bench.errors import WorkerFault
+from fp8bench.measure import bench as bench_module
+from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.conduct import ThreadsLeft
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Scalar, Work
+from fp8bench.plan import make_plan
+from fp8bench.protocols import Phases, Setup, SilentPhases, Workload
+from fp8bench.registry import precisions, workloads
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "gemm": (("shape", ("64x48x32",)),),
+    "mlp": (("tokens", ("32",)), ("width", ("64",)), ("hidden", ("128",)), ("gated", ("yes",))),
+    "norm_act": (("tokens", ("32",)), ("width", ("64",)), ("operation", ("residual",))),
+    "accumulate": (("width", ("64",)), ("tensors", ("3",))),
+    "optimizer": (("width", ("64",)), ("tensors", ("3",)), ("fused", ("no",))),
+}
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """The worker's side, in this process."""
+    before = torch.get_num_threads()
+    yield Bench(Settings())
+    torch.set_num_threads(before)
+
+
+def planned(name: str, precision: str) -> PlannedCase:
+    """The first case of a small setting, as the plan makes it."""
+    return make_plan(Request(name, (precision,), ("cpu",), axes=SMALL[name]), (CPU,)).groups[0].cases[0]
+
+
+class Storages(TorchDispatchMode):
+    """The second way: every storage that any operation of a step gives or takes, from when it is seen to its end.
+
+    What an operation allocates and frees within itself is not seen, so it fits workloads whose operations do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.highest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs, made)):
+            if isinstance(one, torch.Tensor):
+                self.see(one.untyped_storage())
+        self.highest = max(self.highest, sum(self.held.values()))
+        return made
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.held:
+            self.held[key] = storage.nbytes()
+            weakref.finalize(storage, self.held.pop, key, None)
+
+
+def second_witness(case: Case, seed: int = 0) -> int:
+    """The most bytes that storages hold at once within the second step of a fresh state."""
+    workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+    arithmetic = precision.arithmetic(CPU)
+    with precision.scope():
+        with Storages() as storages:
+            state = workload.prepare(Setup(case, CPU, seed, arithmetic, arithmetic, {}, precision.loss_scale))
+            workload.step(state, SilentPhases())
+            gc.collect()
+            storages.highest = sum(storages.held.values())
+            workload.step(state, SilentPhases())
+        return storages.highest
+
+
+@pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate"])
+def test_it_agrees_with_a_second_way_of_counting(name: str, bench: Bench) -> None:
+    """Bit for bit, where operations keep nothing to themselves."""
+    case = planned(name, "fp32").case
+    assert bench.memory(case, CPU) == second_witness(case)
+
+
+def test_a_product_is_two_operands_and_what_comes_out(bench: Bench) -> None:
+    """In fp32, where nothing is cast."""
+    assert bench.memory(planned("gemm", "fp32").case, CPU) == 4 * (64 * 32 + 48 * 32 + 64 * 48)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", SMALL)
+def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: Bench) -> None:
+    """First, again, and after the case was timed; and never below the least that planning counts with."""
+    one = planned(name, precision)
+    if one.skip:
+        pytest.skip(one.skip)
+    peaks = [bench.memory(one.case, CPU) for _ in range(2)]
+    bench.prepare("key", one.case, CPU)
+    bench.slot("key", 2, 1)
+    bench.release("key")
+    peaks.append(bench.memory(one.case, CPU))
+    assert len(set(peaks)) == 1 and peaks[0] is not None
+    assert peaks[0] >= one.work.least_memory > 0
+
+
+class Told(Workload):
+    """A workload made of what a test says: a state, and a step."""
+
+    name = "told"
+    summary = "what a test says"
+
+    def __init__(self, prepare: Callable[[], Any], step: Callable[[Any], None]) -> None:
+        self._prepare = prepare
+        self._step = step
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return self._prepare()
+
+    def step(self, state: Any, phase: Phases) -> None:
+        self._step(state)
+
+
+Tell = Callable[[Callable[[], Any], Callable[[Any], None]], Case]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+    """Makes the bench find a workload of the test's own."""
+
+    def told(prepare: Callable[[], Any], step: Callable[[Any], None]) -> Case:
+        class Known:
+            get = staticmethod(lambda name: Told(prepare, step))
+
+        monkeypatch.setattr(bench_module, "workloads", Known)
+        return Case("told", (), "fp32", "cpu")
+
+    return told
+
+
+def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:
+    """The second step is the one that is looked at."""
+
+    def step(state: dict[str, Any]) -> None:
+        if "made" not in state:
+            torch.empty(1 << 20)
+            state["made"] = torch.empty(100)
+        torch.empty(7)
+
+    assert bench.memory(tell(lambda: {"weights": torch.empty(10)}, step), CPU) == 4 * (10 + 100 + 7)
+
+
+def test_garbage_of_the_first_step_does_not_count(bench: Bench, tell: Tell) -> None:
+    """A cycle goes when it is collected, which is done by hand: chance has no say."""
+
+    def step(state: list[Any]) -> None:
+        cycle: list[Any] = [torch.empty(500)]
+        cycle.append(cycle)
+
+    case = tell(list, step)
+    assert gc.isenabled()
+    assert [bench.memory(case, CPU) for _ in range(3)] == [2000] * 3
+    assert gc.isenabled()
+
+
+def test_the_state_is_given_back(bench: Bench, tell: Tell) -> None:
+    """Also one that refers to itself."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def prepare() -> list[Any]:
+        state: list[Any] = [torch.empty(100)]
+        state.append(state)
+        seen.append(weakref.ref(state[0]))
+        return state
+
+    assert bench.memory(tell(prepare, lambda state: None), CPU) == 400
+    assert seen[0]() is None
+
+
+def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
+    """The worker lives on where memory did not suffice, and later cases are timed in it."""
+
+    def step(state: list[int]) -> None:
+        state.append(1)
+        if len(state) == 2:
+            raise MemoryError("planted")
+
+    with LocalWorker(Settings()) as worker:
+        case = tell(list, step)
+        for _ in range(2):
+            with pytest.raises(WorkerFault, match="planted") as caught:
+                worker.memory(case, CPU, 60.0)
+            assert caught.value.out_of_memory
+            assert not torch.autograd._profiler_enabled() and gc.isenabled()
+        assert worker.memory(tell(lambda: torch.empty(5), lambda state: None), CPU, 60.0) == 20
+
+
+def test_threads_that_are_left_are_an_error(bench: Bench, tell: Tell) -> None:
+    """They would be timed with what comes next; the profiler itself leaves none of Python's."""
+    before, done = set(threading.enumerate()), threading.Event()
+
+    def prepare() -> None:
+        threading.Thread(target=done.wait, name="stayer", daemon=True).start()
+
+    with pytest.raises(ThreadsLeft, match=r"it left 1 running \(stayer\)"):
+        bench.memory(tell(prepare, lambda state: None), CPU)
+    done.set()
+    for one in set(threading.enumerate()) - before:
+        assert one.name == "stayer"
+        one.join()
+
+
+def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is prepared for it."""
+    monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: None)
+    assert bench.memory(tell(lambda: 1 / 0, lambda state: None), CPU) is None
