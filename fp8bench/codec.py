@@ -7,6 +7,7 @@ the kinds of types that model.py uses are known: dataclasses, enums, tuples, map
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 import typing
@@ -18,6 +19,7 @@ from typing import Any, TypeVar, cast
 # The version of what is kept of a run, and printed as JSON. It is raised when an old reader would read a new one wrong.
 SCHEMA = 1
 _INTEGERS = {int}
+_LISTS = {list}
 
 T = TypeVar("T")
 
@@ -114,12 +116,15 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
     many = len(inside) == 2 and inside[1] is Ellipsis
     decoders = [_decoder(one) for one in inside if one is not Ellipsis]
     of_numbers = many and inside[0] is int
+    of_lists_of_numbers = many and inside[0] == tuple[int, ...]
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, list):
             raise Malformed(": expected a list")
         if of_numbers and set(map(type, plain)) <= _INTEGERS:
             return tuple(plain)  # raw samples: many, and worth a short way
+        if of_lists_of_numbers and _are_lists_of_integers(plain):
+            return tuple(map(tuple, plain))
         if not many and len(decoders) != len(plain):
             raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
         try:
@@ -130,6 +135,10 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
             raise Malformed(f"[]{error}") from None
 
     return decode
+
+
+def _are_lists_of_integers(plain: list[Any]) -> bool:
+    return set(map(type, plain)) <= _LISTS and set(map(type, itertools.chain.from_iterable(plain))) <= _INTEGERS
 
 
 def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
