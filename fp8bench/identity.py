@@ -68,7 +68,7 @@ def identify(known: Entry | None = None) -> Identity:
     """
     stored = {name: value for name, value in (known or {}).items() if name != "version"}  # which is the file's
     machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _found()
-    return Identity(machine, _python_of_asv(_absolute(sys.executable or "python")))
+    return Identity(machine, named_by_asv(sys.executable or "python"))
 
 
 def same_interpreter(a: str, b: str) -> bool:
@@ -157,12 +157,13 @@ def _sysctl(name: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _python_of_asv(ours: str) -> str:
-    """The interpreter as the command `asv` names it.
+def named_by_asv(path: str) -> str:
+    """An interpreter as its command `asv` names it.
 
     asv goes by the path it was started with, which the first lines of its script say (bin/python3, say), while
     `python -m fp8bench` goes by bin/python: one interpreter, but two series to asv.
     """
+    ours = _absolute(path)
     for folder in dict.fromkeys((Path(ours).parent, Path(sysconfig.get_path("scripts")))):
         named = _started_by(folder / "asv")
         if named is not None and same_interpreter(named, ours):

@@ -264,7 +264,7 @@ def test_a_script_that_names_no_alias_of_this_interpreter_does_not_count(
         (folder / "python").symlink_to(sys.executable)
     (here / "asv").write_bytes(content.replace(b"{other}", os.fsencode(other)))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(other))
-    assert identity._python_of_asv(str(here / "python")) == str(here / "python")
+    assert identity.named_by_asv(str(here / "python")) == str(here / "python")
 
 
 def test_the_script_may_lie_where_the_system_keeps_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_the_script_may_lie_where_the_system_keeps_scripts(tmp_path: Path, monke
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "asv").write_text(f"#!{tmp_path}/python3\n")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
-    assert identity._python_of_asv(str(tmp_path / "python")) == str(tmp_path / "python3")
+    assert identity.named_by_asv(str(tmp_path / "python")) == str(tmp_path / "python3")
 
 
 def test_names_of_one_interpreter(tmp_path: Path) -> None:

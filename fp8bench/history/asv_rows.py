@@ -6,6 +6,7 @@ nulls at the end are cut. Here every combination has its place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -62,6 +63,22 @@ class Row:
                 f"{len(self.values)} values, {len(self.stats)} statistics and {len(self.samples)} lists of samples "
                 f"for {count} combinations"
             )
+
+
+# Value, statistics and samples of one combination; and those of one that was not measured.
+Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
+NOT_MEASURED: Figures = (math.nan, None, None)
+
+
+def by_combination(row: Row) -> dict[tuple[str, ...], Figures]:
+    """What a row says of each combination, by its texts: what a grid was may have changed since."""
+    figures = zip(row.values, row.stats, row.samples, strict=True)
+    return dict(zip(itertools.product(*row.params), figures, strict=True))
+
+
+def is_measured(figures: Figures) -> bool:
+    """Whether there was a measurement. A failure counts: it is an answer."""
+    return figures[0] is None or not math.isnan(figures[0])
 
 
 def combinations(params: Iterable[Sequence[str]]) -> int:

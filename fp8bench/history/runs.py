@@ -76,6 +76,20 @@ def load_run(path: Path) -> Run:
     return _run(reading, path)
 
 
+def load_head(path: Path) -> Run:
+    """A run without its records, by its first line alone where that is the header; raises StoreError as load_run."""
+    try:
+        with path.open("rb") as file:
+            content = _object(file.readline().decode("utf-8-sig", errors="replace"))
+        if "schema" in content:
+            return replace(_header(content, path), path=str(path))
+    except OSError as error:
+        raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError):
+        pass
+    return load_run(path)
+
+
 def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run | None, str]:
     """The number of the first line that is a header, wherever it stands, and the run that it begins.
 

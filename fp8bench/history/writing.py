@@ -92,9 +92,7 @@ def check_store(store: Path) -> None:
 def start_run(run: Run, store: Path) -> RunWriter:
     """Create the run's file with its header, in one step: nobody ever sees it without."""
     machine = _word(str(run.environment.get("machine") or "unknown"))
-    commit = str(run.environment.get("commit") or "nocommit")[:8]
-    stamp = re.sub(r"[-:]", "", run.started).partition("+")[0] + "Z"
-    path = store / "runs" / machine / f"{stamp}-{commit}-{run.id}.jsonl"
+    path = store / "runs" / machine / file_name(run)
     partial = path.with_suffix(".partial")
     header = {name.name: encode(getattr(run, name.name)) for name in fields(run) if name.name not in _HEADER_LEFT_OUT}
     try:
@@ -105,7 +103,7 @@ def start_run(run: Run, store: Path) -> RunWriter:
     except OSError as error:
         raise _cannot_be_made(path, error) from None
     try:
-        _lock(writer._file, path)
+        lock_run(writer._file, path)
         writer._lines([{"schema": SCHEMA, "header": header}])
         partial.rename(path)
     except BaseException as error:
@@ -118,6 +116,13 @@ def start_run(run: Run, store: Path) -> RunWriter:
     return writer
 
 
+def file_name(run: Run) -> str:
+    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
+    commit = str(run.environment.get("commit") or "nocommit")[:8]
+    stamp = re.sub(r"[-:]", "", run.started).partition("+")[0] + "Z"
+    return f"{stamp}-{commit}-{run.id}.jsonl"
+
+
 def _cannot_be_made(path: Path, error: OSError) -> StoreError:
     return StoreError(f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR.")
 
@@ -126,7 +131,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     """Open a run's file to go on with it; a last line that was cut short stays alone on its line."""
     try:
         file = path.open("a+", encoding="utf-8", errors="replace")
-        _lock(file, path)
+        lock_run(file, path)
         with path.open("rb") as raw:
             size = raw.seek(0, os.SEEK_END)
             raw.seek(max(0, size - 1))
@@ -150,12 +155,12 @@ def running_beside(own: Path) -> list[str]:
     found = []
     for path, _ in zip(run_files(store), range(_LOOKED_AT), strict=False):
         with contextlib.suppress(OSError):
-            if path != own and path.stat().st_mtime > recent and _is_locked(path):
+            if path != own and path.stat().st_mtime > recent and is_being_written(path):
                 found.append(path.stem)
     return found
 
 
-def _lock(file: IO[str], path: Path) -> None:
+def lock_run(file: IO[Any], path: Path) -> None:
     """Take the file's lock; raises where another process has it. Where a file system has no locks, do without."""
     for attempt in range(4):
         try:
@@ -169,7 +174,8 @@ def _lock(file: IO[str], path: Path) -> None:
     raise StoreError(f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own.")
 
 
-def _is_locked(path: Path) -> bool:
+def is_being_written(path: Path) -> bool:
+    """Whether a process has a run file's lock, or is just looking whether another one does."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
-from fp8bench.model.followed import Cell, Point, Series
+from fp8bench.model.followed import Cell, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -49,8 +49,11 @@ __all__ = [
     "UNATTRIBUTED",
     "Case",
     "Cell",
+    "Course",
     "DeviceFacts",
     "Environment",
+    "Fault",
+    "Figure",
     "Finding",
     "Group",
     "Interval",

@@ -1,7 +1,8 @@
-"""What a history is made of: series of points, a point for every run."""
+"""What a history is made of: series of points, a point for every run; what a commit came to; what is wrong with it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8bench.model.planned import Scalar
@@ -42,3 +43,62 @@ class Point:
     status: Status = Status.OK
     reason: str = ""
     hasty: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a commit came to in one cell of a series, by all its runs: the median of their samples, and asv's interval.
+
+    `date` is that of the commit's author, in ms since 1970. `value` is None where there is no number; then `status` and
+    `reason` say why. `low` and `high` are the ends of a 99% interval, None where samples are too few for one.
+    """
+
+    commit: str
+    date: int | None
+    version: str
+    runs: int
+    samples: int
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    hasty: bool = False
+    status: Status = Status.OK
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Course:
+    """One cell of a series from commit to commit, on one machine and under one interpreter.
+
+    `machine` is what asv knows of the machine, its name under 'machine'. `figures` are in the order of their commits'
+    dates.
+    """
+
+    series: Series
+    cell: Cell
+    machine: Mapping[str, Scalar | None]
+    python: str
+    figures: tuple[Figure, ...]
+
+    @property
+    def name(self) -> str:
+        """As a person writes it: 'gemm.Gemm.track_time(bf16, 512)'."""
+        return f"{self.series.name}({', '.join(map(str, self.cell))})"
+
+    @property
+    def measured(self) -> tuple[Figure, ...]:
+        """The figures that have a number."""
+        return tuple(figure for figure in self.figures if figure.value is not None)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something about a file of a store that a person should know: where, what, and what to do about it.
+
+    `broken` means that something is lost, hidden or wrong because of it; without it nothing is.
+    """
+
+    path: str
+    what: str
+    remedy: str
+    broken: bool = True

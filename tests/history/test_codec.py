@@ -17,8 +17,11 @@ from fp8bench import model
 from fp8bench.codec import Malformed, decode, encode
 from fp8bench.model import (
     Case,
+    Course,
     DeviceFacts,
     Environment,
+    Fault,
+    Figure,
     Finding,
     Group,
     Interval,
@@ -29,12 +32,14 @@ from fp8bench.model import (
     Phase,
     Plan,
     PlannedCase,
+    Point,
     Provenance,
     Record,
     Request,
     Resumption,
     Run,
     Segments,
+    Series,
     SlotSample,
     Status,
     Support,
@@ -63,7 +68,7 @@ RECORD = Record(
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False, 12.5,
+    5, ("module",), False, 12.5, True,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -74,17 +79,21 @@ RUN = Run(
     Environment({"a": None, "b": 1, "c": 0.5, "d": "text", "e": True}), (FACTS,),
     (("cpu", Overheads(1e-7, 2e-7, 3e-8, None)), ("cuda:1", Overheads(1.0, 2.0, 3.0, 4.0))),
     (RECORD, Record(CASE, SUPPORT, Status.FAILED, reason="crash")), "path", True, ("line 3",), ("a note",),
-    (RESUMPTION,),
+    (RESUMPTION,), "asv",
 )  # fmt: skip
 FINDING = Finding(
     CASE, Verdict.SLOWER, 1.0, 1.5, 0.1, Interval(1.1, 1.05, 1.2, 0.99), 1.2, 0.01, (("gemm", 0.5),), ("cast",),
     (Label.NOISY, Label.DRIFT), "why",
 )  # fmt: skip
+SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "n"), (("fp8",), (512, "1x2x3")), "1.1")
+POINT = Point(SERIES.name, ("fp8", 512), "1.1", (0.5, 0.25), Status.FAILED, "why", True)
+FIGURE = Figure("66fd6b5c", 1767268800000, "1.1", 2, 48, 0.5, 0.25, None, True, Status.SKIPPED, "why")
+COURSE = Course(SERIES, ("fp8", 512), {"machine": "box", "ram": None}, "/venv/bin/python", (FIGURE,))
 VALUES: list[Any] = [
     RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
-    PLAN.groups[0], PLAN.groups[0].cases[0],
+    PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
 ]  # fmt: skip
 
 
@@ -98,7 +107,7 @@ def test_every_value_survives_the_trip(value: Any) -> None:
     again = there_and_back(value)
     assert again == value
     assert encode(again) == encode(value)
-    assert hash(again) == hash(value) if not isinstance(value, Environment | Resumption | Run) else True
+    assert hash(again) == hash(value) if not isinstance(value, Environment | Resumption | Run | Course) else True
 
 
 def test_every_dataclass_of_the_model_is_among_them() -> None:
