@@ -288,8 +288,9 @@ def test_a_configuration_with_a_c_is_one(project: Path) -> None:
     ("words", "quick", "append"),
     [
         ("run --quick", True, False), ("run -q", True, False), ("run --qui", True, False),
-        ("run -nq -E x", True, False), ("run -qe", True, False), ("run", False, False), ("run --bench quick", False, False),
-        ("run -b q", False, False), ("run -bgemm_q", False, False), ("run --no-pull", False, False),
+        ("run -nq -E x", True, False), ("run -qe", True, False), ("run", False, False),
+        ("run --bench quick", False, False), ("run -b q", False, False), ("run -bgemm_q", False, False),
+        ("run --no-pull", False, False),
         ("run --append-samples", False, True), ("run --append -q", True, True), ("run -a rounds=2", False, False),
         ("run --attribute x=1", False, False), ("", False, False),
     ],
