@@ -27,6 +27,8 @@ LOCK = ".lock"
 _PAUSE_SECONDS = 0.02
 # A file that was changed so long ago is no longer being written.
 _LATELY_SECONDS = 10.0
+# Nobody writes a file for so long: whoever began it was killed.
+_LEFT_SECONDS = 3600.0
 
 T = TypeVar("T")
 
@@ -181,6 +183,14 @@ def set_aside(path: Path) -> Path:
                 target.unlink()
             raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
     raise AssertionError("numbers do not end")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what writers that were killed have left half done. For holders of the lock."""
+    for path in folder.glob(".asv-*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
 
 
 @contextlib.contextmanager
