@@ -138,25 +138,29 @@ def _add_outputs(group: argparse._ActionsContainer) -> None:
 def _add_history(history: argparse.ArgumentParser) -> None:
     commands = history.add_subparsers(dest="history_command", metavar="COMMAND", parser_class=Parser)
 
-    def command(name: str, words: str, imports: bool = False) -> argparse.ArgumentParser:
-        parser = commands.add_parser(name, help=words, allow_abbrev=False)
+    def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
+        parser = commands.add_parser(
+            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=epilog, allow_abbrev=False
+        )
         parser.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
-        if imports:
-            words = "module or .py file of suites of your own that were measured"
-            parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
+        words = "module or .py file of suites of your own that were measured"
+        parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
         return parser
 
-    listing = command("list", "the series that there are, or the runs", imports=True)
-    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose name has it")
+    listing = command("list", "the series that there are, or the runs")
+    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
-    show = command("show", "one series, commit by commit", imports=True)
+    show = command("show", "one series, commit by commit")
     words = "as `history list` names it; a part that fits one series will do"
     show.add_argument("series", metavar="SERIES", help=words)
-    command("verify", "read every file of the store and say what is broken, and where")
-    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", imports=True)
-    merge = command("merge", "take in the store of another machine", imports=True)
-    merge.add_argument("folder", type=_path, metavar="DIR", help="the other store; it is only read")
-    words = "an interpreter's path that is to count as another's from now on: a virtual environment that moved"
+    codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
+    command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
+    codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
+    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", codes)
+    codes = "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken."
+    merge = command("merge", "take in the store of another machine, or let an interpreter count as another", codes)
+    merge.add_argument("folder", nargs="?", type=_path, metavar="DIR", help="the other store; it is only read")
+    words = "an interpreter's path that counts as another's from now on: a virtual environment that moved"
     merge.add_argument("--rename-env", action="append", default=[], type=_renaming, metavar="OLD=NEW", help=words)
 
 

@@ -7,7 +7,6 @@ command that needs it, so that a mistyped name costs a tenth of a second and not
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    commands = {"suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "selftest": _selftest}
+    commands = {
+        "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "history": _history, "selftest": _selftest,
+    }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
     parser = build_parser()
@@ -57,8 +58,9 @@ def _dispatch(words: list[str]) -> int:
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
     arguments.words = words
-    if arguments.command is None:
-        parser.print_help()
+    bare = parser if arguments.command is None else commands_of(parser)[arguments.command]
+    if arguments.command is None or getattr(arguments, "history_command", "") is None:
+        bare.print_help()
         return EXIT_OK
     code = commands[arguments.command](arguments)
     say("")
@@ -170,17 +172,30 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
     """Print a run that was measured, and say what it did to the history; returns the exit code."""
+    code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
+    try:
+        print_run(run, arguments)
+    except KeyboardInterrupt:  # it cuts the table short, and nothing else
+        code = EXIT_INTERRUPTED
+    finally:  # nor is a stdout that takes nothing a reason for a hole in the history
+        told = _tell_history(run, arguments.store)
+    return code if told else EXIT_INTERRUPTED
+
+
+def _tell_history(run: Run, store: Path) -> bool:
+    """Bring asv's view up to date and say so; False where that was interrupted."""
     from fp8bench.history.runs import store_of
     from fp8bench.view import update_view
 
-    if not run.finished:
-        with contextlib.suppress(KeyboardInterrupt):
-            print_run(run, arguments)
-            complain(update_view(run, store_of(Path(run.path)) or arguments.store))
-        return EXIT_INTERRUPTED
-    print_run(run, arguments)
-    complain(update_view(run, store_of(Path(run.path)) or arguments.store))
-    return EXIT_OK if run.ok else EXIT_FAILED
+    try:
+        complain(update_view(run, store_of(Path(run.path)) or store))
+    except KeyboardInterrupt:
+        complain(
+            f"history: interrupted while asv's view was brought up to date; the run is kept in {run.path}, and "
+            "`fp8bench history rebuild` makes the view again"
+        )
+        return False
+    return True
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -212,6 +227,13 @@ def _show(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     print_run(load_named(arguments.run, arguments.store), arguments)
     return EXIT_OK
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    from fp8bench.history_commands import run_command
+
+    _import(arguments.imports)
+    return run_command(arguments)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench import cli, doctor, pipeline
+from fp8bench.arguments import commands_of
 from fp8bench.cli import build_parser, main
 from fp8bench.errors import WorkerLost
 from fp8bench.history.runs import load_run, run_files
@@ -43,6 +44,12 @@ OPTIONS = {
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
     "show": COMMON | {"RUN", "--store", "--json", "--csv"},
+    "history": COMMON,
+    "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
+    "history show": COMMON | {"SERIES", "--store", "--import"},
+    "history verify": COMMON | {"--store", "--import"},
+    "history rebuild": COMMON | {"--store", "--import"},
+    "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
     "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 
@@ -61,23 +68,31 @@ def words_of(parser: argparse.ArgumentParser) -> set[str]:
     return {word for one in actions for word in (one.option_strings or [str(one.metavar)])}
 
 
+def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
+    """A parser, its commands, and theirs, by the words they are called with."""
+    found = {name: parser}
+    for word, command in commands_of(parser).items():
+        found |= every_parser(command, f"{name} {word}".strip())
+    return found
+
+
 def test_the_set_of_options_is_frozen() -> None:
-    """Per command, and the commands themselves."""
-    parser = build_parser()
-    commands = next(one for one in parser._actions if isinstance(one, argparse._SubParsersAction)).choices
-    found = {"": words_of(parser)} | {name: words_of(command) for name, command in commands.items()}
-    assert found == OPTIONS
+    """Per command, and the commands themselves; those of history too."""
+    assert {name: words_of(parser) for name, parser in every_parser(build_parser()).items()} == OPTIONS
 
 
 def test_every_option_says_what_it_does() -> None:
     """`--help` is the first page of the manual."""
-    parser = build_parser()
-    commands = next(one for one in parser._actions if isinstance(one, argparse._SubParsersAction)).choices
-    silent = [action.dest for action in commands["suite"]._actions if not action.help]
+    parsers = every_parser(build_parser())
+    actions = [(name, one) for name, parser in parsers.items() for one in parser._actions]
+    silent = [
+        (name, one.dest) for name, one in actions
+        if not one.help and not isinstance(one, argparse._SubParsersAction)
+    ]  # fmt: skip
     assert not silent
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
 def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """On stdout, with code 0."""
     try:

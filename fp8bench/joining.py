@@ -1,0 +1,67 @@
+"""The store of another machine taken in, interpreters that count as others, and the view of what changed made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.history.asv_files import locked
+from fp8bench.history.asv_merging import Taken, merge_folders
+from fp8bench.history.environments import Renamings, load_renamings, save_renamings
+from fp8bench.history.merging import Merged, merge_runs
+from fp8bench.rebuilding import Rebuilt, rebuild
+from fp8bench.renaming import fold, interpreters_of_results, interpreters_of_runs, rename
+from fp8bench.telling import commit_of
+from fp8bench.view import LOCK_SECONDS, results_of
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was done: runs, asv's files, what counts as what from now on, files that were folded, and the view."""
+
+    runs: Merged
+    taken: Taken
+    renamed: dict[str, str]
+    folded: tuple[Path, ...]
+    view: Rebuilt
+    failed: tuple[str, ...]
+
+
+def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> Joined:
+    """Take in `other`, which is only read, and let interpreters count as others, OLD as NEW for each pair.
+
+    What is wrong with a pair is said before anything is changed.
+    """
+    known = set(interpreters_of_runs(store).values()) | interpreters_of_results(results_of(store))
+    if other is not None:
+        known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
+    with locked(store / "asv", LOCK_SECONDS):
+        before = load_renamings(store)
+        failed = _adopt(store, other) if other is not None else ()
+        after = rename(store, pairs, sorted(known)) if pairs else load_renamings(store)
+        runs = merge_runs(store, other) if other is not None else Merged()
+        taken = merge_folders(results_of(store), results_of(other)) if other is not None else Taken()
+        folded, unfolded = fold(results_of(store), after)
+    changed = {one for one in known if before.name(one) != after.name(one)}
+    commits = {commit_of(path) for path in runs.changed}
+    if changed:
+        commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
+    view = rebuild(store, commits)
+    renamed = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
+    everything = (*failed, *runs.failed, *taken.failed, *unfolded, *view.failed)
+    return Joined(runs, taken, renamed, tuple(folded), view, everything)
+
+
+def _adopt(store: Path, other: Path) -> tuple[str, ...]:
+    """Let what counts as another there do so here, where nothing else is said here."""
+    ours, theirs = load_renamings(store), load_renamings(other)
+    if ours.trouble or theirs.trouble:
+        return tuple(filter(None, (ours.trouble, theirs.trouble)))
+    new = Renamings(ours.names)
+    for old, name in theirs.names.items():
+        if old not in new.names and new.name(name) != old:
+            new = new.adding(old, new.name(name))
+    if new != ours:
+        save_renamings(store, new)
+    return ()

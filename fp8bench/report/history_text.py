@@ -1,0 +1,246 @@
+"""The history as text: what there is, one series commit by commit, the runs, and what is wrong with a store.
+
+Changes are plain ratios without a verdict, and never coloured: neither asv's interval nor the ratio knows how much one
+run differs from the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from fp8bench import units
+from fp8bench.model import Course, Fault, Figure, Run, Scalar, Status
+from fp8bench.report.layout import INDENT, Column, Row, SectionRow, painter, table, wrap
+
+WIDTH = 100
+_PLAIN = painter(False)
+_HASTY = "~"
+_RELATIVE = "relative_time"
+_SHARE = "_vanished"
+_MOST_WORDS = 20
+
+HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
+VERSUS = "change: over the commit before, as a plain ratio without a verdict; below 1 is less, which is better"
+INTERVAL = "99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it"
+VERSION = "new version: the work or the method changed, and numbers before do not compare"
+GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
+
+
+def value(course: Course, number: float | None) -> str:
+    """A number of a course, by its unit."""
+    unit, metric = course.series.unit, course.series.metric
+    if number is None:
+        return units.NONE
+    if unit == "seconds":
+        return units.seconds(number)
+    if unit == "bytes":
+        return units.size(number)
+    if metric == _RELATIVE:
+        return units.ratio(number)
+    if metric.endswith(_SHARE):
+        return units.share(number) if number else "0%"
+    return units.relative_error(number)
+
+
+def render_courses(
+    courses: Sequence[Course], store: str, runs: int, commits: int, left: Mapping[str, int], width: int = WIDTH
+) -> str:
+    """What there is: a line for each series and cell, by machine and interpreter."""
+    lines = [f"{store}: {_many(len(courses), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
+    columns = [
+        Column("series"), Column("points", right=True), Column("last"), Column("value", right=True),
+        Column("change", right=True),
+    ]  # fmt: skip
+    for _, alike in itertools.groupby(courses, key=_place):
+        members = list(alike)
+        lines += ["", *wrap(_where(members[0]), width, hang=INDENT)]
+        lines += table(columns, [Row(_last_cells(one)) for one in members], width, _PLAIN)
+    if courses:
+        lines += ["", *_legend(_list_legend(courses), width)]
+        lines += ["", "one of them, commit by commit"]
+        lines.append(f"{INDENT}fp8bench history show {shlex.quote(courses[0].name)}")
+    return "\n".join([*lines, *_left_out(left, width)]) + "\n"
+
+
+def render_course(courses: Sequence[Course], description: str, gone: Collection[str], width: int = WIDTH) -> str:
+    """One series, commit by commit, on every machine and under every interpreter that it was measured with.
+
+    `gone` are commits that the repository does not have.
+    """
+    first = courses[0]
+    lines = [first.name, *wrap(f"{description}; lower is better", width, INDENT, INDENT)]
+    columns = [
+        Column("date (UTC)"), Column("commit"), Column("runs", right=True), Column("samples", right=True),
+        Column("median", right=True), Column("99% interval"), Column("change", right=True),
+    ]  # fmt: skip
+    for course in courses:
+        lines += ["", *wrap(_where(course), width, hang=INDENT)]
+        lines += table(columns, list(_figure_rows(course, gone)), width, _PLAIN)
+    figures = [figure for course in courses for figure in course.figures]
+    words = [INTERVAL] if any(one.low is not None for one in figures) else []
+    words += [VERSUS] if any(len(one.measured) > 1 for one in courses) else []
+    words += [HASTY] if any(one.hasty for one in figures) else []
+    return "\n".join([*lines, *([""] if words else []), *_legend(words, width)]) + "\n"
+
+
+def run_row(run: Run, being_written: bool) -> Row:
+    """A run as a row of the table of runs, so that it need not be kept itself."""
+    commit = str(run.environment.get("commit") or "none")[:8]
+    mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
+    counts = [sum(record.status is status for record in run.records) for status in Status]
+    by_status = dict(zip(Status, map(str, counts), strict=True))
+    below = () if run.finished else (_unfinished(run, being_written),)
+    return Row(
+        (
+            run.id, _moment(run.started), commit + mark, run.origin, run.request.suite, by_status[Status.OK],
+            by_status[Status.SKIPPED], by_status[Status.FAILED], str(run.environment.get("machine") or units.NONE),
+        ),
+        below=below,
+    )  # fmt: skip
+
+
+def render_runs(rows: Sequence[Row], store: str, left: Mapping[str, int], width: int = WIDTH) -> str:
+    """The runs, in the order given."""
+    columns = [
+        Column("run"), Column("started (UTC)"), Column("commit"), Column("door"), Column("suite"),
+        Column("ok", right=True), Column("skipped", right=True), Column("failed", right=True), Column("machine"),
+    ]  # fmt: skip
+    lines = [f"{store}: {_many(len(rows), 'run')}, newest first"]
+    if rows:
+        lines += ["", *table(columns, list(rows), width, _PLAIN)]
+        lines += ["", "one of them", f"{INDENT}fp8bench show {rows[0].cells[0]}"]
+    return "\n".join([*lines, *_left_out(left, width)]) + "\n"
+
+
+def render_faults(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str, width: int = WIDTH) -> str:
+    """What is wrong with a store, what is worth knowing about it, and how many of how many files are sound."""
+    broken = sum(fault.broken for fault in faults)
+    lines = [f"{store}: {_many(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"]
+    for title, kind in (("broken", True), ("worth knowing", False)):
+        found = [fault for fault in faults if fault.broken is kind]
+        lines += ["", title] if found else []
+        for fault in found:
+            lines += wrap(f"{fault.path}: {fault.what}. {fault.remedy}.", width, INDENT, INDENT)
+    counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
+    return "\n".join([*lines, "", *wrap(f"sound: {counted}", width, hang=INDENT)]) + "\n"
+
+
+def render_rebuilt(store: str, files: int, series: int, runs: int, left: Mapping[str, int], width: int = WIDTH) -> str:
+    """What of asv's view was made, and what of the runs is not in it."""
+    made = f"{_many(files, 'file')} of asv's, {_many(series, 'benchmark')}, from {_many(runs, 'run')}"
+    return "\n".join([*wrap(f"{store}: made {made}", width, hang=INDENT), *_left_out(left, width)]) + "\n"
+
+
+def render_joined(title: str, counts: Mapping[str, int], renamed: Mapping[str, str], width: int = WIDTH) -> str:
+    """What was taken from another store, and which interpreters count as others from now on."""
+    lines = [title, *(f"{INDENT}{what}: {count}" for what, count in counts.items())]
+    lines += ["", "from now on"] if renamed else []
+    lines += [line for old, new in renamed.items() for line in wrap(f"{old} counts as {new}", width, INDENT, INDENT)]
+    return "\n".join(lines) + "\n"
+
+
+def _many(count: int, word: str, words: str = "") -> str:
+    return f"{count} {word if count == 1 else words or word + 's'}"
+
+
+def _place(course: Course) -> tuple[Scalar | None, str]:
+    return course.machine.get("machine"), course.python
+
+
+def _where(course: Course) -> str:
+    """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
+    machine = course.machine
+    cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
+    facts = ", ".join(str(one) for one in (machine.get("gpu"), machine.get("cpu"), cpus) if one)
+    return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {course.python}"
+
+
+def _last_cells(course: Course) -> tuple[str, ...]:
+    """A course in one line: its last commit, against the one before that has a number."""
+    last = course.figures[-1]
+    before = [one for one in course.figures[:-1] if one.value is not None]
+    shown = _shown(course, last)
+    return course.name, str(len(course.measured)), last.commit[:8], shown, _change(last, before[-1] if before else None)
+
+
+def _shown(course: Course, figure: Figure) -> str:
+    if figure.value is None:
+        return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
+    return (_HASTY if figure.hasty else "") + value(course, figure.value)
+
+
+def _change(figure: Figure, before: Figure | None) -> str:
+    """A figure over the one before; nothing where they do not compare."""
+    if before is None or figure.value is None or before.value is None:
+        return units.NONE
+    if figure.version != before.version:
+        return "new version"
+    if before.value == 0:
+        return "1.000x" if figure.value == 0 else units.NONE
+    return (_HASTY if figure.hasty or before.hasty else "") + units.ratio(figure.value / before.value)
+
+
+def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[Row | SectionRow]:
+    before: Figure | None = None
+    version = course.figures[0].version
+    for one in course.figures:
+        if one.version != version:
+            yield SectionRow(f"{INDENT}version {version} -> {one.version}: numbers before do not compare")
+            version = one.version
+        below = [f"{_shown(course, one)}: {one.reason}"] if one.value is None and one.reason else []
+        below += [GONE] if one.commit in gone else []
+        interval = units.NONE if one.low is None else f"[{value(course, one.low)}, {value(course, one.high)}]"
+        change = units.NONE if before is None or before.version != one.version else _change(one, before)
+        cells = (_date(one), one.commit[:8], str(one.runs), str(one.samples), _shown(course, one), interval, change)
+        yield Row(cells, below=tuple(below))
+        before = one if one.value is not None else before
+
+
+def _date(figure: Figure) -> str:
+    if figure.date is None:
+        return "unknown"
+    try:
+        return datetime.fromtimestamp(figure.date / 1000, UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "unknown"
+
+
+def _moment(started: str) -> str:
+    """'2026-01-05 12:00:03'."""
+    return started[:19].replace("T", " ") or units.NONE
+
+
+def _unfinished(run: Run, being_written: bool) -> str:
+    if being_written:
+        return "being measured now"
+    missing = len({one.case.id for group in run.plan for one in group.cases} - {one.case.id for one in run.records})
+    lacking = f"; {_many(missing, 'case has', 'cases have')} no record" if missing else ""
+    return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
+
+
+def _list_legend(courses: Sequence[Course]) -> list[str]:
+    values, changes = zip(*(_last_cells(course)[-2:] for course in courses), strict=True)
+    words = ["value: the last commit's median over rounds, of all its runs; lower is better everywhere"]
+    words += [VERSUS] if any(change.endswith("x") for change in changes) else []
+    words += [VERSION] if "new version" in changes else []
+    return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
+
+
+def _legend(words: Sequence[str], width: int) -> list[str]:
+    if not words:
+        return []
+    return ["how to read this", *(line for one in words for line in wrap(one, width, INDENT, INDENT))]
+
+
+def _left_out(left: Mapping[str, int], width: int) -> list[str]:
+    """Runs that are in no line, and why, the most frequent reason first."""
+    if not left:
+        return []
+    lines = ["", "not in it"]
+    reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))
+    for why, count in reasons[:_MOST_WORDS]:
+        lines += wrap(f"{_many(count, 'run')}: {why}", width, INDENT, INDENT)
+    return lines

@@ -1,0 +1,171 @@
+"""Whether a store is sound: its files, and whether runs, view, repository and machines agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from fp8bench.commits import gone
+from fp8bench.history.asv_results import ResultsFile
+from fp8bench.history.asv_rows import NOT_MEASURED, Row, by_combination, is_measured
+from fp8bench.history.verifying import check_results, check_run, check_surroundings
+from fp8bench.identity import Identity, from_facts, same_interpreter
+from fp8bench.model import Fault, Run
+from fp8bench.telling import by_place, files_by_commit, hear_run
+from fp8bench.view import Told, filled, results_of
+
+# What a machine that got another name keeps.
+_HARDWARE = ("arch", "cpu", "num_cpu", "ram", "os")
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What is wrong with a store, or worth knowing about it, and how many of how many files are sound, by kind."""
+
+    faults: tuple[Fault, ...]
+    sound: dict[str, tuple[int, int]]
+
+
+@dataclass
+class _Seen:
+    """What the runs have given so far: faults, what is looked at across runs, and how many files were sound."""
+
+    faults: list[Fault] = field(default_factory=list)
+    lacking: list[Fault] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    paths: dict[str, str] = field(default_factory=dict)
+    commits: Counter[str] = field(default_factory=Counter)
+    machines: dict[str, tuple[Identity, str, str]] = field(default_factory=dict)
+    sound: int = 0
+    all: int = 0
+
+
+def verify(store: Path, folder: Path, now: datetime) -> Verified:
+    """Read every file of a store. `folder` may lie in the repository whose commits were measured."""
+    results = results_of(store)
+    files, of_view = check_results(results)
+    by_commit: dict[tuple[str, str], list[ResultsFile]] = {}
+    for path, file in files.items():
+        by_commit.setdefault((path.parent.name, file.commit_hash), []).append(file)
+    seen = _Seen()
+    for paths in files_by_commit(store).values():
+        told = _read(paths, now, seen)
+        seen.lacking += [fault for members in by_place(told) for fault in _lacking(results, members, by_commit)]
+    across = [*_unknown(store, seen), *_gone(store, seen, folder), *_renamed(store, seen)]
+    faults = (*seen.faults, *check_surroundings(store), *of_view, *seen.lacking, *across)
+    broken = {fault.path for fault in of_view if fault.broken}
+    listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
+    sound = sum(str(path) not in broken for path in listed)
+    return Verified(faults, {"run files": (seen.sound, seen.all), "asv's files": (sound, len(listed))})
+
+
+def _read(paths: Sequence[Path], now: datetime, seen: _Seen) -> list[Told]:
+    """Read the runs of one commit; what they tell, oldest first."""
+    heard: dict[str, Told] = {}
+    for path in paths:
+        run, found = check_run(path, now)
+        if run is not None:
+            found += _remember(run, path, seen)
+            told, why = hear_run(run, path)
+            seen.unknown.update([why] if "--import" in why else [])
+            if told is not None:
+                heard.setdefault(run.id, told)
+        seen.all += 1
+        seen.sound += not any(one.broken for one in found)
+        seen.faults += found
+    return sorted(heard.values(), key=lambda one: one.order)
+
+
+def _unknown(store: Path, seen: _Seen) -> list[Fault]:
+    """Suites that nobody told us of, so that nothing can be said about their figures."""
+    return [
+        Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
+        for why, count in seen.unknown.items()
+    ]
+
+
+def _remember(run: Run, path: Path, seen: _Seen) -> list[Fault]:
+    """Keep what is looked at across runs; a run that is there twice would count twice."""
+    commit = run.environment.get("commit")
+    if isinstance(commit, str):
+        seen.commits[commit] += 1
+    identity = from_facts(run.environment.facts)
+    if identity is not None:
+        name = str(identity.machine["machine"])
+        _, first, last = seen.machines.get(name, (identity, run.started, run.started))
+        seen.machines[name] = (identity, min(first, run.started), max(last, run.started))
+    other = seen.paths.setdefault(run.id, str(path))
+    if other == str(path):
+        return []
+    return [Fault(str(path), f"it is the same run as {other}, which counts once", "Move one of them away")]
+
+
+def _lacking(
+    results: Path, told: Sequence[Told], files: Mapping[tuple[str, str], Sequence[ResultsFile]]
+) -> list[Fault]:
+    """Figures that the runs of one place have and asv's file has not, or has otherwise."""
+    first = told[0]
+    machine, commit, python = first.place.machine, first.commit, first.place.python
+    nothing = ResultsFile(commit, first.identity.env_name, 0, first.identity.params, python, {}, {}, {})
+    alike = [one for one in files.get((machine, commit), ()) if _is(one.python, python)]
+    file = alike[0] if alike else nothing
+    expected = filled(file, told)
+    missing = [name for name, row in expected.rows.items() if not _holds(file.rows.get(name), row)]
+    if not missing:
+        return []
+    path = results / machine / first.identity.file_name(commit)
+    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    what = f"it lacks what the runs of commit {commit[:8]} say of {', '.join(missing[:_MOST_NAMED])}{more}"
+    return [Fault(str(path), what, "`fp8bench history rebuild` puts it there")]
+
+
+def _is(one: str, other: str) -> bool:
+    return one == other or same_interpreter(one, other)
+
+
+def _holds(row: Row | None, expected: Row) -> bool:
+    """Whether a row says what it should. A failure may stand where a number was: `asv run` keeps the last word."""
+    measured = {texts: one[0] for texts, one in by_combination(expected).items() if is_measured(one)}
+    numbers = {texts: number for texts, number in measured.items() if number is not None}
+    if not numbers:
+        return True
+    if row is None or row.version != expected.version:
+        return False
+    known = by_combination(row)
+    return all(known.get(texts, NOT_MEASURED)[0] in (None, number) for texts, number in numbers.items())
+
+
+def _gone(store: Path, seen: _Seen, folder: Path) -> list[Fault]:
+    """Commits that the repository has lost. Their runs are as good as ever, and asv publishes them no more."""
+    lost = gone(seen.commits, folder)
+    if not lost:
+        return []
+    if len(lost) == len(seen.commits):
+        what = f"none of its {len(lost)} commits is in the repository of this directory"
+        return [Fault(str(store / "runs"), what, "Verify from within the one that was measured", broken=False)]
+    remedy = "Their runs stay as they are; `asv publish` leaves them out"
+    named = ", ".join(sorted(one[:8] for one in lost)[: 2 * _MOST_NAMED])
+    more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
+    what = f"{len(lost)} of {len(seen.commits)} commits are not in the repository of this directory ({named}{more})"
+    return [Fault(str(store / "runs"), what, remedy, broken=False)]
+
+
+def _renamed(store: Path, seen: _Seen) -> list[Fault]:
+    """Two names for what looks like one machine, the one used up to a day, the other from then on."""
+    found = []
+    by_start = sorted(seen.machines.items(), key=lambda pair: pair[1][1])
+    for place, (old, (identity, _, last)) in enumerate(by_start):
+        for new, (other, first, _) in by_start[place + 1 :]:
+            facts = [identity.machine.get(key) for key in _HARDWARE]
+            if last < first and all(facts) and facts == [other.machine.get(key) for key in _HARDWARE]:
+                what = f"machine {new} looks like {old} under another name, which asv draws as two lines"
+                remedy = (
+                    f'If it is one machine, put an entry for it with "machine": "{old}" into its '
+                    "~/.asv-machine.json, and new runs go on in the old line; `merge` joins interpreters, not machines"
+                )
+                found.append(Fault(str(store / "runs"), what, remedy, broken=False))
+    return found

@@ -1,0 +1,96 @@
+"""Stores made by hand: runs of the suite gemm at commits that nobody measured, quickly written, and read like any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from fp8bench.followed import cells_of
+from fp8bench.history.runs import load_run
+from fp8bench.history.writing import start_run
+from fp8bench.model import Case, Environment, Record, Request, Run, Scalar, Segments, SlotSample, Status, Timing, Work
+from fp8bench.registry import workloads
+from tests.runs import CPU, NATIVE, run_of
+
+FIRST = datetime(2026, 1, 5, 12, tzinfo=UTC)
+ROUNDS = 24
+MACHINE: dict[str, Scalar | None] = {
+    "machine": "box", "os": "Linux 6.1", "arch": "x86_64", "cpu": "AMD EPYC", "num_cpu": "2", "ram": "8589934592",
+}  # fmt: skip
+PYTHON = "/venv/bin/python3"
+
+
+def commit(number: int) -> str:
+    """The hash of a commit: '0000000a0000000a...' for 10."""
+    return f"{number:08x}" * 5
+
+
+def start(hours: float) -> str:
+    """When a run was started, so many hours after the first commit."""
+    return (FIRST + timedelta(hours=hours)).isoformat(timespec="milliseconds")
+
+
+def timing(nanoseconds: int, rounds: int = ROUNDS) -> Timing:
+    """A call a round; the rounds differ a little, the same in every run."""
+    slots = tuple(
+        SlotSample(number, ((nanoseconds // 8, nanoseconds + 1000 * (number % 5), 100),), 1e-3, 1e-3)
+        for number in range(rounds)
+    )
+    return Timing(Segments(("cast", "gemm", "unattributed"), (0, 0, 0)), slots)
+
+
+def records(milliseconds: float = 1.0, status: Status = Status.OK, rounds: int = ROUNDS) -> list[Record]:
+    """The first shape of gemm's grid in fp32, the reference, and in bf16, which takes half as long."""
+    workload = workloads.get("gemm")
+    params = next(iter(cells_of(workload, CPU, None)))
+    found = []
+    for precision, share in (("fp32", 2.0), ("bf16", 1.0)):
+        case = Case("gemm", params, precision, "cpu", version=workload.version)
+        lead = precision == "fp32"
+        if status is not Status.OK and not lead:
+            found.append(Record(case, NATIVE, status, reason="out of memory, even alone"))
+            continue
+        time = timing(int(1e6 * milliseconds * share), rounds)
+        found.append(Record(case, NATIVE, Status.OK, Work(flops=2e9), is_reference=lead, timing=time))
+    return found
+
+
+def run_at(number: int, hours: float | None = None, **changes: object) -> Run:
+    """A run at a commit, which is written so many hours after the first as its number says; measured an hour later.
+
+    `changes` are fields of the run; `facts` among them are facts of its environment, and `id` names it.
+    """
+    when = number + 1 if hours is None else hours
+    facts = {
+        "machine": "box", "commit": commit(number), "dirty": False,
+        "commit_date": int((FIRST + timedelta(hours=number)).timestamp() * 1000),
+        **{f"asv_{name}": value for name, value in MACHINE.items()}, "asv_python": PYTHON,
+        **changes.pop("facts", {}),  # type: ignore[dict-item]
+    }  # fmt: skip
+    run = run_of(records(), id=f"{int(100 * when):08x}", started=start(when), request=Request("gemm"))
+    return replace(run, environment=Environment(facts), **changes)  # type: ignore[arg-type]
+
+
+def keep(store: Path, run: Run) -> Path:
+    """Write a run into a store, with an end if it is finished, and leave asv's view as it is."""
+    writer = start_run(run, store)
+    if run.records:
+        writer.append(run.records)
+    if run.finished:
+        writer.finish("finished")
+    writer.close()
+    assert load_run(writer.path).finished is run.finished
+    return writer.path
+
+
+def history(store: Path, *milliseconds: float, **changes: object) -> list[Path]:
+    """A commit for each time of bf16."""
+    return [
+        keep(store, run_at(number, records=tuple(records(time)), **changes)) for number, time in enumerate(milliseconds)
+    ]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder: what a command that only reads must leave alone."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
