@@ -57,13 +57,16 @@ def followed(run: Run) -> Followed:
     )  # fmt: skip
 
 
-def merged(points: Sequence[Point]) -> dict[tuple[str, Cell], Point]:
+def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
     """One point for every cell, out of those of several runs of one commit, oldest first.
 
     The samples of whole measurements are put together, those of hasty ones only where there is nothing better; what
-    is of another version than the newest does not compare and is left out.
+    is of another version does not compare and is left out. The version is that of the series, where any point has it
+    (asv shows no other, and clocks do not always go forward), else that of the newest point.
     """
+    current = {(one.name, one.version) for one in series}
     versions = {point.series: point.version for point in points}
+    versions |= {point.series: point.version for point in points if (point.series, point.version) in current}
     by_cell: dict[tuple[str, Cell], list[Point]] = {}
     for point in points:
         if point.version == versions[point.series]:

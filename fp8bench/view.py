@@ -37,7 +37,8 @@ from fp8bench.history.asv_lists import (
 )
 from fp8bench.history.asv_results import ResultsFile, load_results, save_results
 from fp8bench.history.asv_rows import NOT_MEASURED, Figures, Row, by_combination, cell
-from fp8bench.history.runs import load_run, run_files
+from fp8bench.history.environments import Renamings, load_renamings
+from fp8bench.history.runs import load_run, run_files, store_of
 from fp8bench.identity import Identity, from_facts, identify, same_interpreter
 from fp8bench.model import Cell, Plan, Point, Run, Series, Status
 from fp8bench.points import Followed, followed, merged
@@ -116,6 +117,7 @@ def update_view(run: Run, store: Path, patience: float = LOCK_SECONDS) -> str:
     cells = len({(point.series.split(".")[0], point.cell) for point in told.content.points})
     words = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {told.commit[:8]} in asv's view"]
     words += [f"{path.name} was broken and made anew, the old one is kept beside it" for path in aside]
+    words.append(load_renamings(store).trouble.rstrip("."))
     if told.content.others:
         words.append(f"{told.content.others} outside of the declared grids stay in the run alone")
     return "; ".join(filter(None, words))
@@ -137,14 +139,23 @@ def why_not(run: Run) -> str:
     return ""
 
 
-def tell(run: Run) -> Told | None:
-    """What a run tells the history; None where it does not say where it was made."""
+def tell(run: Run, renamings: Renamings | None = None) -> Told | None:
+    """What a run tells the history; None where it does not say where it was made.
+
+    The interpreter is the one that its path counts as in the run's store.
+    """
     identity = from_facts(run.environment.facts)
-    return None if identity is None else Told(run, identity, followed(run))
+    if identity is None:
+        return None
+    if renamings is None:
+        store = store_of(Path(run.path)) if run.path else None
+        renamings = load_renamings(store) if store is not None else Renamings()
+    return Told(run, replace(identity, python=renamings.name(identity.python)), followed(run))
 
 
 def told_of_commit(store: Path, commit: str) -> list[Told]:
     """What the runs of a commit tell, oldest first, each run once. Files that cannot be read are left out."""
+    renamings = load_renamings(store)
     found: dict[str, Told] = {}
     for path in run_files(store):
         named = _NAMED_FOR.fullmatch(path.stem)
@@ -152,9 +163,10 @@ def told_of_commit(store: Path, commit: str) -> list[Told]:
             told = _told_by(path)
             if told is None or told.commit != commit or why_not(told.run):
                 continue
+            identity = replace(told.identity, python=renamings.name(told.identity.python))
             copy = found.get(told.run.id)
             if copy is None or len(copy.content.points) < len(told.content.points):
-                found[told.run.id] = told
+                found[told.run.id] = replace(told, identity=identity)
     return sorted(found.values(), key=lambda told: told.order)
 
 
@@ -162,7 +174,7 @@ _remembered: dict[Path, tuple[tuple[int, ...], Told]] = {}
 
 
 def _told_by(path: Path) -> Told | None:
-    """What the run in a file tells. A file that did not change is not read again.
+    """What the run in a file tells, by the interpreter's own name. A file that did not change is not read again.
 
     Samples are made points of at once, so that a commit's runs need not all fit into memory.
     """
@@ -172,7 +184,7 @@ def _told_by(path: Path) -> Told | None:
         known = _remembered.get(path)
         if known is not None and known[0] == stamp:
             return known[1]
-        told = tell(load_run(path))
+        told = tell(load_run(path), Renamings())
     except (StoreError, OSError):
         return None
     if told is None:
@@ -308,7 +320,7 @@ def series_told(told: Sequence[Told]) -> list[Series]:
 
 def filled(file: ResultsFile, told: Sequence[Told]) -> ResultsFile:
     """The file with a row for every series; other rows stay."""
-    points = merged([point for one in told for point in one.content.points])
+    points = merged([point for one in told for point in one.content.points], series_told(told))
     started = int(_seconds(told[-1].run.started) * 1000)
     rows = dict(file.rows)
     for series in series_told(told):
