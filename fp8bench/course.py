@@ -88,7 +88,7 @@ def _figures(
     by_cell: dict[tuple[str, Cell], list[Point]] = {}
     for point in points:
         by_cell.setdefault((point.series, point.cell), []).append(point)
-    for key, point in merged(points).items():
+    for key, point in merged(points, series_told(members)).items():
         rank, one = series[point.series]
         course = Course(one, point.cell, members[-1].identity.machine, home.python, ())
         if wanted(course.name):

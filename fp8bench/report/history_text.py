@@ -71,7 +71,7 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
     `gone` are commits that the repository does not have.
     """
     first = courses[0]
-    lines = [first.name, *wrap(f"{description}; lower is better", width, INDENT, INDENT)]
+    lines = [*wrap(first.name, width, hang=INDENT), *wrap(f"{description}; lower is better", width, INDENT, INDENT)]
     columns = [
         Column("date (UTC)"), Column("commit"), Column("runs", right=True), Column("samples", right=True),
         Column("median", right=True), Column("99% interval"), Column("change", right=True),
