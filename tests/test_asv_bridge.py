@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -28,11 +29,14 @@ from fp8bench.asv_bridge import (
 from fp8bench.asv_measuring import measured_by_asv
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.followed import series_of
+from fp8bench.history.asv_results import ResultsFile, save_results
+from fp8bench.history.asv_rows import Row
 from fp8bench.history.runs import load_run
 from fp8bench.history.writing import start_run
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import devices, precisions, workloads
+from fp8bench.view import results_of, tell
 from tests.fakes import steady
 from tests.runs import NATIVE, case, error, run_of
 
@@ -209,9 +213,9 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
     mlp = GEMM.replace("Gemm", "Mlp").replace("gemm", "mlp")
     for made in (suite(project, GEMM).Gemm(), suite(project, mlp, "mlp").Mlp()):
         assert made.setup_cache() == {}
-    for (request, store, root, _, alone), name in zip(asked, ("gemm", "mlp"), strict=True):
+    for (request, store, root, _, appending), name in zip(asked, ("gemm", "mlp"), strict=True):
         assert request == Request(name, quick=True, grid=True)
-        assert (store, root, alone) == (project / "kept", project, False)
+        assert (store, root, appending) == (project / "kept", project, False)
 
 
 def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
@@ -377,7 +381,7 @@ def keep(run: Run, store: Path) -> Run:
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What asv gets of gemm's bf16 time when it measures `own`, beside the runs `others` of its store."""
 
-    def ask(own: Run | BaseException, *others: Run, alone: bool = False, series: str = TIME) -> Any:
+    def ask(own: Run | BaseException, *others: Run, appending: bool = False, series: str = TIME) -> Any:
         for one in others:
             keep(one, tmp_path)
 
@@ -388,7 +392,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             return keep(own, store)
 
         monkeypatch.setattr(asv_measuring, "execute", execute)
-        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), alone)
+        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), appending)
         return found[series].get(CELL)
 
     return ask
@@ -410,9 +414,25 @@ def test_a_quick_run_alone_is_shown(asked: Callable[..., Any]) -> None:
     assert asked(a_run("run1", record(8), quick=True)) == ("samples", [0.008])
 
 
-def test_where_asv_appends_it_gets_the_new_samples_only(asked: Callable[..., Any]) -> None:
-    """It has the others, and would have them twice."""
-    assert asked(a_run("run2", record(3)), a_run("run1", record(2)), alone=True) == ("samples", [0.003])
+@pytest.mark.parametrize("recorded", [True, False, None], ids=["samples", "statistics only", "no file"])
+def test_where_asv_appends_it_is_not_given_what_it_has(
+    recorded: bool | None, asked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It would have every sample twice; or, without samples of its own, lose those of the runs."""
+    first = a_run("run1", record(2))
+    if recorded is not None:
+        series = series_of(workloads.get("gemm"), None)[0]
+        texts = tuple(tuple(map(repr, values)) for values in series.params)
+        places = list(itertools.product(*series.params))
+        samples = tuple((0.002,) if recorded and place == CELL else None for place in places)
+        row = Row(texts, series.version, (0.002,) * len(places), (None,) * len(places), samples)
+        told = tell(first)
+        assert told is not None
+        path = results_of(tmp_path) / "box" / told.identity.file_name(COMMIT)
+        content = ResultsFile(COMMIT, told.identity.env_name, 0, told.identity.params, "", {}, {}, {TIME: row})
+        save_results(path, content)
+    expected = [0.003] if recorded else [0.002, 0.003]
+    assert asked(a_run("run2", record(3)), first, appending=True) == ("samples", expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,533 @@
+"""Both doors lead to one history: asv's real commands in a repository made for the test, in a home of their own.
+
+What happens is told once, in order (`story`), because each step costs seconds; the tests look at what each left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asv import results as asv_results
+from asv import runner as asv_runner
+
+from fp8bench.corpus import default_identity
+from fp8bench.followed import followed_names, series_of
+from fp8bench.history.asv_lists import load_benchmarks
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.measure.stopping import QUICK_ROUNDS
+from fp8bench.model import Run
+from fp8bench.registry import workloads
+from fp8bench.view import define, results_of
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ASV = [str(BIN / "asv")] if (BIN / "asv").exists() else [sys.executable, "-m", "asv"]
+WHOLE = 24  # rounds, which are enough not to be hasty
+PATIENCE = 300.0
+# Three workloads of a millisecond: the calls of shorter ones fill files. Each is wrong by as much as its name says.
+MY_WORK = """
+from fp8bench.axes import Axis, whole_number
+from fp8bench.model import Work
+from fp8bench.protocols import Grid, Workload
+from fp8bench.registry import workloads
+
+
+class Counting(Workload):
+    summary = "adds up whole numbers"
+    history = Grid(cpu={"n": ("50000",)}, gpu={"n": ("90000",)}, dtypes=("fp32", "bf16"), errors=("size_error",))
+
+    def axes(self, facts):
+        return (Axis("n", "how many", ("50000",), whole_number()),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return setup.case.param("n")
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(state))
+
+    def error(self, setup):
+        return {"size_error": self.wrong}
+
+
+@workloads.register("adding")
+class Adding(Counting):
+    name, wrong = "adding", 0.25
+
+
+@workloads.register("taking")
+class Taking(Counting):
+    name, wrong = "taking", 0.75
+
+
+@workloads.register("leaving")
+class Leaving(Counting):
+    name, wrong = "leaving", 0.5
+"""
+SUITE = '''
+"""What asv follows of the suite {name}."""
+
+from fp8bench import asv_bridge
+
+
+class {title}(asv_bridge.Suite):
+    workload = "{name}"
+    imports = ("my_work.py",)
+
+    def setup_cache(self):
+        return self.measure()
+'''
+# Each combination costs asv a process: no more than the tests look at.
+FIRST = r"adding.*track_(time|size_error)\(|taking.*track_size_error\("
+AGAIN = r"adding.*track_time\(|gemm.*track_product_error\(.*'512'\)"
+SECOND = r"adding.*track_time\(|taking.*track_time\("
+THIRD = r"taking.*track_time\(.*50000"
+FP32, BF16 = ("'fp32'", "50000"), ("'bf16'", "50000")
+
+
+@dataclass
+class Place:
+    """A repository with suites, and how commands are run in it."""
+
+    root: Path
+    home: Path
+    said: dict[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """A home of its own, no GPU, and the fp8bench of this checkout in all processes, those of asv among them."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ASV_", "GIT_"))}
+        of_git = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+        packages = {"PYTHONPATH": str(ROOT), "ASV_PYTHONPATH": str(ROOT)}
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        return {**kept, **of_git, **packages, **hidden, "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(self, *command: str, expected: int = 0) -> str:
+        done = subprocess.run(
+            command, cwd=self.root, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE,
+            check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == expected, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def git(self, *words: str) -> str:
+        return self.run("git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words).strip()
+
+    def commit(self, date: str) -> str:
+        """Commit all files; returns the hash."""
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "x", "--date", date)
+        return self.git("rev-parse", "HEAD")
+
+    def asv(self, *words: str, expected: int = 0) -> str:
+        return self.run(*ASV, *words, expected=expected)
+
+    def fp8bench(self, *words: str) -> str:
+        """By another name of the interpreter than asv has."""
+        return self.run(str(other_python()), "-m", "fp8bench", *words)
+
+    @property
+    def results(self) -> Path:
+        return results_of(self.root / ".fp8bench")
+
+    def files(self, commit: str) -> list[Path]:
+        """asv's results files of a commit."""
+        return sorted(self.results.glob(f"*/{commit[:8]}-*.json"))
+
+    def snapshot(self, commit: str) -> Snapshot:
+        """What there is of a commit now."""
+        (path,) = self.files(commit)
+        loaded, content = asv_results.Results.load(str(path)), json.loads(path.read_text())
+        runs = [load_run(one) for one in run_files(self.root / ".fp8bench")]
+        own = sorted((run for run in runs if run.environment.get("commit") == commit), key=lambda run: run.started)
+        return Snapshot(loaded, load_benchmarks(self.results / "benchmarks.json"), content, own)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A commit's results as asv loads them, the benchmarks known beside them, the file itself, and the runs."""
+
+    loaded: Any
+    benchmarks: Mapping[str, Any]
+    file: Mapping[str, Any]
+    runs: list[Run]
+
+    def _at(self, name: str, cell: tuple[str, ...], values: Any) -> Any:
+        params = self.loaded.get_result_params(name)
+        return dict(zip(itertools.product(*params), values, strict=True))[cell]
+
+    def value(self, name: str, cell: tuple[str, ...]) -> Any:
+        return self._at(name, cell, self.loaded.get_result_value(name, self.loaded.get_result_params(name)))
+
+    def samples(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
+        """Those that asv has recorded."""
+        return self._at(name, cell, self.loaded.get_result_samples(name, self.loaded.get_result_params(name)))
+
+    def repeat(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
+        """How many samples a figure is of."""
+        params = self.loaded.get_result_params(name)
+        stats = self._at(name, cell, self.loaded.get_result_stats(name, params))
+        return None if stats is None else stats["repeat"]
+
+
+def other_python() -> Path:
+    """A name of this interpreter that the command asv does not have."""
+    script = BIN / "asv"
+    named = script.read_text(errors="replace").partition("\n")[0].removeprefix("#!").strip() if script.exists() else ""
+    names = ["python", "python3", f"python3.{sys.version_info[1]}"]
+    known = [BIN / name for name in names if (BIN / name).exists()]
+    return next((path for path in known if str(path) != (named or sys.executable)), Path(sys.executable))
+
+
+@dataclass
+class Story:
+    """What happened: two commits, and what there was after each step."""
+
+    place: Place
+    commits: list[str] = field(default_factory=list)
+    steps: dict[str, Snapshot] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+
+
+def make_place(folder: Path) -> Place:
+    """A repository with this project's configuration, its suite of products, and two suites of a user's own."""
+    place = Place(folder / "project", folder / "home")
+    place.home.mkdir()
+    (place.root / "suites").mkdir(parents=True)
+    for name in ("asv.conf.json", "suites/__init__.py", "suites/gemm.py"):
+        shutil.copy(ROOT / name, place.root / name)
+    for name in ("adding", "taking"):
+        (place.root / "suites" / f"{name}.py").write_text(SUITE.format(name=name, title=name.capitalize()))
+    (place.root / "my_work.py").write_text(MY_WORK)
+    (place.root / ".gitignore").write_text(".fp8bench\n__pycache__\n")
+    place.git("init", "-q", "-b", "main")
+    return place
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Everything that costs time, once. A command that ends with an error is every test's error."""
+    story = Story(make_place(tmp_path_factory.mktemp("asv")))
+    place = story.place
+    first = place.commit("2026-01-05T12:00:00+00:00")
+    story.commits.append(first)
+    place.asv("machine", "--yes")
+    story.said["check"] = place.asv("check", "-E", "existing")
+
+    def keep(step: str, said: str, commit: str = first) -> None:
+        story.said[step], story.steps[step] = said, place.snapshot(commit)
+
+    def quick_asv(benchmarks: str) -> str:
+        return place.asv("run", "-E", "existing", "--set-commit-hash", first, "--quick", "--bench", benchmarks)
+
+    def suite(suites: str, *words: str) -> str:
+        return place.fp8bench("suite", suites, "--import", "./my_work.py", "--grid", *words)
+
+    keep("quick asv", quick_asv(FIRST))
+    keep("whole suite", suite("adding,leaving", "--rounds", str(WHOLE)))
+    keep("quick asv again", quick_asv(AGAIN))
+    keep("quick suite", suite("adding", "--quick"))
+    keep("whole suite again", suite("adding", "--rounds", str(WHOLE), "--set", "n=50000"))
+
+    (place.root / "README").write_text("more\n")
+    second = place.commit("2026-01-06T12:00:00+00:00")
+    story.commits.append(second)
+    keep("second suite", suite("adding", "--rounds", str(WHOLE)), second)
+    asv = ("run", "--python=same", "--set-commit-hash", second, "--quick")
+    keep("second asv", place.asv(*asv, "--record-samples", "--bench", SECOND), second)
+    keep("appended", place.asv(*asv, "--append-samples", "--bench", THIRD), second)
+    for words in (("show", first), ("show", "HEAD"), ("compare", "HEAD~1", "HEAD"), ("publish",)):
+        story.said[" ".join(words)] = place.asv(*words)
+    return story
+
+
+def test_check_finds_nothing_wrong(story: Story) -> None:
+    """Every reader takes the cache and all parameters."""
+    assert "No problems found" in story.said["check"]
+
+
+def test_asv_measures_a_suite_once_and_keeps_the_run(story: Story) -> None:
+    """One run a suite file, by asv's door, of the whole grid; quick, because asv was asked to be."""
+    step = story.steps["quick asv"]
+    assert [(run.origin, run.request.suite) for run in step.runs] == [("asv", "adding"), ("asv", "taking")]
+    for run in step.runs:
+        assert run.request.quick and run.request.grid and run.finished and run.ok and not run.environment.get("dirty")
+        assert run.environment.get("commit") == story.commits[0]
+    assert step.repeat("adding.Adding.track_time") == QUICK_ROUNDS
+
+
+def test_what_is_not_on_this_machine_is_not_applicable(story: Story) -> None:
+    """A GPU's cells are NaN here, and no failure."""
+    step = story.steps["quick asv"]
+    assert math.isnan(step.value("adding.Adding.track_time", ("'fp32'", "90000")))
+    assert step.value("adding.Adding.track_time", FP32) > 0
+    assert "failed" not in story.said["quick asv"]
+
+
+def test_two_suite_files_never_share_a_cache(story: Story) -> None:
+    """They are the same text, line by line: asv tells caches apart by module and line. Each has its own numbers."""
+    step = story.steps["quick asv"]
+    adding, taking = "adding.Adding.track_size_error", "taking.Taking.track_size_error"
+    keys = [step.benchmarks[name]["setup_cache_key"].split(":") for name in (adding, taking)]
+    assert [module for module, _ in keys] == ["adding", "taking"] and keys[0][1] == keys[1][1]
+    for cell in (FP32, BF16):
+        assert (step.value(adding, cell), step.value(taking, cell)) == (0.25, 0.75)
+
+
+NO_CACHE = """
+class Gemm(asv_bridge.Suite):
+    workload = "gemm"
+"""
+ONE_CACHE = """
+def setup_cache(self):
+    return self.measure()
+
+for name in ("gemm", "mlp"):
+    members = {"workload": name, "setup_cache": setup_cache, "__module__": __name__}
+    globals()[name.capitalize()] = type(name.capitalize(), (asv_bridge.Suite,), members)
+"""
+
+
+@pytest.mark.parametrize(
+    ("classes", "sentence"),
+    [
+        (NO_CACHE, "gemm.Gemm has no setup_cache of its own"),
+        (ONE_CACHE, "is of workload 'mlp': its runs are kept under the name mlp.Mlp"),
+    ],
+    ids=["none", "one for all"],
+)
+def test_the_trap_of_shared_caches_is_closed(classes: str, sentence: str, tmp_path: Path) -> None:
+    """asv would give the second class the first one's numbers, without a word. It does not get to see it."""
+    place = make_place(tmp_path)
+    (place.root / "suites" / "gemm.py").write_text(f"from fp8bench import asv_bridge\n{classes}")
+    done = discover(place.root / "suites", place)
+    assert done.returncode and sentence in done.stdout + done.stderr
+
+
+def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
+    """One file, though the interpreter has another name there; hasty samples give way to whole ones."""
+    before, after = story.steps["quick asv"], story.steps["whole suite"]
+    assert len(story.place.files(story.commits[0])) == 1
+    assert after.repeat("adding.Adding.track_time") == WHOLE != before.repeat("adding.Adding.track_time")
+    assert {key: after.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")} == {
+        key: before.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")
+    }
+    assert re.search(r"history: 4 cases of commit [0-9a-f]{8} in asv's view", story.said["whole suite"])
+    # The other suite's figures stay asv's.
+    for cell in (FP32, BF16):
+        name = "taking.Taking.track_size_error"
+        assert after.value(name, cell) == before.value(name, cell) and after.repeat(name, cell) == 1
+
+
+def test_the_doors_have_two_names_for_the_interpreter() -> None:
+    """Without a second name the test above would show less."""
+    if str(other_python()) == sys.executable and not (BIN / "asv").exists():
+        pytest.skip("this environment has one name for its interpreter")
+    assert other_python().samefile(sys.executable)
+
+
+@pytest.mark.parametrize("step", ["quick asv again", "quick suite"])
+def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
+    """By neither door, to the last digit: asv itself overwrites what it has."""
+    before, after = story.steps["whole suite"], story.steps[step]
+    for cell in (FP32, BF16):
+        assert after.repeat("adding.Adding.track_time", cell) == WHOLE
+        assert after.value("adding.Adding.track_time", cell) == before.value("adding.Adding.track_time", cell)
+    assert after.runs[-1].request.quick and len(after.runs) > len(before.runs)
+
+
+def test_whole_runs_put_their_samples_together(story: Story) -> None:
+    """More runs of a commit, more samples, whichever door they came in by."""
+    step = story.steps["whole suite again"]
+    assert step.repeat("adding.Adding.track_time") == 2 * WHOLE
+    assert [run.origin for run in step.runs].count("asv") >= 3
+    samples = [
+        sample
+        for run in step.runs
+        if not run.request.quick
+        for record in run.records
+        if (record.case.workload, record.case.precision) == ("adding", "fp32")
+        for sample in record.timing.slots  # type: ignore[union-attr]
+    ]
+    assert len(samples) == 2 * WHOLE
+
+
+def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story: Story) -> None:
+    """benchmarks.json is asv's: a suite without a file is not in it after `asv run`. Its figures are not lost."""
+    name = "leaving.Leaving.track_time"
+    assert name not in story.steps["quick asv"].benchmarks
+    assert name in story.steps["whole suite"].benchmarks
+    assert name not in story.steps["quick asv again"].benchmarks
+    assert name in story.steps["quick asv again"].file["results"]
+    assert name in story.steps["quick suite"].benchmarks
+    assert story.steps["quick suite"].repeat(name) == WHOLE
+
+
+def test_the_view_leaves_asvs_definitions_as_they_are(story: Story) -> None:
+    """asv's have more in them (a cache's key, a timeout) than the view knows."""
+    asvs, ours = story.steps["quick asv"].benchmarks, story.steps["whole suite"].benchmarks
+    assert {name: ours[name] for name in asvs} == dict(asvs)
+    assert "setup_cache_key" in ours["adding.Adding.track_time"]
+
+
+def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
+    """gemm's errors: a number for each native and emulated case of this machine."""
+    step = story.steps["quick asv again"]
+    errors = [step.value("gemm.Gemm.track_product_error", (f"'{name}'", "'512'")) for name in ("fp32", "bf16", "fp8")]
+    assert 0 < errors[0] < errors[1] < errors[2] < 0.1
+    (run,) = (run for run in step.runs if run.request.suite == "gemm")
+    assert len(run.records) == 6 and run.ok
+
+
+def test_the_second_commit_has_both_doors_in_one_file(story: Story) -> None:
+    """The suite came first; asv's quick run found its samples and kept them."""
+    second = story.commits[1]
+    assert len(story.place.files(second)) == 1
+    before, after = story.steps["second suite"], story.steps["second asv"]
+    assert before.repeat("adding.Adding.track_time") == after.repeat("adding.Adding.track_time") == WHOLE
+    assert before.value("adding.Adding.track_time", FP32) == after.value("adding.Adding.track_time", FP32)
+    assert before.file["params"] == after.file["params"] and before.file["env_name"] == after.file["env_name"]
+    assert after.repeat("taking.Taking.track_time") == QUICK_ROUNDS
+    # What asv was not asked for is there all the same.
+    assert after.value("adding.Adding.track_relative_time", BF16) > 0
+
+
+def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> None:
+    """asv puts what it gets behind what it has: it is given the new ones only."""
+    before, after = story.steps["second asv"], story.steps["appended"]
+    name = "taking.Taking.track_time"
+    assert before.repeat(name) == len(before.samples(name)) == QUICK_ROUNDS
+    assert after.repeat(name) == len(after.samples(name)) == 2 * QUICK_ROUNDS
+    assert after.samples(name)[:QUICK_ROUNDS] == before.samples(name)
+    assert len(after.samples("adding.Adding.track_time")) == WHOLE
+
+
+def test_all_results_lie_in_two_files_of_one_machine(story: Story) -> None:
+    """One for each commit."""
+    (machine,) = (path.parent for path in story.place.results.glob("*/machine.json"))
+    named = {path.name[:8] for path in machine.glob("*.json") if path.name != "machine.json"}
+    assert named == {commit[:8] for commit in story.commits}
+    assert len(list(machine.glob("*.json"))) == 3
+
+
+def test_show_and_compare_print_both(story: Story) -> None:
+    """As asv does for its own; with a number on either side."""
+    for commit in (story.commits[0], "HEAD"):
+        shown = story.said[f"show {commit}"]
+        assert "adding.Adding.track_time" in shown and "adding.Adding.track_size_error" in shown
+    rows = [
+        line
+        for line in story.said["compare HEAD~1 HEAD"].splitlines()
+        if "adding.Adding.track_time('fp32', 50000)" in line
+    ]
+    assert len(rows) == 1 and "n/a" not in rows[0] and len(re.findall(r"\d[\d.]*[nμum]s", rows[0])) == 2
+
+
+def html(story: Story, *parts: str) -> Any:
+    return json.loads((story.place.root / ".fp8bench" / "asv" / "html" / Path(*parts)).read_text())
+
+
+def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
+    """One graph a benchmark; a second one would mean a second machine, or a second Python."""
+    assert "Couldn't" not in story.said["publish"] and "warning" not in story.said["publish"].lower()
+    folder = story.place.root / ".fp8bench" / "asv" / "html" / "graphs"
+    drawn = [path for path in folder.rglob("adding.Adding.track_time.json") if "summary" not in path.parts]
+    assert len(drawn) == 1
+    points = json.loads(drawn[0].read_text())
+    assert len(points) == 2
+    index = html(story, "index.json")
+    assert len(index["graph_param_list"]) == 1
+    first, second = (story.steps[name] for name in ("whole suite again", "second asv"))
+    for step, (_, values) in zip((first, second), points, strict=True):
+        cells = list(itertools.product(*step.loaded.get_result_params("adding.Adding.track_time")))
+        assert values[cells.index(FP32)] == pytest.approx(step.value("adding.Adding.track_time", FP32), rel=1e-3)
+
+
+def test_preview_serves_what_was_published(story: Story) -> None:
+    """On a port of its own, until it is ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with subprocess.Popen(
+        [*ASV, "preview", "--port", str(port)], cwd=story.place.root, env=story.place.environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as server:  # fmt: skip
+        try:
+            served = json.loads(fetched(f"http://127.0.0.1:{port}/index.json", server))
+        finally:
+            server.terminate()
+    assert served == html(story, "index.json")
+    assert "adding.Adding.track_time" in served["benchmarks"]
+
+
+def fetched(url: str, server: subprocess.Popen[bytes]) -> bytes:
+    """A page, as soon as it is served."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + PATIENCE
+    while server.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), opener.open(url, timeout=10) as answer:
+            return bytes(answer.read())
+        time.sleep(0.05)
+    raise AssertionError(f"{url} is not served; the server ended with {server.poll()}")
+
+
+def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
+    """asv's discovery, as asv runs it: in a process of its own, in another folder. The list is in result.json."""
+    place.home.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, asv_runner.BENCHMARK_RUN_SCRIPT, "discover", str(suites), str(place.home / "result.json")],
+        cwd=place.home, env=place.environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What asv finds in this project's suites."""
+    folder = tmp_path_factory.mktemp("discovery")
+    place = Place(folder, folder / "home")
+    done = discover(ROOT / "suites", place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
+
+
+@pytest.mark.parametrize("name", followed_names())
+def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
+    """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""
+    workload = workloads.get(name)
+    define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None))
+    ours = load_benchmarks(tmp_path / "benchmarks.json")
+    theirs = {key: one for key, one in discovered.items() if key.partition(".")[0] == name}
+    words = ("name", "type", "unit", "params", "param_names", "version")
+    assert {key: {word: one[word] for word in words} for key, one in theirs.items()} == {
+        key: {word: one[word] for word in words} for key, one in ours.items()
+    }
+    keys = {one["setup_cache_key"] for one in theirs.values()}
+    assert len(keys) == 1 and next(iter(keys)).startswith(f"{name}:")
+    assert all(one["setup_cache_timeout"] >= 600 for one in theirs.values())
+
+
+def test_asv_discovers_nothing_twice(discovered: dict[str, Any]) -> None:
+    """Each workload once, fp8bench's benchmarks of itself, and no helper that a file imports."""
+    modules = {name.partition(".")[0] for name in discovered}
+    assert modules == {*followed_names(), "harness"}
+    assert len({one["setup_cache_key"] for one in discovered.values() if "setup_cache_key" in one}) == len(
+        followed_names()
+    )
