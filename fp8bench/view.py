@@ -102,10 +102,10 @@ def update_view(run: Run, store: Path, patience: float = LOCK_SECONDS) -> str:
     why = why_not(run)
     told = tell(run) if not why else None
     if told is None or not told.content.points:
-        why = why or (told.content.why if told is not None else "it does not say on which machine it was made")
-        return (
-            f"history: {why or 'none of its cases is in a declared grid'}; the run is kept, asv's view stays as it is"
-        )
+        nameless = "it does not say on which machine, or by a name that is no folder's"
+        why = why or (told.content.why if told is not None else nameless)
+        why = why or "none of its cases is in a declared grid"
+        return f"history: {why}; the run is kept, and asv's view stays as it is"
     try:
         aside = write_commit(store, told.place, run.id, patience)
     except Fp8benchError as error:
@@ -116,7 +116,8 @@ def update_view(run: Run, store: Path, patience: float = LOCK_SECONDS) -> str:
         )
     cells = len({(point.series.split(".")[0], point.cell) for point in told.content.points})
     words = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {told.commit[:8]} in asv's view"]
-    words += [f"{path.name} was broken and made anew, the old one is kept beside it" for path in aside]
+    for path in aside:
+        words.append(f"{path.name.rpartition('.broken-')[0]} was broken and made anew, the old one is {path.name}")
     words.append(load_renamings(store).trouble.rstrip("."))
     if told.content.others:
         words.append(f"{told.content.others} outside of the declared grids stay in the run alone")
@@ -254,7 +255,10 @@ def _settled(results: Path, identity: Identity, aside: list[Path]) -> Identity:
     brought_up = merge_machine(known, machine)
     if brought_up != known:
         save_machine(folder / "machine.json", brought_up)
-    return Identity(machine, _settled_python(folder, identity.python))
+    # In one order, so that a view made again is the same; what else somebody wrote down is no parameter of a series.
+    found = sorted((machine if is_here else brought_up).items())
+    plain = {key: value for key, value in found if value is None or isinstance(value, int | float | str)}
+    return Identity(plain, _settled_python(folder, identity.python))
 
 
 def _settled_python(folder: Path, python: str) -> str:

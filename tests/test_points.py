@@ -24,6 +24,7 @@ from fp8bench.model import (
     Run,
     Scalar,
     Segments,
+    Series,
     SlotSample,
     Status,
     Timing,
@@ -371,6 +372,18 @@ def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
         assert list(one.samples) == (whole or [value for p in alike for value in p.samples])
         assert (one.series, one.cell, one.version) == (name, cell, newest[name])
     assert merged(list(found.values())) == found
+
+
+@given(st.lists(some_points, max_size=12).flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
+def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Point]]) -> None:
+    """Clocks go backwards: with the version that asv shows given, the same samples count in any order."""
+    series = [Series(name, "x", "time", "seconds", (), (), "1.1") for name in ("x.X.track_time", "y.Y.track_time")]
+    current = {one.series for one in orders[0] if one.version == "1.1"}
+    first, second = ({key: one for key, one in merged(some, series).items() if key[0] in current} for some in orders)
+    assert {key: sorted(one.samples) for key, one in first.items()} == {
+        key: sorted(one.samples) for key, one in second.items()
+    }
+    assert all(one.version == "1.1" for one in first.values())
 
 
 def test_every_declared_metric_has_a_point() -> None:

@@ -204,7 +204,9 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     except OSError as error:
-        raise AsvFileError(f"the lock {path} cannot be made ({error.strerror}). Choose another --store DIR.") from None
+        is_file = os.path.isfile(folder)  # noqa: PTH113 - is_file raises where it may not look
+        why = f"{folder} is a file" if is_file else error.strerror
+        raise AsvFileError(f"the lock {path} cannot be made ({why}). Choose another --store DIR.") from None
     with file:
         _take(file, path, seconds)
         yield

@@ -1,0 +1,502 @@
+"""asv's view and whatever a disk, a clock, a person or another version can do to it: whole files, and one sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asv.results import Results
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.followed import METHOD
+from fp8bench.history import asv_files
+from fp8bench.history.asv_files import locked
+from fp8bench.history.asv_results import load_results
+from fp8bench.model import Request, Run
+from fp8bench.view import results_of, told_of_commit, update_view
+from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+DONE = "history: 2 cases of commit 0a1b2c3d in asv's view"
+AGAIN = " The run is kept; `fp8bench history rebuild` makes the view again."
+OTHER = "f00dface" * 5
+# The run is written where there is room; then no file may grow beyond a kilobyte.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from fp8bench.view import update_view
+from tests.kept import grid_run, keep
+store = Path(sys.argv[1])
+run = keep(grid_run(seconds=1), store)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+print(update_view(run, store))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with one run, and its view."""
+    found = tmp_path / "store"
+    assert update_view(keep(grid_run(), found), found) == DONE
+    return found
+
+
+def again(store: Path, **changes: Any) -> str:
+    """What is said of the next run."""
+    return update_view(keep(grid_run(seconds=1, **changes), store), store)
+
+
+def the_file(store: Path) -> Path:
+    (path,) = results_files(store)
+    return path
+
+
+def num_samples(store: Path, path: Path | None = None) -> set[int]:
+    """How many samples asv finds of a step of each precision."""
+    stats = Results.load(str(path or the_file(store)), "box")._stats[f"{TITLE}time"]
+    return {one["repeat"] for one in stats if "repeat" in one}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but the lock."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file by hand, long ago: what changed just now is waited for."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    long_ago(path)
+
+
+def long_ago(path: Path) -> None:
+    os.utime(path, (time.time() - 1000, time.time() - 1000))
+
+
+# What a disk does.
+
+
+def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) -> None:
+    """One sentence; the next update has both runs."""
+    before = contents(store / "asv")
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(store)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith(f"history: {the_file(store)} cannot be written (File too large). What was there ")
+    assert done.stdout.endswith(AGAIN + "\n") and done.stdout.count("\n") == 1
+    assert contents(store / "asv") == before
+    assert again(store) == DONE and num_samples(store) == {3 * ROUNDS}
+
+
+@pytest.fixture
+def open_store() -> Iterator[Path]:
+    """A store in a folder that anybody may enter; root, who may write everywhere, is somebody else for a while."""
+    with tempfile.TemporaryDirectory() as name:
+        store = Path(name)
+        store.chmod(0o755)
+        assert update_view(keep(grid_run(), store), store) == DONE
+        root = os.geteuid() == 0
+        try:
+            yield store
+        finally:
+            if root:
+                os.seteuid(0)
+            for path in (store, *store.rglob("*")):
+                path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        ("asv", "history: the lock {store}/asv/.lock cannot be made (Permission denied). Choose another --store DIR."),
+        (
+            "asv/results/box",
+            "history: {file} cannot be written (Permission denied). What was there before is untouched",
+        ),
+    ],
+)
+def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: str, words: str) -> None:
+    """And stays as it was."""
+    run = keep(grid_run(seconds=1), open_store)
+    before = contents(open_store / "asv" / "results")
+    lock, file = open_store / "asv" / ".lock", the_file(open_store)
+    lock.chmod(0o444 if closed == "asv" else 0o666)
+    for folder in (open_store / "asv", open_store / "asv" / "results", open_store / closed):
+        folder.chmod(0o555)
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    said = update_view(run, open_store)
+    assert said.startswith(words.format(store=open_store, file=file)) and said.endswith(AGAIN)
+    assert contents(open_store / "asv" / "results") == before
+
+
+def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
+    """Somebody's notes, which stay."""
+    (tmp_path / "asv").write_text("notes")
+    asv = tmp_path / "asv"
+    said = again(tmp_path)
+    assert said == f"history: the lock {asv}/.lock cannot be made ({asv} is a file). Choose another --store DIR.{AGAIN}"
+    assert (tmp_path / "asv").read_text() == "notes"
+
+
+def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> None:
+    """Results may lie on a disk of their own: its folder is made, or the disk is not there."""
+    (tmp_path / "asv").mkdir()
+    link = tmp_path / "asv" / "results"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert again(tmp_path) == DONE and link.is_symlink() and (tmp_path / "elsewhere" / "benchmarks.json").exists()
+    (tmp_path / "unplugged").write_text("")
+    link.unlink()
+    link.symlink_to(tmp_path / "unplugged" / "results")
+    said = again(tmp_path)
+    assert "cannot be " in said and "(Not a directory)" in said and said.endswith(AGAIN)
+
+
+def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Path) -> None:
+    """The view is theirs; it has the run the next time."""
+    run = keep(grid_run(seconds=1), store)
+    before = contents(store / "asv")
+    with locked(store / "asv", 0):
+        said = update_view(run, store, patience=0.05)
+    assert said.startswith("history: another process has held the lock ") and said.endswith(AGAIN)
+    assert "for 0.05 s." in said and contents(store / "asv") == before
+    assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+def test_where_there_are_no_locks_the_view_is_written_all_the_same(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems, for runs and for the view."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(asv_files.fcntl, "flock", flock)
+    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+def test_a_file_that_cannot_be_looked_at_is_a_sentence(store: Path) -> None:
+    """A folder where the results of the commit belong; a run file that is a folder is none."""
+    file = the_file(store)
+    file.unlink()
+    file.mkdir()
+    (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").mkdir()
+    said = again(store)
+    assert said == f"history: {file} cannot be read (it is not a file).{AGAIN}"
+
+
+# What a person, an editor or another version does.
+
+BROKEN = {
+    "empty": "",
+    "half": '{"version": 2, "results": {"a": [[1.0',
+    "list": "[]",
+    "number": "7",
+    "no version": "{}",
+    "strange": '{"version": 2, "results": 3}',
+    "twice": '{"version": 2, "a": 1, "a": 2}',
+    "bytes": "\udcff\udcfe\x00",
+}
+
+
+@pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
+    """Nothing of it is lost, and the sentence says where it is."""
+    box = results_of(store) / "box"
+    path = {"results": the_file(store), "benchmarks.json": box.parent / kind, "machine.json": box / kind}[kind]
+    sound = json.loads(path.read_text())
+    text = BROKEN[name].replace('"version": 2', f'"version": {sound["version"]}')
+    path.write_text(text, errors="surrogateescape")
+    long_ago(path)
+    said = again(store)
+    assert said == f"{DONE}; {path.name} was broken and made anew, the old one is {path.name}.broken-1"
+    assert path.with_name(f"{path.name}.broken-1").read_text(errors="surrogateescape") == text
+    assert json.loads(path.read_text()).keys() == sound.keys() and num_samples(store) == {2 * ROUNDS}
+    assert again(store) == DONE
+
+
+@pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
+@pytest.mark.parametrize(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
+def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version: int, advice: str) -> None:
+    """It may be sound, and whoever wrote it knows more."""
+    box = results_of(store) / "box"
+    path = {"results": the_file(store), "benchmarks.json": box.parent / kind, "machine.json": box / kind}[kind]
+    edit(path, lambda content: content.update(version=version))
+    before = contents(store / "asv")
+    said = again(store)
+    assert said.startswith(f"history: {path} was written by ") and said.endswith(advice + AGAIN)
+    assert contents(store / "asv") == before
+
+
+def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
+    """Rows of asv's own, one that nobody can read, keys of later versions; benchmarks and words on the machine, too."""
+    path = the_file(store)
+    foreign = [[1.5], [], "7", 1, 2.0]
+
+    def change(content: dict[str, Any]) -> None:
+        content["results"] |= {"harness.track_start": foreign, "harness.track_end": "by hand"}
+        content |= {"later": [1], "durations": {"<build>": 3.0}}
+
+    edit(path, change)
+    edit(results_of(store) / "benchmarks.json", lambda known: known.update(x={"name": "x", "params": [], "unit": "s"}))
+    edit(results_of(store) / "box" / "machine.json", lambda known: known.update(gpu="H200", note=[1]))
+    assert again(store) == DONE
+    content = json.loads(path.read_text())
+    assert content["results"]["harness.track_start"] == foreign
+    assert content["results"]["harness.track_end"] == "by hand"
+    assert (content["later"], content["durations"]) == ([1], {"<build>": 3.0})
+    benchmarks = json.loads((results_of(store) / "benchmarks.json").read_text())
+    assert benchmarks["x"] == {"name": "x", "params": [], "unit": "s"} and f"{TITLE}time" in benchmarks
+    assert json.loads((results_of(store) / "box" / "machine.json").read_text())["note"] == [1]
+
+
+def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
+    """The runs are the truth; so is a row cut short."""
+    path = the_file(store)
+    before = load_results(path)
+
+    def change(content: dict[str, Any]) -> None:
+        content["results"][f"{TITLE}time"][0][0] = 1e9
+        content["results"][f"{TITLE}time_gemm"] = content["results"][f"{TITLE}time_gemm"][:2]
+
+    edit(path, change)
+    again(store)
+    after = load_results(path)
+    assert after.rows[f"{TITLE}time"].values[0] == before.rows[f"{TITLE}time"].values[0]
+    assert after.rows[f"{TITLE}time_gemm"].values[0] == before.rows[f"{TITLE}time_gemm"].values[0]
+
+
+def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
+    """asv would show nothing of such a folder, and results must not go into another one's."""
+    path = results_of(store) / "box" / "machine.json"
+    edit(path, lambda content: content.update(machine="other"))
+    before = contents(store / "asv")
+    said = again(store)
+    assert said == (
+        f"history: {path} is of machine 'other', and its folder of 'box': asv shows nothing of that folder. Correct "
+        f"the one or the other.{AGAIN}"
+    )
+    assert contents(store / "asv") == before
+
+
+def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> None:
+    """Eight digits of a hash are a file's name; somebody may also have renamed it."""
+    edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
+    before = contents(store / "asv")
+    assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
+    assert contents(store / "asv") == before
+    edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:10]))  # as somebody gave it to asv run
+    assert again(store) == DONE
+
+
+def test_a_run_that_was_copied_counts_once(store: Path) -> None:
+    """A sync's 'conflict copy' has the same samples; so has one that was cut off while it was copied."""
+    (path,) = (store / "runs" / "box").glob("*.jsonl")
+    (path.parent / f"{path.stem} (copy).jsonl").write_bytes(path.read_bytes())
+    (path.parent / "mine.jsonl").write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
+    """Only a name that says another commit is believed."""
+    (path,) = (store / "runs" / "box").glob("*.jsonl")
+    path.rename(path.with_name("the first one.jsonl"))
+    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00" * 100, '{"schema": 99}\n', '{"record": 3}\n'])
+def test_a_run_file_that_cannot_be_read_costs_the_others_nothing(store: Path, text: str) -> None:
+    """It is left out."""
+    (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").write_text(text)
+    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
+    """As one that was resumed where it had been copied to."""
+    run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
+    said = update_view(run, store)
+    assert said == f"history: the run {run.id} is not to be found in {store}, so that it is not in asv's view.{AGAIN}"
+    assert num_samples(store) == {ROUNDS}
+
+
+# What a clock and a repository do.
+
+
+def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
+    """The run that was made last is dated before the first one; both count, and the later time stands in the row."""
+    run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
+    assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
+    assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at == 1767225600000
+    first, second = told_of_commit(store, COMMIT)
+    assert first.run.id == run.id != second.run.id
+
+
+def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
+    """asv shows the version that the code has; an old one must not hide it because a clock was wrong."""
+    future = keep(grid_run(started="2040-01-01T00:00:00+00:00", version="0"), store)
+    update_view(future, store)
+    row = load_results(the_file(store)).rows[f"{TITLE}time"]
+    assert row.version == f"{METHOD}.1" and num_samples(store) == {ROUNDS}
+    assert row.started_at == 2208988800000
+    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
+
+
+def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None:
+    """asv hides them, because today's figures are of another version; they come back with an fp8bench of then."""
+    update_view(keep(grid_run(version="0"), tmp_path), tmp_path)
+    assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD}.0"
+    assert (
+        json.loads((results_of(tmp_path) / "benchmarks.json").read_text())[f"{TITLE}time"]["version"] == f"{METHOD}.1"
+    )
+
+
+@pytest.mark.parametrize("started", ["", "yesterday", "2026-13-01", "9" * 30])
+def test_a_start_that_is_no_time_is_a_sentence(store: Path, started: str) -> None:
+    """Somebody edited the file."""
+    said = update_view(replace(grid_run(), started=started), store)
+    assert said == f"history: its start, {started!r}, is no time; the run is kept, and asv's view stays as it is"
+
+
+def test_a_start_without_a_zone_is_in_utc(store: Path) -> None:
+    """Whatever the zone of whoever reads it."""
+    update_view(keep(grid_run(started="2026-02-01T00:00:00"), store), store)
+    assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at == 1769904000000
+
+
+def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: Path) -> None:
+    """Rebased away, or another repository's in the same store: nobody else's file is touched."""
+    before = contents(store / "asv")
+    said = update_view(keep(grid_run(facts(OTHER)), store), store)
+    assert said == "history: 2 cases of commit f00dface in asv's view"
+    after = contents(store / "asv")
+    assert [path.name[:8] for path in results_files(store)] == ["0a1b2c3d", "f00dface"]
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) -> None:
+    """The first one stays readable."""
+    before = contents(results_of(store) / "box")
+    assert update_view(keep(grid_run(facts(machine="new")), store), store) == DONE
+    assert contents(results_of(store) / "box") == before
+    old, new = results_files(store)
+    assert Results.load(str(old), "box").params["machine"] == "box"
+    assert Results.load(str(new), "new").params["machine"] == "new"
+
+
+@pytest.mark.parametrize("machine", ["../../etc", "a/b", "", ".", "..", "a\0b", 7, None])
+def test_a_name_that_is_no_folders_is_a_sentence(tmp_path: Path, machine: object) -> None:
+    """Facts come from files that others wrote: they lead nowhere else."""
+    run = keep(
+        replace(grid_run(), environment=replace(grid_run().environment, facts=facts() | {"asv_machine": machine})),
+        tmp_path,
+    )
+    said = update_view(run, tmp_path)
+    assert said == (
+        "history: it does not say on which machine, or by a name that is no folder's; the run is kept, and asv's view "
+        "stays as it is"
+    )
+    assert not (tmp_path / "asv").exists()
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> None:
+    """As long as no machine's is."""
+    said = update_view(keep(grid_run(facts(machine="m" * 300) | {"machine": "box"}), tmp_path), tmp_path)
+    assert "(File name too long)" in said and said.endswith(AGAIN)
+
+
+# What is said where nothing is written.
+
+STAYS = "; the run is kept, and asv's view stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"commit": None, "dirty": None}, "this was not measured in a git repository"),
+        ({"commit": "HEAD"}, "this was not measured in a git repository"),
+        ({"commit": 7}, "this was not measured in a git repository"),
+        ({"dirty": True}, "the files differ from commit 0a1b2c3d, so that these are not its numbers"),
+        (
+            {"dirty": None},
+            "the files may differ (git does not say) from commit 0a1b2c3d, so that these are not its numbers",
+        ),
+    ],
+)
+def test_numbers_that_are_no_commits_are_a_sentence(store: Path, changes: dict[str, Any], why: str) -> None:
+    """The run is kept all the same."""
+    before = contents(store / "asv")
+    assert update_view(keep(grid_run(facts() | changes), store), store) == f"history: {why}{STAYS}"
+    assert contents(store / "asv") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"threads": 2}, "it was measured with --threads 2, and the history is of one thread"),
+        ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
+        ({"seed": 3}, "it was measured with --seed 3, and the history is of seed 0"),
+    ],
+)
+def test_what_asv_would_measure_otherwise_is_a_sentence(store: Path, words: dict[str, Any], why: str) -> None:
+    """It would not compare."""
+    assert again(store, request=Request("gemm", **words)) == f"history: {why}{STAYS}"
+
+
+@pytest.mark.parametrize(
+    ("workload", "why"),
+    [
+        ("no_such", "the suite no_such is not known here; --import its module"),
+        ("gemm", "none of its cases is in a declared grid"),
+    ],
+)
+def test_cases_of_no_series_are_a_sentence(store: Path, workload: str, why: str) -> None:
+    """A suite that this process does not know, or a shape that is not followed."""
+
+    def elsewhere(run: Run) -> Run:
+        cases = [replace(one.case, workload=workload, params=(("m", 3),)) for one in run.records]
+        return replace(
+            run, records=tuple(replace(one, case=case) for one, case in zip(run.records, cases, strict=True))
+        )
+
+    assert update_view(elsewhere(keep(grid_run(seconds=1), store)), store) == f"history: {why}{STAYS}"
+
+
+# What holds whatever the order.
+
+
+@settings(max_examples=25)
+@given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
+def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:
+    """Byte for byte: it is a function of the runs, which may have been kept in any order."""
+    seen = set()
+    with tempfile.TemporaryDirectory() as name:
+        for places, who in (((0, 1, 2, 3), [3]), (order, writers)):
+            store = Path(name) / f"store{len(seen)}"
+            made = [grid_run(seconds=place, rounds=3 + place, id=f"0000000{place}") for place in range(4)]
+            kept = {place: keep(made[place], store) for place in places}
+            for writer in who:
+                assert update_view(kept[writer], store) == DONE
+            view = contents(store / "asv")
+            assert update_view(kept[0], store) == DONE and contents(store / "asv") == view
+            seen.add(tuple(sorted(view.items())))
+    assert len(seen) == 1

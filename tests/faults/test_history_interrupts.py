@@ -1,0 +1,98 @@
+"""The command as a person runs it: what is said of the history, how it ends, and what an interrupt of the view does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8bench.history.asv_files import locked
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.view import results_of, update_view
+from tests.kept import results_files
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = ("suite", "gemm", "--set", "shape=512", "--dtypes", "fp32", "--rounds", "2")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clean repository of one commit, under a home of its own."""
+    home, folder = tmp_path / "home", tmp_path / "repository"
+    home.mkdir()
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (folder / ".gitignore").write_text(".fp8bench\n")
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def started(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fp8bench", *words]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - it may be ignored here
+    )  # fmt: skip
+
+
+def ended(folder: Path, *words: str) -> tuple[int, str]:
+    """A command's exit code, and what it said on stderr."""
+    with started(folder, *words) as process:
+        out, err = process.communicate(timeout=240)
+    assert out.startswith("gemm ")
+    return process.returncode, err
+
+
+def waits_for_the_lock(process: subprocess.Popen[str], lock: Path) -> bool:
+    """Whether it has the lock's file open, which it has while it waits."""
+    try:
+        return any(link.samefile(lock) for link in Path(f"/proc/{process.pid}/fd").iterdir())
+    except OSError:  # one of them has just been closed
+        return False
+
+
+def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository: Path) -> None:
+    """One sentence; and none about asv where all went well but that it did."""
+    store = repository / ".fp8bench"
+    store.mkdir()
+    (store / "asv").write_text("")
+    code, err = ended(repository, *SUITE)
+    assert code == 0 and err.startswith("fp8bench: history: the lock ") and err.count("\n") == 1
+    (store / "asv").unlink()
+    code, err = ended(repository, *SUITE)
+    assert code == 0 and err.startswith("fp8bench: history: 1 case of commit ") and err.endswith(" in asv's view\n")
+    (repository / ".gitignore").write_text(".fp8bench\n.asv\n")
+    code, err = ended(repository, *SUITE)
+    assert code == 0 and err.startswith("fp8bench: history: the files differ from commit ") and err.count("\n") == 1
+    assert len(list(run_files(store))) == 3 and len(results_files(store)) == 1
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="sees by /proc that the lock is waited for")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: signal.Signals) -> None:
+    """It comes while another writer holds the view: the table stands, the run is whole, and the view is not begun."""
+    store = repository / ".fp8bench"
+    lock = store / "asv" / ".lock"
+    with locked(store / "asv", 0), started(repository, *SUITE) as process:
+        end = time.monotonic() + 240
+        while not waits_for_the_lock(process, lock):
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=240)
+    (path,) = run_files(store)
+    assert process.returncode == 130 and out.startswith("gemm ")
+    assert err == (
+        f"fp8bench: history: interrupted while asv's view was brought up to date; the run is kept in "
+        f"{path.relative_to(repository)}, and `fp8bench history rebuild` makes the view again\n"
+    )
+    run = load_run(path)
+    assert run.finished and not results_of(store).exists()
+    assert "1 case of commit" in update_view(run, store) and len(results_files(store)) == 1
