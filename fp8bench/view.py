@@ -230,7 +230,7 @@ def write_place(results: Path, told: Sequence[Told], aside: list[Path] | None = 
     )
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
-    save_results(path, filled(replace(file, params=identity.params), told))
+    save_results(path, filled(replace(file, params=identity.params, date=file.date or _date(told)), told))
     for folder in (results, path.parent):
         sweep(folder)
     return path

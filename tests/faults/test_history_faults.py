@@ -383,6 +383,15 @@ def test_a_start_without_a_zone_is_in_utc(store: Path) -> None:
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at == 1769904000000
 
 
+def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
+    """And one that asv wrote stays."""
+    update_view(keep(grid_run(facts(commit_date=None)), tmp_path), tmp_path)
+    assert load_results(the_file(tmp_path)).date == 0
+    assert again(tmp_path) == DONE and load_results(the_file(tmp_path)).date == 1767268800000
+    edit(the_file(tmp_path), lambda content: content.update(date=5))
+    assert again(tmp_path) == DONE and load_results(the_file(tmp_path)).date == 5
+
+
 def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: Path) -> None:
     """Rebased away, or another repository's in the same store: nobody else's file is touched."""
     before = contents(store / "asv")
