@@ -38,7 +38,7 @@ class Attention(Workload):
     history = Grid(
         cpu={"part": ("core", "layer"), "sequence": ("512",)},
         gpu={"part": ("core", "layer"), "sequence": ("4096",)},
-        phases=("cast", "gemm", "attention"), errors=("output_error", "gradient_error"), per="tokens",
+        phases=("cast", "gemm", "attention", "elementwise"), errors=("output_error", "gradient_error"), per="tokens",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

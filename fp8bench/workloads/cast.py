@@ -44,7 +44,7 @@ class Cast(Workload):
     history = Grid(
         cpu={"shape": ("1024x1024",), "direction": ("to", "from"), "scaling": ("on",)},
         gpu={"shape": ("8192x8192",), "direction": ("to", "from"), "scaling": ("on",)},
-        dtypes=("fp32", "bf16", "fp8", "mxfp8", "nvfp4"), errors=("cast_error",), per="bytes",
+        dtypes=("fp32", "bf16", "fp8", "mxfp8", "nvfp4"), errors=("cast_error", "cast_vanished"), per="bytes",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

@@ -66,7 +66,10 @@ class Optimizer(Workload):
     dtypes = ("fp32", "bf16", "fp16", "fp8")
     history = Grid(
         cpu={"width": ("256",), "fused": ("yes",)}, gpu={"width": ("4096",), "fused": ("yes",)},
-        dtypes=("fp32", "bf16", "fp8"), phases=("cast", "optimizer_step"), errors=("update_error",), per="bytes",
+        phases=("cast", "optimizer_step"),
+        errors=("update_error", "first_moment_error", "first_moment_vanished", "second_moment_error",
+                "second_moment_vanished"),
+        per="bytes",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ import torch
 
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
+from fp8bench.followed import MEMORY, check_grid, series_of
 from fp8bench.measure.bench import Bench, Settings
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Request
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Record, Request, Run, Status
+from fp8bench.pipeline import execute
 from fp8bench.plan import make_plan
+from fp8bench.points import followed
+from fp8bench.protocols import Grid, SilentObserver
 from fp8bench.registry import precisions, workloads
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
@@ -193,6 +198,55 @@ def test_a_state_is_sound_after_its_steps(name: str, corpus: Corpus, bench: Benc
     bench.slot("one", 2, 1)
     assert bench.check("one") == ""
     assert bench.release("one") == ()
+
+
+@pytest.fixture(scope="module")
+def grids(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The declared grid of every workload, measured on the processor by the whole pipeline: few rounds, all passes."""
+    request = Request("all", devices=("cpu",), rounds=2, grid=True)
+    run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), "fp8bench suite all --grid --rounds 2")
+    assert run.finished and not run.troubles
+    # As if this were the machine's only device: a machine with a GPU follows that one.
+    return replace(run, devices=tuple(one for one in run.devices if not one.accelerated))
+
+
+def measured(grids: Run, name: str) -> tuple[Grid, list[Record]]:
+    """What a workload declares, and what came of it."""
+    grid = workloads.get(name).history
+    assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols.py"
+    return grid, [record for record in grids.records if record.case.workload == name and record.status is Status.OK]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_grid_declares_what_its_cases_have(name: str, grids: Run) -> None:
+    """Exactly the phases and errors of a real run over all its dtypes; a step of one phase has its time for that."""
+    check_grid(workloads.get(name))
+    grid, records = measured(grids, name)
+    phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
+    assert set(grid.phases) == (phases if len(phases) > 1 else set())
+    errors = {one.metric for record in records for one in record.measurements} - {MEMORY}
+    assert set(grid.errors) == errors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_series_of_a_grid_has_figures(name: str, grids: Run) -> None:
+    """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept."""
+    _, records = measured(grids, name)
+    found = {point.series for point in followed(grids).points if point.samples}
+    corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
+    assert {one.name for one in series_of(workloads.get(name), corpus)} <= found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cases_of_a_grid_run_and_say_what_memory_they_took(name: str, grids: Run) -> None:
+    """A case that is refused on a processor is one for a reason; none fails. A step holds its own tensors at least."""
+    _, records = measured(grids, name)
+    everything = [record for record in grids.records if record.case.workload == name]
+    assert records and all(record.status is not Status.FAILED for record in everything)
+    assert all(record.reason for record in everything if record.status is Status.SKIPPED)
+    for record in records:
+        peak = record.measurement(MEMORY)
+        assert peak is not None and peak.samples[0] > 0
 
 
 def test_planning_any_workload_needs_no_torch() -> None:

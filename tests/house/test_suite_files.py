@@ -1,0 +1,58 @@
+"""Every workload of fp8bench's own has a file in suites/, so that asv follows it, and no file is without one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from fp8bench.followed import class_name
+from fp8bench.registry import workloads
+
+SUITES = Path(__file__).resolve().parents[2] / "suites"
+# What is in the folder and measures no workload: the package, fp8bench itself, and kills.
+OTHERS = {"__init__", "harness", "kill"}
+FILE = '''"""What asv follows of the suite {name}."""
+
+from typing import Any
+
+from fp8bench import asv_bridge
+
+
+class {title}(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/{name}.py."""
+
+    workload = "{name}"
+
+    def setup_cache(self) -> Any:
+        return self.measure()
+
+    setup_cache.timeout = 3600
+'''
+
+
+def built_in() -> set[str]:
+    """The public workloads of this package; a test may have registered others."""
+    return {
+        name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")
+    }
+
+
+def test_every_workload_has_a_grid_and_a_suite_file_and_vice_versa() -> None:
+    """A new workload is followed from its first day; one that goes takes its file along."""
+    assert {name for name in built_in() if workloads.get(name).history is None} == set()
+    assert {path.stem for path in SUITES.glob("*.py")} - OTHERS == built_in()
+
+
+@pytest.mark.parametrize("name", sorted(built_in()))
+def test_suite_files_differ_in_their_names_only(name: str) -> None:
+    """What is measured stands in the workload's Grid, once for both doors. Each file has a cache in its own lines."""
+    assert (SUITES / f"{name}.py").read_text() == FILE.format(name=name, title=class_name(name))
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_in_a_suite_file_is_taken_for_a_hook(path: Path) -> None:
+    """asv calls whatever is called 'setup' or 'teardown' in a module, classes and capitals included."""
+    names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert not {name for name in names if name.lower() in ("setup", "teardown")}
