@@ -116,8 +116,9 @@ def update_view(run: Run, store: Path, patience: float = LOCK_SECONDS) -> str:
         )
     cells = len({(point.series.split(".")[0], point.cell) for point in told.content.points})
     words = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {told.commit[:8]} in asv's view"]
-    for path in aside:
-        words.append(f"{path.name.rpartition('.broken-')[0]} was broken and made anew, the old one is {path.name}")
+    words += [
+        f"{path.name.rpartition('.broken-')[0]} was broken and made anew, the old one is {path.name}" for path in aside
+    ]
     words.append(load_renamings(store).trouble.rstrip("."))
     if told.content.others:
         words.append(f"{told.content.others} outside of the declared grids stay in the run alone")
