@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,7 +229,9 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
     """So that a store that may not be written will do."""
     history(store, 1.0, 1.1)
     say("rebuild")
-    (store / "asv" / "results" / "box" / "00000000-x.json").write_text("{")
+    torn = store / "asv" / "results" / "box" / "00000000-x.json"
+    torn.write_text("{")
+    os.utime(torn, (1, 1))  # what was changed lately may be in the middle of being written
     (store / "runs" / "box" / "a.jsonl").write_text("?")
     before = tree(store)
     for words in (["list"], ["list", "--runs"], ["show", "track_time(bf16"], ["verify"]):
@@ -274,6 +277,7 @@ def test_rebuild_mends_and_names_what_was_broken(store: Path, say: Say) -> None:
     say("rebuild")
     broken = next((results_of(store) / "box").glob("00000001-*.json"))
     broken.write_text("{")
+    os.utime(broken, (1, 1))  # what was changed lately may be in the middle of being written
     code, _, err = say("rebuild")
     assert code == 0 and f"{broken.name}.broken-1 was broken, and was set aside" in err
     assert len(load_results(broken).rows) == 7

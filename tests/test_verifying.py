@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,12 @@ def only(store: Path, path: Path, broken: bool, *words: str) -> Fault:
     text = f"{found[0].what}. {found[0].remedy}."
     assert all(word in text for word in words), text
     return found[0]
+
+
+def tear(path: Path, text: str) -> None:
+    """Put something broken into a file, long ago: what was changed lately may be in the middle of being written."""
+    path.write_text(text)
+    os.utime(path, (1, 1))
 
 
 def a_run(store: Path) -> Path:
@@ -265,7 +272,7 @@ def test_what_asv_measured_alone_is_no_fault(store: Path) -> None:
 def test_results_that_cannot_be_read(store: Path) -> None:
     """Torn, of another version, and of another commit than their names say: rebuilding makes what runs know."""
     path = a_file(store)
-    path.write_text("{")
+    tear(path, "{")
     torn = faults_of(store)
     assert [fault.path for fault in torn] == [str(path), str(path)] and "breaks off" in torn[0].what
     path.write_text('{"version": 3}')
@@ -332,7 +339,7 @@ def test_a_word_on_interpreters_that_cannot_be_read(store: Path) -> None:
 
 def test_many_faults_at_once_are_all_named(store: Path) -> None:
     """One does not hide another."""
-    a_file(store).write_text("{")
+    tear(a_file(store), "{")
     a_run(store).write_text("")
     (store / "runs" / "notes.txt").write_text("")
     environments_of(store).write_text("[]")
@@ -343,9 +350,9 @@ def test_many_faults_at_once_are_all_named(store: Path) -> None:
 
 def test_rebuilding_mends_the_view(store: Path) -> None:
     """After it nothing is lacking; what was set aside is worth knowing."""
-    a_file(store).write_text("{")
+    tear(a_file(store), "{")
     (results_of(store) / "box" / "machine.json").unlink()
-    (results_of(store) / "benchmarks.json").write_text("?")
+    tear(results_of(store) / "benchmarks.json", "?")
     rebuild(store)
     assert not any(fault.broken for fault in faults_of(store))
 
