@@ -1,12 +1,14 @@
 """fp8bench's benchmarks of itself, for asv; `python -m suites.harness` prints them without asv.
 
 Figures are CPU time or ratios of neighbouring runs where wall time on a shared machine would say little. Lower is
-better in all.
+better in all. What is measured is the fp8bench that this process imports, in the processes that it starts, too.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pickle
 import resource
 import statistics
 import subprocess
@@ -16,14 +18,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fp8bench
 from fp8bench.corpus import prepare_corpus
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import Request
 from fp8bench.plan import make_plan
 
-ROOT = Path(__file__).resolve().parents[1]
+SUITES = Path(__file__).resolve().parent
+PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
 _REPEATS = 5
+_RUNS_OF_A_COMMIT = 20
 _MISSION = ("suite", "transformer", "--dtypes", "fp8,bf16")
 
 # The states of the mission's command (two of bf16, one of fp8), stepped in a bare loop: what memory it takes anyway.
@@ -46,27 +51,70 @@ for _ in range(10):
         one.workload.step(one.state, SilentPhases())
 """
 
+# A commit with as many runs of gemm's grid as its argument says, of one measurement; then, in a process of its own,
+# what the last of them costs the view.
+_RUNS = """
+import secrets, subprocess, sys
+from dataclasses import replace
+from pathlib import Path
+from fp8bench.history.writing import start_run
+from fp8bench.model import Request
+from fp8bench.pipeline import execute
+from fp8bench.protocols import SilentObserver
+folder = Path(sys.argv[1])
+git = ("git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a")
+for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "x")):
+    subprocess.run((*git, *words), check=True)
+run = execute(Request("gemm", rounds=24, grid=True), folder / "store", SilentObserver(), "", folder=folder)
+for number in range(1, int(sys.argv[2])):
+    writer = start_run(replace(run, id=secrets.token_hex(4)), folder / "store")
+    writer.append(run.records)
+    writer.finish("finished")
+"""
+_VIEW = """
+import sys, time
+from pathlib import Path
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.view import update_view
+store = Path(sys.argv[1]) / "store"
+run = load_run(sorted(run_files(store))[-1])
+start = time.process_time()
+words = update_view(run, store)
+seconds = time.process_time() - start
+if "6 cases" not in words:
+    sys.exit(words)
+print(seconds)
+"""
+
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    """asv takes PYTHONPATH away from its processes, and gives them ASV_PYTHONPATH instead."""
+    others = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
+    path = os.pathsep.join([str(PACKAGES), *others])
+    return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path}
 
 
-def _run(words: tuple[str, ...], folder: str, expected: int = 0) -> None:
-    """A command that ends otherwise than expected has not been measured."""
+def _run(words: tuple[str, ...], folder: str, expected: int = 0) -> str:
+    """What a command prints; one that ends otherwise than expected has not been measured."""
     done = subprocess.run(words, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode != expected:
         raise RuntimeError(f"{words} ended with {done.returncode}, not {expected}: {done.stderr[-500:]}")
+    return done.stdout
 
 
 def _cpu_seconds(*words: str, expected: int = 0) -> float:
     """The least CPU time of a few runs of `fp8bench WORDS` as a process of its own."""
-    best = float("inf")
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(_REPEATS):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            _run((sys.executable, "-m", "fp8bench", *words), folder, expected)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return _least_cpu_seconds((sys.executable, "-m", "fp8bench", *words), folder, expected)
+
+
+def _least_cpu_seconds(words: tuple[str, ...], folder: str, expected: int = 0) -> float:
+    best = float("inf")
+    for _ in range(_REPEATS):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _run(words, folder, expected)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return best
 
 
@@ -107,7 +155,8 @@ def track_harness_over_bare_loop() -> float:
     """The nano transformer's step inside the harness over the same step in a bare loop: CPU time, five processes."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
-        return statistics.median(_harness_ratio(Settings(corpus=corpus.path), corpus.identity) for _ in range(5))
+        ratio = statistics.median(_harness_ratio(Settings(corpus=corpus.path), corpus.identity) for _ in range(5))
+    return float(f"{ratio:.6g}")  # asv prints all the digits of a ratio
 
 
 def _harness_ratio(settings: Settings, corpus: str) -> float:
@@ -172,6 +221,29 @@ def track_memory_above_bare_loop() -> int:
     return track_mission_peak_bytes() - _peak_bytes((sys.executable, "-c", _BARE, "FOLDER"))
 
 
+def track_update_view() -> float:
+    """CPU time to bring asv's view up to date with a run of gemm's grid, the twentieth of its commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run((sys.executable, "-c", _RUNS, folder, str(_RUNS_OF_A_COMMIT)), folder)
+        return min(float(_run((sys.executable, "-c", _VIEW, folder), folder)) for _ in range(_REPEATS))
+
+
+def track_asv_combination() -> float:
+    """CPU time of the process that asv starts for one metric of one combination of a suite's parameters."""
+    asv = importlib.util.find_spec("asv")
+    if asv is None or asv.origin is None:
+        raise RuntimeError("asv is not installed for this Python. Install fp8bench[dev].")
+    with tempfile.TemporaryDirectory() as folder:
+        measured = {"gemm.Gemm.track_time": {("fp32", "512"): ("samples", [float(number) for number in range(24)])}}
+        (Path(folder) / "cache.pickle").write_bytes(pickle.dumps(measured))
+        script, result = Path(asv.origin).with_name("benchmark.py"), Path(folder) / "result.json"
+        words = (sys.executable, str(script), "run", str(SUITES), "gemm.Gemm.track_time-0", "{}", "None", str(result))
+        seconds = _least_cpu_seconds(words, folder)
+        if '"samples"' not in result.read_text():
+            raise RuntimeError(f"asv read {result.read_text():.200} instead of samples")
+        return seconds
+
+
 _UNITS: dict[Callable[[], float], str] = {
     track_help: "seconds",
     track_list: "seconds",
@@ -183,10 +255,14 @@ _UNITS: dict[Callable[[], float], str] = {
     track_mission_quick_seconds: "seconds",
     track_mission_peak_bytes: "bytes",
     track_memory_above_bare_loop: "bytes",
+    track_update_view: "seconds",
+    track_asv_combination: "seconds",
 }
 for _benchmark, _unit in _UNITS.items():
     _benchmark.unit = _unit  # type: ignore[attr-defined]
     _benchmark.timeout = 600  # type: ignore[attr-defined]
+    # By itself asv takes the hash of a function's text: what it measures stands elsewhere. Raise it with that.
+    _benchmark.version = "1"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
