@@ -153,6 +153,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     other = find_store(arguments.folder, store) if arguments.folder is not None else None
     if other is None:
         _store(store)
+    _announce(store if other is None else other)
     done = join(store, other, arguments.rename_env)
     counts: dict[str, int] = {}
     if other is not None:

@@ -21,21 +21,23 @@ _HASTY = "~"
 _RELATIVE = "relative_time"
 _SHARE = "_vanished"
 _MOST_WORDS = 20
+# Of a median beside its interval: three digits would often show one number three times.
+_CLOSE = 4
 
 HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
-VERSUS = "change: over the commit before, as a plain ratio without a verdict; below 1 is less, which is better"
+VERSUS = "change: over the commit before, a plain ratio and no verdict; below 1 is less, which is better"
 INTERVAL = "99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it"
 VERSION = "new version: the work or the method changed, and numbers before do not compare"
 GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
-def value(course: Course, number: float | None) -> str:
-    """A number of a course, by its unit."""
+def value(course: Course, number: float | None, digits: int = 3) -> str:
+    """A number of a course, by its unit; `digits` are those of a time."""
     unit, metric = course.series.unit, course.series.metric
     if number is None:
         return units.NONE
     if unit == "seconds":
-        return units.seconds(number)
+        return units.seconds(number, digits)
     if unit == "bytes":
         return units.size(number)
     if metric == _RELATIVE:
@@ -166,10 +168,10 @@ def _last_cells(course: Course) -> tuple[str, ...]:
     return course.name, str(len(course.measured)), last.commit[:8], shown, _change(last, before[-1] if before else None)
 
 
-def _shown(course: Course, figure: Figure) -> str:
+def _shown(course: Course, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
-    return (_HASTY if figure.hasty else "") + value(course, figure.value)
+    return (_HASTY if figure.hasty else "") + value(course, figure.value, digits)
 
 
 def _change(figure: Figure, before: Figure | None) -> str:
@@ -192,9 +194,11 @@ def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[Row | Sectio
             version = one.version
         below = [f"{_shown(course, one)}: {one.reason}"] if one.value is None and one.reason else []
         below += [GONE] if one.commit in gone else []
-        interval = units.NONE if one.low is None else f"[{value(course, one.low)}, {value(course, one.high)}]"
+        ends = ", ".join(value(course, end, _CLOSE) for end in (one.low, one.high))
+        interval = units.NONE if one.low is None else f"[{ends}]"
         change = units.NONE if before is None or before.version != one.version else _change(one, before)
-        cells = (_date(one), one.commit[:8], str(one.runs), str(one.samples), _shown(course, one), interval, change)
+        shown = _shown(course, one, _CLOSE)
+        cells = (_date(one), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
         yield Row(cells, below=tuple(below))
         before = one if one.value is not None else before
 

@@ -58,21 +58,20 @@ gemm.Gemm.track_time(bf16, 512)
   a step, the fastest call of each round, in seconds; lower is better
 
 on box (AMD EPYC, 2 CPUs), /venv/bin/python3
-  date (UTC)        commit    runs  samples    median  99% interval         change
-  2026-01-06 12:00  00000001     2       48   4.21 ms  [4.19 ms, 4.23 ms]        -
-  2026-01-07 12:00  00000002     1       24   4.61 ms  [4.59 ms, 4.63 ms]   1.095x
+  date (UTC)        commit    runs  samples     median  99% interval           change
+  2026-01-06 12:00  00000001     2       48   4.210 ms  [4.189 ms, 4.231 ms]        -
+  2026-01-07 12:00  00000002     1       24   4.610 ms  [4.587 ms, 4.633 ms]   1.095x
       not in this repository: rebased or squashed away, another clone's, or this clone is shallow
-  2026-01-08 12:00  00000003     1        0    FAILED  -                         -
+  2026-01-08 12:00  00000003     1        0     FAILED  -                           -
       FAILED: out of memory, even alone
-  2026-01-09 12:00  00000004     1        1  ~4.60 ms  -                   ~0.998x
+  2026-01-09 12:00  00000004     1        1  ~4.600 ms  -                     ~0.998x
   version 1.1 -> 1.2: numbers before do not compare
-  2026-01-10 12:00  00000005     1       24   2.30 ms  [2.29 ms, 2.31 ms]        -
-  2026-01-11 12:00  00000006     1       24   2.31 ms  [2.30 ms, 2.32 ms]   1.004x
+  2026-01-10 12:00  00000005     1       24   2.300 ms  [2.288 ms, 2.311 ms]        -
+  2026-01-11 12:00  00000006     1       24   2.310 ms  [2.298 ms, 2.322 ms]   1.004x
 
 how to read this
   99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it
-  change: over the commit before, as a plain ratio without a verdict; below 1 is less, which is
-    better
+  change: over the commit before, a plain ratio and no verdict; below 1 is less, which is better
   ~: of a --quick run or a few rounds only: it ran, and the number is a rough one
 """
     )
@@ -82,7 +81,7 @@ def test_one_commit_needs_no_word_on_changes() -> None:
     """The legend has what occurs, and nothing else."""
     shown = render_course([course(figure(1, 1.0, low=None, high=None))], "words", ())
     assert "how to read this" not in shown and "change:" not in shown
-    assert shown.splitlines()[-1].split() == ["2026-01-06", "12:00", "00000001", "1", "24", "1.00", "ms", "-", "-"]
+    assert shown.splitlines()[-1].split() == ["2026-01-06", "12:00", "00000001", "1", "24", "1.000", "ms", "-", "-"]
 
 
 def test_machines_and_interpreters_have_sections() -> None:
@@ -116,8 +115,7 @@ on box (AMD EPYC, 2 CPUs), /b/python
 
 how to read this
   value: the last commit's median over rounds, of all its runs; lower is better everywhere
-  change: over the commit before, as a plain ratio without a verdict; below 1 is less, which is
-    better
+  change: over the commit before, a plain ratio and no verdict; below 1 is less, which is better
   new version: the work or the method changed, and numbers before do not compare
 
 one of them, commit by commit
