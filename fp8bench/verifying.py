@@ -107,36 +107,55 @@ def _remember(run: Run, path: Path, seen: _Seen) -> list[Fault]:
 def _lacking(
     results: Path, told: Sequence[Told], files: Mapping[tuple[str, str], Sequence[ResultsFile]]
 ) -> list[Fault]:
-    """Figures that the runs of one place have and asv's file has not, or has otherwise."""
+    """Figures that the runs of one place have and asv's file has not, which is no harm, or has otherwise."""
     first = told[0]
     machine, commit, python = first.place.machine, first.commit, first.place.python
     nothing = ResultsFile(commit, first.identity.env_name, 0, first.identity.params, python, {}, {}, {})
     alike = [one for one in files.get((machine, commit), ()) if _is(one.python, python)]
     file = alike[0] if alike else nothing
-    expected = filled(file, told)
-    missing = [name for name, row in expected.rows.items() if not _holds(file.rows.get(name), row)]
-    if not missing:
-        return []
+    expected = filled(file, told).rows
     path = results / machine / first.identity.file_name(commit)
-    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-    what = f"it lacks what the runs of commit {commit[:8]} say of {', '.join(missing[:_MOST_NAMED])}{more}"
-    return [Fault(str(path), what, "`fp8bench history rebuild` puts it there")]
+    wrong = [name for name, row in expected.items() if not _agrees(file.rows.get(name), row)]
+    lacking = [name for name, row in expected.items() if name not in wrong and _lacks(file.rows.get(name), row)]
+    faults = []
+    if wrong:
+        what = f"it says otherwise than the runs of commit {commit[:8]} of {_listed(wrong)}"
+        faults.append(Fault(str(path), what, "`fp8bench history rebuild` makes it right"))
+    if lacking:
+        what = f"it lacks what the runs of commit {commit[:8]} say of {_listed(lacking)}"
+        faults.append(Fault(str(path), what, "`fp8bench history rebuild` puts it there", broken=False))
+    return faults
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _is(one: str, other: str) -> bool:
     return one == other or same_interpreter(one, other)
 
 
-def _holds(row: Row | None, expected: Row) -> bool:
-    """Whether a row says what it should. A failure may stand where a number was: `asv run` keeps the last word."""
-    measured = {texts: one[0] for texts, one in by_combination(expected).items() if is_measured(one)}
-    numbers = {texts: number for texts, number in measured.items() if number is not None}
-    if not numbers:
+def _agrees(row: Row | None, expected: Row) -> bool:
+    """Whether a row says nothing else. A failure may stand where a number was: `asv run` keeps the last word."""
+    numbers = _numbers(expected)
+    if row is None or not numbers:
         return True
-    if row is None or row.version != expected.version:
-        return False
     known = by_combination(row)
-    return all(known.get(texts, NOT_MEASURED)[0] in (None, number) for texts, number in numbers.items())
+    here = {texts: known.get(texts, NOT_MEASURED) for texts in numbers}
+    same = all(one[0] in (None, numbers[texts]) or not is_measured(one) for texts, one in here.items())
+    return row.version == expected.version and same
+
+
+def _lacks(row: Row | None, expected: Row) -> bool:
+    """Whether there are numbers that a row does not have: `asv run --bench` writes only what it was asked for."""
+    known = by_combination(row) if row is not None else {}
+    return any(not is_measured(known.get(texts, NOT_MEASURED)) for texts in _numbers(expected))
+
+
+def _numbers(row: Row) -> dict[tuple[str, ...], float]:
+    values = {texts: one[0] for texts, one in by_combination(row).items() if is_measured(one)}
+    return {texts: number for texts, number in values.items() if number is not None}
 
 
 def _gone(store: Path, seen: _Seen, folder: Path) -> list[Fault]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from asv import results
 
 from fp8bench.cli import main
 from fp8bench.history.asv_results import load_results
@@ -360,6 +361,8 @@ def test_an_interpreter_goes_on_as_another(store: Path, say: Say) -> None:
     assert names == [f"0000000{n}-existing-py_new_bin_python3.json" for n in (0, 1)]
     file = load_results(results_of(store) / "box" / names[1])
     assert file.python == file.params["python"] == "/new/bin/python3" and file.rows["harness.time_x"].values == (0.5,)
+    seen = results.Results.load(str(results_of(store) / "box" / names[1]))
+    assert seen.env_name == "existing-py_new_bin_python3" and seen.get_result_value("harness.time_x", []) == [0.5]
     stats = file.rows["gemm.Gemm.track_time"].stats[0]
     assert stats is not None and stats.repeat == 48
     assert runs.items() <= tree(store / "runs").items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -232,14 +233,17 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
         ["1 benchmarks with results are not in it", "harness.time_x"],
     ),
     "a row that is gone": (
-        spoiled(lambda one: one["results"].pop("gemm.Gemm.track_time")), True,
+        spoiled(lambda one: one["results"].pop("gemm.Gemm.track_time")), False,
         ["lacks what the runs of commit 00000000 say of gemm.Gemm.track_time.", "rebuild"],
     ),
+    "a number that is gone": (
+        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, math.nan)), False, ["it lacks"],
+    ),
     "another number": (
-        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True, ["what the runs of"],
+        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True, ["says otherwise"],
     ),
     "another version": (
-        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True, ["lacks what the runs"],
+        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True, ["says otherwise"],
     ),
 }  # fmt: skip
 

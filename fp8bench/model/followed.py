@@ -95,7 +95,7 @@ class Course:
 class Fault:
     """Something about a file of a store that a person should know: where, what, and what to do about it.
 
-    `broken` means that something is lost, hidden or wrong because of it; without it nothing is.
+    `broken` means that something is lost, wrong or hidden from its readers because of it; else it is worth knowing.
     """
 
     path: str
