@@ -11,7 +11,7 @@ from fp8bench.history.asv_merging import Taken, merge_folders
 from fp8bench.history.environments import Renamings, load_renamings, save_renamings
 from fp8bench.history.merging import Merged, merge_runs
 from fp8bench.rebuilding import Rebuilt, rebuild
-from fp8bench.renaming import fold, interpreters_of_results, interpreters_of_runs, rename
+from fp8bench.renaming import fold, interpreters_of_results, interpreters_of_runs, renamed
 from fp8bench.telling import commit_of
 from fp8bench.view import LOCK_SECONDS, results_of
 
@@ -38,8 +38,10 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
         known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
     with locked(store / "asv", LOCK_SECONDS):
         before = load_renamings(store)
-        failed = _adopt(store, other) if other is not None else ()
-        after = rename(store, pairs, sorted(known)) if pairs else load_renamings(store)
+        adopted, failed = _adopted(before, load_renamings(other)) if other is not None else (before, ())
+        after = renamed(adopted, pairs, sorted(known)) if pairs else adopted
+        if after != before:
+            save_renamings(store, after)
         runs = merge_runs(store, other) if other is not None else Merged()
         taken = merge_folders(results_of(store), results_of(other)) if other is not None else Taken()
         folded, unfolded = fold(results_of(store), after)
@@ -48,20 +50,17 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
     if changed:
         commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
     view = rebuild(store, commits)
-    renamed = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
+    anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
     everything = (*failed, *runs.failed, *taken.failed, *unfolded, *view.failed)
-    return Joined(runs, taken, renamed, tuple(folded), view, everything)
+    return Joined(runs, taken, anew, tuple(folded), view, everything)
 
 
-def _adopt(store: Path, other: Path) -> tuple[str, ...]:
-    """Let what counts as another there do so here, where nothing else is said here."""
-    ours, theirs = load_renamings(store), load_renamings(other)
+def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:
+    """What counts as another there does so here, where nothing else is said here; and why it cannot."""
     if ours.trouble or theirs.trouble:
-        return tuple(filter(None, (ours.trouble, theirs.trouble)))
-    new = Renamings(ours.names)
+        return ours, tuple(filter(None, (ours.trouble, theirs.trouble)))
+    new = ours
     for old, name in theirs.names.items():
         if old not in new.names and new.name(name) != old:
             new = new.adding(old, new.name(name))
-    if new != ours:
-        save_renamings(store, new)
-    return ()
+    return new, ()

@@ -11,7 +11,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.history.asv_files import AsvFileError, settled_read
 from fp8bench.history.asv_merging import merge_files, standing
 from fp8bench.history.asv_results import ResultsFile, load_results, save_results
-from fp8bench.history.environments import Renamings, load_renamings, save_renamings
+from fp8bench.history.environments import Renamings
 from fp8bench.history.runs import load_head, run_files
 from fp8bench.identity import Identity, from_facts, named_by_asv, same_interpreter
 
@@ -34,15 +34,14 @@ def interpreters_of_results(results: Path) -> set[str]:
     return {file.python for _, file in _files(results)}
 
 
-def rename(store: Path, pairs: Iterable[tuple[str, str]], known: Iterable[str]) -> Renamings:
-    """Keep that OLD counts as NEW, for each pair in turn; returns what counts as what. For holders of the lock.
+def renamed(renamings: Renamings, pairs: Iterable[tuple[str, str]], known: Iterable[str]) -> Renamings:
+    """Also OLD counts as NEW from now on, for each pair in turn.
 
     Raises UsageError for an OLD that nothing was measured under, and for one that counts as another already.
     """
-    renamings = load_renamings(store)
     if renamings.trouble:
         raise StoreError(f"{renamings.trouble} Mend it, or move it away, and try again.")
-    names = list(known)
+    names = list(dict.fromkeys((*known, *renamings.names.values())))
     for old_word, new_word in pairs:
         given = f"--rename-env {old_word}={new_word}"
         old, new = _known(old_word, names, given), _named(new_word, names, given)
@@ -55,7 +54,7 @@ def rename(store: Path, pairs: Iterable[tuple[str, str]], known: Iterable[str]) 
             raise UsageError(f"{given}: {old} counts as {counted} already, which goes on as another by {counted}=NEW.")
         if counted != new:
             renamings = renamings.adding(old, new)
-    save_renamings(store, renamings)
+        names.append(new)  # which the next pair may lead on from
     return renamings
 
 

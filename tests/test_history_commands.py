@@ -374,9 +374,8 @@ def test_an_interpreter_goes_on_as_another(store: Path, say: Say) -> None:
 def test_renaming_by_asvs_names_in_chains_and_back(store: Path, say: Say) -> None:
     """Each step leads on from what stands; in the end all is one line under the last name."""
     history(store, 1.0)
-    assert say("merge", "--rename-env", f"{PYTHON}=/b/python", "--rename-env", "/b/python=/c/python")[0] == 2
-    assert not environments_of(store).exists()
-    assert say("merge", "--rename-env", f"{PYTHON}=/b/python")[0] == 0
+    chain = ("--rename-env", f"{PYTHON}=/a/python", "--rename-env", "/a/python=/b/python")
+    assert say("merge", *chain)[0] == 0
     assert say("merge", "--rename-env", "existing-py_b_python=/c/python")[0] == 0
     assert "/c/python" in say("list")[1]
     assert say("merge", "--rename-env", f"/c/python={PYTHON}")[0] == 0
@@ -402,6 +401,8 @@ def test_what_counts_as_what_there_does_so_here(store: Path, say: Say, tmp_path:
     other = tmp_path / "other"
     history(other, 1.0)
     assert say("merge", "--rename-env", f"{PYTHON}=/b/python", "--store", str(other))[0] == 0
+    assert say("merge", str(other), "--rename-env", "/x=/y")[0] == 2 and not store.joinpath("runs").exists()
+    assert not environments_of(store).exists()
     assert say("merge", str(other))[0] == 0
     assert json.loads(environments_of(store).read_text())["counts_as"] == {PYTHON: "/b/python"}
     assert "/b/python" in say("list")[1]
