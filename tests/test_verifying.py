@@ -131,7 +131,7 @@ def test_a_run_without_a_header(store: Path) -> None:
     ("content", "words"),
     [
         ("", ["it is empty", "from a copy, or move it away"]),
-        ("words\n", ["is no run file"]),
+        ("words\n", ["it is no run file"]),
         ('{"schema":99,"header":{}}\n', ["was written by a newer fp8bench", "Upgrade"]),
     ],
 )

@@ -22,6 +22,8 @@ _CLOCKS_DIFFER = timedelta(minutes=1)
 _REBUILD = "`fp8bench history rebuild` makes it again"
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
+# What sentences of errors go on with behind the file's name.
+_VERBS = ("is ", "was ", "cannot ")
 
 
 def check_run(path: Path, now: datetime) -> tuple[Run | None, list[Fault]]:
@@ -207,8 +209,8 @@ def _has_number(values: tuple[float | None, ...]) -> bool:
 def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
     """A fault from an error, whose sentence names the file and perhaps a remedy of its own."""
     words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
-    what = words.partition(". ")[0].rstrip(".")
-    return Fault(str(path), what.removeprefix("is broken: "), remedy)
+    what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")
+    return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)
 
 
 def _sentence(words: str) -> str:
