@@ -420,6 +420,28 @@ def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> No
     assert len(after.samples("adding.Adding.track_time")) == WHOLE
 
 
+@pytest.mark.parametrize("commit", [0, 1])
+def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
+    """To the last digit, though asv's files are gone: of the first commit a suite run wrote all, of the second asv."""
+    place, before = story.place, story.place.snapshot(story.commits[commit])
+    store = tmp_path / "store"
+    shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
+    place.fp8bench("history", "rebuild", "--store", str(store), "--import", "./my_work.py")
+    (path,) = results_of(store).glob(f"*/{story.commits[commit][:8]}-*.json")
+    content = json.loads(path.read_text())
+    assert {key: content[key] for key in ("params", "env_name", "python", "date")} == {
+        key: before.file[key] for key in ("params", "env_name", "python", "date")
+    }
+    after = Snapshot(asv_results.Results.load(str(path)), {}, content, [])
+    times = {"adding.Adding.track_time", "taking.Taking.track_time"}
+    # What asv was not asked for it did not read, though it was measured; the next suite run brings it.
+    for name in times if commit else set(before.file["results"]):
+        for cell in itertools.product(*before.loaded.get_result_params(name)):
+            if not math.isnan(before.value(name, cell)):
+                assert after.value(name, cell) == before.value(name, cell)
+                assert after.repeat(name, cell) == before.repeat(name, cell)
+
+
 def test_all_results_lie_in_two_files_of_one_machine(story: Story) -> None:
     """One for each commit."""
     (machine,) = (path.parent for path in story.place.results.glob("*/machine.json"))
