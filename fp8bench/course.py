@@ -98,14 +98,16 @@ def _figures(
 def _runs_of(point: Point, points: Sequence[Point]) -> int:
     """How many runs a merged point was made of."""
     alike = [one for one in points if one.version == point.version]
-    return sum(bool(one.samples) and one.hasty == point.hasty for one in alike) if point.samples else len(alike)
+    if not point.samples:
+        return len(alike)
+    return sum(bool(one.samples) and (one.hasty, one.under) == (point.hasty, point.under) for one in alike)
 
 
 def _figure(members: Sequence[Told], point: Point, runs: int) -> Figure:
     commit, date = members[0].commit, members[0].run.environment.get("commit_date")
     figure = Figure(
         commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), None,
-        hasty=point.hasty, status=point.status, reason=point.reason,
+        hasty=point.hasty, status=point.status, reason=point.reason, under=point.under,
     )  # fmt: skip
     if not point.samples:
         return figure

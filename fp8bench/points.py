@@ -23,13 +23,31 @@ from fp8bench.followed import (
     series_of,
     version_of,
 )
-from fp8bench.measure.stopping import LEAST_ROUNDS
-from fp8bench.model import Case, Cell, DeviceFacts, Level, Params, Point, Record, Run, Series, Status
+from fp8bench.measure.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
+from fp8bench.model import (
+    Case,
+    Cell,
+    Conditions,
+    DeviceFacts,
+    Level,
+    Params,
+    Point,
+    Record,
+    Run,
+    Series,
+    Status,
+)
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 
 # Ratios are shown by asv with all their digits.
 _DIGITS = 6
+# Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
+_CONDITIONS = (
+    "fp8bench", "python", "torch", "torch_git", "cudnn", "float32_matmul_precision", "deterministic",
+    "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "cpu_count", "cpu_affinity",
+    "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,9 +78,10 @@ def followed(run: Run) -> Followed:
 def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
     """One point for every cell, out of those of several runs of one commit, oldest first.
 
-    The samples of whole measurements are put together, those of hasty ones only where there is nothing better; what
-    is of another version does not compare and is left out. The version is that of the series, where any point has it
-    (asv shows no other, and clocks do not always go forward), else that of the newest point.
+    The samples of whole measurements are put together, those of hasty ones only where there is nothing better; of
+    those the ones that were measured under the same conditions as the newest. What is of another version is left out,
+    too. The version is that of the series, where any point has it (asv shows no other, and clocks do not always go
+    forward), else that of the newest point.
     """
     current = {(one.name, one.version) for one in series}
     versions = {point.series: point.version for point in points}
@@ -79,7 +98,8 @@ def _merged(alike: Sequence[Point]) -> Point:
     if not sampled:
         return alike[-1]
     best = [point for point in sampled if not point.hasty] or sampled
-    return replace(best[-1], samples=tuple(value for point in best for value in point.samples))
+    same = [point for point in best if point.under == best[-1].under]
+    return replace(best[-1], samples=tuple(value for point in same for value in point.samples))
 
 
 def _why_none(run: Run) -> str:
@@ -108,7 +128,7 @@ def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
 
 
 def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> Followed:
-    hasty = run.request.quick or (run.request.rounds is not None and run.request.rounds < LEAST_ROUNDS)
+    under = _conditions(workload, run)
     points: list[Point] = []
     others = 0
     data = None
@@ -119,9 +139,35 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
             continue
         data = _data(workload, record.case)
         leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
-        points += _points(workload, grid, record, leads[0] if leads else None, cell, hasty)
+        points += _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
     series = _series(type(workload), data) if points else ()
-    return Followed(tuple(points), series, others)
+    return Followed(tuple(replace(point, under=under) for point in points), series, others)
+
+
+def _is_hasty(run: Run, record: Record) -> bool:
+    """Whether fewer rounds were asked for than a plain command takes, or a --budget came to its end before them."""
+    request = run.request
+    least = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
+    cut = request.budget is not None and record.timing is not None and record.timing.num_rounds < least
+    return request.quick or cut or (request.rounds is not None and request.rounds < LEAST_ROUNDS)
+
+
+def _conditions(workload: Workload, run: Run) -> Conditions:
+    """What a workload's samples of a run were measured under, as far as that makes them others.
+
+    Load is not in it: it passes. The code of --import counts where the workload comes from there.
+    """
+    facts = run.environment.facts
+    names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_"))]
+    own = type(workload).__module__.startswith("fp8bench.")
+    names += [] if own else ["imports_sha256"]
+    main = _main_device(run)
+    device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
+    return (*((name, facts.get(name)) for name in names), *device)
+
+
+def _main_device(run: Run) -> DeviceFacts | None:
+    return next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
 
 
 # What depends on a workload's class alone: a commit may have hundreds of runs.
@@ -147,7 +193,7 @@ def _metrics(kind: type[Workload]) -> tuple[Metric, ...]:
 def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
     assert workload.history is not None
-    main = next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
+    main = _main_device(run)
     outside = case.precision_map or case.precision not in workload.history.dtypes
     if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
         return None

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from fp8bench import points
 from fp8bench.axes import Axis, whole_number
 from fp8bench.followed import METHOD, metrics_of
-from fp8bench.measure.stopping import LEAST_ROUNDS
+from fp8bench.measure.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    Environment,
     Params,
     Point,
     Record,
@@ -294,7 +295,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ("words", "hasty"),
     [
         ({}, False), ({"quick": True}, True), ({"rounds": LEAST_ROUNDS - 1}, True), ({"rounds": LEAST_ROUNDS}, False),
-        ({"grid": True}, False), ({"budget": 1.0}, False),
+        ({"grid": True}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -303,6 +304,58 @@ def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("peak_memory") is False
     assert set(by_metric.values()) == {hasty}
+
+
+@pytest.mark.parametrize(("budget", "hasty"), [(None, False), (1.0, True)])
+def test_a_budget_that_ended_early_is_hasty(budget: float | None, hasty: bool) -> None:
+    """Two rounds of a slow case are all that a plain command takes the time for; a budget's may be an accident."""
+    (one,) = (one for one in followed(run([BF16], budget=budget)).points if one.series.endswith("track_time"))
+    assert one.hasty is hasty
+    long = replace(BF16, timing=rounds(("gemm",), *[[(3,)]] * LEAST_ROUNDS))
+    assert not any(one.hasty for one in followed(run([long], budget=1.0)).points)
+
+
+def test_an_emulated_case_needs_fewer_rounds() -> None:
+    """It gets no more in a run of any length."""
+    enough = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))
+    assert not any(one.hasty for one in followed(run([enough], budget=1.0)).points)
+    assert any(one.hasty for one in followed(run([FP8], budget=1.0)).points)
+
+
+def under(changed: Run) -> Any:
+    """The conditions of its first point; all points of a run have the same."""
+    (found,) = {one.under for one in followed(changed).points}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("facts", "counts"),
+    [
+        ({"torch": "2.12.0"}, True), ({"fp8bench": "9"}, True), ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
+        ({"cpu_governor": "powersave"}, True), ({"cpu_affinity": 1}, True), ({"load_1min": 3.0}, False),
+        ({"system": "Linux 7"}, False), ({"imports_sha256": "0123"}, False), ({"commit_date": 1}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
+    """Load passes, a kernel makes no new machine, and what is imported beside a suite of fp8bench's own is not it."""
+    before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
+    one, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
+    assert (under(replace(one, environment=before)) != under(other)) is counts
+
+
+def test_the_device_is_a_condition() -> None:
+    """CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine."""
+    assert under(run()) != under(replace(run(), devices=(replace(HERE, name="another"),)))
+    assert under(run()) == under(replace(run(), devices=(replace(HERE, memory_bytes=1),)))
+
+
+def test_the_code_of_a_users_suite_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """git may not know its file, so that the commit does not say what it was."""
+    workloads.names()
+    mine = own(monkeypatch, Own)
+    edited = replace(mine, environment=Environment({"imports_sha256": "0123"}))
+    assert under(mine) != under(edited)
 
 
 def point(*values: float, **words: Any) -> Point:
@@ -334,6 +387,15 @@ def test_a_case_that_failed_or_was_skipped_does_not_lose_its_samples() -> None:
     assert only(point(1.0), failed) == point(1.0) == only(failed, point(1.0))
     assert only(failed, skipped) == skipped and only(skipped, failed) == failed
     assert only(failed, point(2.0, hasty=True)).samples == (2.0,)
+
+
+def test_only_what_was_measured_alike_is_put_together() -> None:
+    """After an upgrade a commit is measured again: the newest whole run says under what. A quick one does not."""
+    old, new = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
+    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=new)).samples == (2.0, 3.0)
+    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=old)).samples == (1.0, 3.0)
+    assert only(point(1.0, under=old), point(2.0, under=new, hasty=True)) == point(1.0, under=old)
+    assert only(point(1.0, under=old, hasty=True), point(2.0, under=new, hasty=True)).samples == (2.0,)
 
 
 def test_of_several_versions_the_newest_counts() -> None:

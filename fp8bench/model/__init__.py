@@ -4,7 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
-from fp8bench.model.followed import Cell, Course, Fault, Figure, Point, Series
+from fp8bench.model.followed import Cell, Conditions, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -49,6 +49,7 @@ __all__ = [
     "UNATTRIBUTED",
     "Case",
     "Cell",
+    "Conditions",
     "Course",
     "DeviceFacts",
     "Environment",

@@ -9,6 +9,8 @@ from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]
+# Software, settings and device that something was measured under, by name.
+Conditions = tuple[tuple[str, Scalar | None], ...]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Point:
     """What one run says of one cell of a series: raw samples in the series' unit.
 
     OK without samples means that the case has no such number (an emulated one no speed); `reason` is that of a case
-    that was skipped or failed. A `hasty` one comes from a few rounds, to see that something runs.
+    that was skipped or failed. A `hasty` one comes from a few rounds, to see that something runs. Samples are put
+    together with those measured `under` the same conditions only.
     """
 
     series: str
@@ -43,11 +46,12 @@ class Point:
     status: Status = Status.OK
     reason: str = ""
     hasty: bool = False
+    under: Conditions = ()
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What a commit came to in one cell of a series, by all its runs: the median of their samples, and asv's interval.
+    """What a commit came to in one cell of a series: the median of the samples of `runs` runs, and asv's interval.
 
     `date` is that of the commit's author, in ms since 1970. `value` is None where there is no number; then `status` and
     `reason` say why. `low` and `high` are the ends of a 99% interval, None where samples are too few for one.
@@ -64,6 +68,7 @@ class Figure:
     hasty: bool = False
     status: Status = Status.OK
     reason: str = ""
+    under: Conditions = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
-from fp8bench.model import Course, Fault, Figure, Run, Scalar, Status
+from fp8bench.model import Conditions, Course, Fault, Figure, Run, Scalar, Status
 from fp8bench.report.layout import INDENT, Column, Row, SectionRow, painter, table, wrap
 
 WIDTH = 100
@@ -192,6 +192,8 @@ def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[Row | Sectio
         if one.version != version:
             yield SectionRow(f"{INDENT}version {version} -> {one.version}: numbers before do not compare")
             version = one.version
+        if before is not None and one.value is not None and before.under != one.under:
+            yield from _new_conditions(before.under, one.under)
         below = [f"{_shown(course, one)}: {one.reason}"] if one.value is None and one.reason else []
         below += [GONE] if one.commit in gone else []
         ends = ", ".join(value(course, end, _CLOSE) for end in (one.low, one.high))
@@ -201,6 +203,16 @@ def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[Row | Sectio
         cells = (_date(one), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
         yield Row(cells, below=tuple(below))
         before = one if one.value is not None else before
+
+
+def _new_conditions(before: Conditions, now: Conditions) -> Iterable[SectionRow]:
+    """What else than the commit may be why a number changed."""
+    old, new = dict(before), dict(now)
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    for name in changed:
+        if name != "torch_git" or "torch" not in changed:
+            was, is_now = ("none" if one.get(name) is None else str(one[name]) for one in (old, new))
+            yield SectionRow(f"{INDENT}{name} {was:.28} -> {is_now:.28}")
 
 
 def _date(figure: Figure) -> str:
