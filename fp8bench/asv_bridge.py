@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ CONFIGURATIONS = ("asv.conf.json", "asv.conf.jsonc")
 # Options of `asv run` as its parser takes them: shortened, and short ones in one word.
 _QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
 _APPEND = re.compile(r"--ap[a-z-]*")
+_COMMIT = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
 _ANCESTORS = 4
 _WORDS_BEFORE_ASV = 8  # python -X dev -W error -m asv
 # asv reads JSON5: what is text, and what is a comment; and the one value of it that matters here.
@@ -71,11 +72,12 @@ class Suite:
     def measure(self) -> Measured:
         """Measure the grid, keep the run, and give what this commit has come to, this run included."""
         # pandas, numpy and all that measures: not for the many processes that only read.
-        from fp8bench.asv_measuring import measured_by_asv
+        from fp8bench.asv_measuring import Asked, measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
         request = Request(self.workload, quick=asked_to_be_quick(words), imports=_from_root(type(self)), grid=True)
-        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked_to_append(words))
+        asked = Asked(asked_to_append(words), commit_to_save(words))
+        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked)
 
 
 def root_of(file: Path) -> Path:
@@ -123,6 +125,15 @@ def asked_to_be_quick(words: Iterable[str]) -> bool:
 def asked_to_append(words: Iterable[str]) -> bool:
     """Whether asv was given --append-samples: then it puts the samples that it has before those it gets."""
     return any(_APPEND.fullmatch(word) for word in words)
+
+
+def commit_to_save(words: Sequence[str]) -> str:
+    """The commit that asv was told to save results under, in the user's word; '' if it was told none."""
+    for place, word in enumerate(words):
+        found = _COMMIT.fullmatch(word)
+        if found is not None:
+            return found[1] if found[1] is not None else "".join(words[place + 1 : place + 2])
+    return ""
 
 
 def _process(pid: int) -> tuple[list[str], int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
+from fp8bench.commits import commit_named
 from fp8bench.errors import Fp8benchError, NotKept
 from fp8bench.history.asv_files import AsvFileError
 from fp8bench.history.asv_results import load_results
@@ -18,13 +19,24 @@ from fp8bench.view import Told, results_of, tell, told_of_commit, why_not
 Outcome = tuple[str, object]
 
 
+class Asked(NamedTuple):
+    """What asv was told: to append samples to those it has; the commit to save results under, '' for not at all."""
+
+    appending: bool = False
+    commit: str = ""
+
+
+NOTHING = Asked()
+
+
 def measured_by_asv(
-    request: Request, store: Path, root: Path, observer: Observer, appending: bool = False
+    request: Request, store: Path, root: Path, observer: Observer, asked: Asked = NOTHING
 ) -> dict[str, dict[Cell, Outcome]]:
     """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
 
-    A case that fails now is failed, whatever was measured before. Where asv is `appending` samples to those it has, it
-    is not given them again.
+    A case that fails now is failed, whatever was measured before. Samples that asv appends to it is not given again.
+    What is no number of the commit that asv saves it under is not given: in its place comes what that commit has come
+    to, else the reason, as of a failure.
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
@@ -36,30 +48,53 @@ def measured_by_asv(
     if not own.points:
         why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
-    told = tell(run)
-    known = _recorded(store, told) if appending and told is not None else frozenset()
-    company = _company(told, store) if told is not None else []
-    points = [point for one in company for point in one.content.points if point.series not in known]
-    points += own.points
+    commit = _saved_under(run, asked, root)
+    why = _not_of(commit, run) if asked.commit else ""
+    others = _others(run, store, commit, asked.appending) if why or not why_not(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
-    for (name, cell), point in merged(points).items():
+    for (name, cell), point in merged(others if why else [*others, *own.points]).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
     for point in own.points:
-        if point.status is Status.FAILED:
+        if why:
+            outcome = ("failed", why) if point.samples else _outcome(point)
+            outcomes[point.series].setdefault(point.cell, outcome)
+        elif point.status is Status.FAILED:
             outcomes[point.series][point.cell] = _outcome(point)
     return outcomes
 
 
-def _company(told: Told, store: Path) -> list[Told]:
-    """The other runs of the same commit, machine and interpreter."""
-    if why_not(told.run):
+def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
+    """Points of the other runs of a commit, of the same machine, interpreter and versions as a run's."""
+    told = tell(run)
+    if told is None:
         return []
-    return [one for one in told_of_commit(store, told.commit) if one.run.id != told.run.id and one.is_of(told.place)]
+    known = _recorded(store, told, commit) if appending else frozenset()
+    place = told.place._replace(commit=commit)
+    company = [one for one in told_of_commit(store, commit) if one.run.id != run.id and one.is_of(place)]
+    versions = {(point.series, point.version) for point in told.content.points}
+    return [
+        point for one in company for point in one.content.points
+        if point.series not in known and (point.series, point.version) in versions
+    ]  # fmt: skip
 
 
-def _recorded(store: Path, told: Told) -> frozenset[str]:
+def _saved_under(run: Run, asked: Asked, root: Path) -> str:
+    """The commit that asv saves under, or that of the run."""
+    named = commit_named(asked.commit, root) if asked.commit else None
+    return named or str(run.environment.get("commit"))
+
+
+def _not_of(commit: str, run: Run) -> str:
+    """Why what a run measured is not of a commit; '' if it is."""
+    here = run.environment.get("commit")
+    if isinstance(here, str) and here != commit:
+        return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"
+    return why_not(run)
+
+
+def _recorded(store: Path, told: Told, commit: str) -> frozenset[str]:
     """The series whose samples asv has, beside the statistics: it was asked to record them."""
-    path = results_of(store) / told.place.machine / told.identity.file_name(told.commit)
+    path = results_of(store) / told.place.machine / told.identity.file_name(commit)
     try:
         rows = load_results(path).rows
     except AsvFileError:  # there is none yet, or asv cannot read it either

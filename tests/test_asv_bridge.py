@@ -23,10 +23,11 @@ from fp8bench.asv_bridge import (
     CaseFailed,
     asked_to_append,
     asked_to_be_quick,
+    commit_to_save,
     root_of,
     store_of_project,
 )
-from fp8bench.asv_measuring import measured_by_asv
+from fp8bench.asv_measuring import Asked, measured_by_asv
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.followed import series_of
 from fp8bench.history.asv_results import ResultsFile, save_results
@@ -208,14 +209,14 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
         return {}
 
     monkeypatch.setattr(asv_measuring, "measured_by_asv", measured)
-    monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "-q"))
+    monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "-q", "--set-commit-hash", "HEAD"))
     (project / "asv.conf.json").write_text('{"results_dir": "kept/asv/results"}')
     mlp = GEMM.replace("Gemm", "Mlp").replace("gemm", "mlp")
     for made in (suite(project, GEMM).Gemm(), suite(project, mlp, "mlp").Mlp()):
         assert made.setup_cache() == {}
-    for (request, store, root, _, appending), name in zip(asked, ("gemm", "mlp"), strict=True):
+    for (request, store, root, _, told), name in zip(asked, ("gemm", "mlp"), strict=True):
         assert request == Request(name, quick=True, grid=True)
-        assert (store, root, appending) == (project / "kept", project, False)
+        assert (store, root, told) == (project / "kept", project, Asked(commit="HEAD"))
 
 
 def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
@@ -305,6 +306,18 @@ def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: 
     assert (asked_to_be_quick(given), asked_to_append(given)) == (quick, append)
 
 
+@pytest.mark.parametrize(
+    ("words", "commit"),
+    [
+        ("run --set-commit-hash 0123", "0123"), ("run --set-commit-hash=0123 -q", "0123"), ("run --set 0123", "0123"),
+        ("run -E existing", ""), ("run --set-commit-hash", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_commit_that_asv_saves_under(words: str, commit: str) -> None:
+    """As its parser takes it."""
+    assert commit_to_save(["/venv/bin/asv", *words.split()]) == commit
+
+
 ASK = "from fp8bench.asv_bridge import asked_to_be_quick, words_of_asv; print(asked_to_be_quick(words_of_asv()))"
 START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {program!r}]))"
 
@@ -381,7 +394,7 @@ def keep(run: Run, store: Path) -> Run:
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What asv gets of gemm's bf16 time when it measures `own`, beside the runs `others` of its store."""
 
-    def ask(own: Run | BaseException, *others: Run, appending: bool = False, series: str = TIME) -> Any:
+    def ask(own: Run | BaseException, *others: Run, series: str = TIME, **told: Any) -> Any:
         for one in others:
             keep(one, tmp_path)
 
@@ -392,7 +405,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             return keep(own, store)
 
         monkeypatch.setattr(asv_measuring, "execute", execute)
-        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), appending)
+        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), Asked(**told))
         return found[series].get(CELL)
 
     return ask
@@ -448,6 +461,39 @@ def test_runs_of_something_else_do_not_count(facts: dict[str, Any], asked: Calla
 def test_changed_files_are_measured_alone(asked: Callable[..., Any]) -> None:
     """asv shows what it measured; these are not the commit's numbers."""
     assert asked(a_run("run2", record(3), dirty=True), a_run("run1", record(2))) == ("samples", [0.003])
+
+
+def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
+    """asv keeps what the commit has come to; where that is nothing, the sentence says why. The run is kept."""
+    dirty = a_run("run2", record(3), dirty=True)
+    kind, why = asked(dirty, commit=COMMIT)
+    assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
+    clean = a_run("run1", record(2))
+    assert asked(replace(dirty, id="run3"), clean, commit=COMMIT) == ("samples", [0.002])
+    relative = asked(replace(dirty, id="run4"), commit=COMMIT, series="gemm.Gemm.track_relative_time")
+    assert relative == ("none", "")
+
+
+def test_what_is_checked_out_is_not_saved_under_another_commit(
+    asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit named keeps its own figures; a word for what is checked out is fine."""
+    other = "f" * 40
+    known = {"HEAD": COMMIT, "HEAD~1": other}
+    monkeypatch.setattr(asv_measuring, "commit_named", lambda word, folder: known.get(word))
+    kind, why = asked(a_run("run2", record(3)), commit="HEAD~1")
+    assert kind == "failed" and why.startswith("asv saves it as commit ffffffff, and commit 01234567 is checked out")
+    before = a_run("run1", record(2), commit=other)
+    assert asked(a_run("run3", record(4)), before, commit="HEAD~1") == ("samples", [0.002])
+    assert asked(a_run("run4", record(4)), commit="HEAD") == ("samples", [0.003, 0.004, 0.004])
+    assert asked(a_run("run5", record(5)), commit="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
+
+
+def test_figures_of_other_software_are_not_put_together(asked: Callable[..., Any]) -> None:
+    """What asv measures now is the newest; a quick run of new software does not replace a whole one of old."""
+    old = a_run("run1", record(2), torch="2.12.0")
+    assert asked(a_run("run2", record(3), torch="2.13.0"), old) == ("samples", [0.003])
+    assert asked(a_run("run3", record(9), quick=True, torch="2.14.0")) == ("samples", [0.003])
 
 
 def test_what_fails_now_is_failed(asked: Callable[..., Any]) -> None:
