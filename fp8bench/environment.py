@@ -20,6 +20,8 @@ _VARIABLES = (
     "ONEDNN_MAX_CPU_ISA", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
 
+_PACKAGE = Path(__file__).parent
+
 
 def gather(
     software: Mapping[str, Scalar | None],
@@ -73,9 +75,10 @@ def _read(path: str) -> str | None:
 
 
 def _commit(folder: Path) -> dict[str, Scalar | None]:
-    """The commit a folder is at, its author's date (ms since 1970), and whether the files differ from it.
+    """The commit a folder is at, its author's date (ms since 1970), and whether what runs differs from it.
 
-    None without a working tree or a commit: in a bare repository nothing runs.
+    None without a working tree or a commit: in a bare repository nothing runs. Files that git does not know do not
+    count: a suite of the user's need not be of the commit that it measures.
     """
     inside = _git(folder, "rev-parse", "--is-inside-work-tree")
     # rev-list, because a user's settings add lines to what log and show print.
@@ -84,11 +87,24 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
         return {"commit": None, "commit_date": None, "dirty": None}
     commit, seconds = lines[0].removeprefix("commit "), lines[1]
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    other = top is not None and _is_another(Path(top) / _PACKAGE.name)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
-        "dirty": bool(changes) if changes is not None else None,
+        "dirty": other or bool(changes) if changes is not None else None,
     }
+
+
+def _is_another(package: Path) -> bool:
+    """Whether a repository is fp8bench's own and what runs is other code: that of another working tree, say."""
+    if not (package / "__init__.py").is_file() or package.samefile(_PACKAGE):
+        return False
+    return _code(package) != _code(_PACKAGE)
+
+
+def _code(package: Path) -> dict[Path, bytes]:
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py")}
 
 
 def _git(folder: Path, *words: str) -> str | None:

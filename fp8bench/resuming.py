@@ -17,6 +17,7 @@ _SAME = {
     "torch_git": "torch_git",
     "threads": "threads",
     "commit": "the commit",
+    "dirty": "whether files differ from the commit",
     "imports_sha256": "the code of --import",
 }
 

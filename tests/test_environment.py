@@ -61,6 +61,19 @@ def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
 
 
 @needs_git
+def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository: Path) -> None:
+    """What is installed may be another working tree's: such numbers are not this commit's."""
+    package = Path(environment.__file__).parent
+    shutil.copytree(package, repository / "fp8bench", ignore=shutil.ignore_patterns("__pycache__"))
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "second")
+    assert gather({}, "0", 1).get("dirty") is False
+    (repository / "fp8bench" / "points.py").write_text("# another points.py")
+    git(repository, "commit", "-q", "-a", "-m", "third")
+    assert gather({}, "0", 1).get("dirty") is True
+
+
+@needs_git
 def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """asv orders a history by it; a rebase changes the committer's. A user's settings change nothing."""
     monkeypatch.setenv("GIT_COMMITTER_DATE", "2001-01-01T00:00:00Z")

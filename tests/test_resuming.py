@@ -226,7 +226,7 @@ def test_a_torn_end_gets_a_line_of_its_own(tmp_path: Path) -> None:
 FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
 SAME = {
     "machine": "box", "fp8bench": "0.1.0", "python": "3.11", "torch": "2.13.0", "torch_git": None, "threads": 1,
-    "commit": None, "imports_sha256": None,
+    "commit": None, "dirty": None, "imports_sha256": None,
 }  # fmt: skip
 
 
@@ -258,6 +258,7 @@ def test_the_same_place_is_no_foreign_one() -> None:
         ("torch_git", "torch_git", "x"),
         ("threads", "threads", 2),
         ("commit", "the commit", "0123abcd"),
+        ("dirty", "whether files differ from the commit", True),
         ("imports_sha256", "the code of --import", "0123abcd"),
     ],
 )
