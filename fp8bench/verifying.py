@@ -40,6 +40,7 @@ class _Seen:
     paths: dict[str, str] = field(default_factory=dict)
     commits: Counter[str] = field(default_factory=Counter)
     machines: dict[str, tuple[Identity, str, str]] = field(default_factory=dict)
+    gpus: dict[str, dict[str, None]] = field(default_factory=dict)
     sound: int = 0
     all: int = 0
 
@@ -55,7 +56,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     for paths in files_by_commit(store).values():
         told = _read(paths, now, seen)
         seen.lacking += [fault for members in by_place(told) for fault in _lacking(results, members, by_commit)]
-    across = [*_unknown(store, seen), *_gone(store, seen, folder), *_renamed(store, seen)]
+    across = [*_unknown(store, seen), *_gone(store, seen, folder), *_renamed(store, seen), *_mixed(store, seen)]
     faults = (*seen.faults, *check_surroundings(store), *of_view, *seen.lacking, *across)
     broken = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
@@ -98,6 +99,8 @@ def _remember(run: Run, path: Path, seen: _Seen) -> list[Fault]:
         name = str(identity.machine["machine"])
         _, first, last = seen.machines.get(name, (identity, run.started, run.started))
         seen.machines[name] = (identity, min(first, run.started), max(last, run.started))
+        gpu = next((one.name for one in run.devices if one.accelerated), None)
+        seen.gpus.setdefault(name, {}).update({} if gpu is None else {gpu: None})
     other = seen.paths.setdefault(run.id, str(path))
     if other == str(path):
         return []
@@ -171,6 +174,18 @@ def _gone(store: Path, seen: _Seen, folder: Path) -> list[Fault]:
     more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
     what = f"{len(lost)} of {len(seen.commits)} commits are not in the repository of this directory ({named}{more})"
     return [Fault(str(store / "runs"), what, remedy, broken=False)]
+
+
+def _mixed(store: Path, seen: _Seen) -> list[Fault]:
+    """Several models that were the first GPU of one machine: asv draws them as one line."""
+    remedy = "Where both are in use, give each a store of its own, or a machine's name in ~/.asv-machine.json"
+    return [
+        Fault(
+            str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv draws "
+            "both as one line, in which a change may be the GPU's", remedy, broken=False,
+        )
+        for machine, names in seen.gpus.items() if len(names) > 1
+    ]  # fmt: skip
 
 
 def _renamed(store: Path, seen: _Seen) -> list[Fault]:

@@ -16,11 +16,12 @@ import pytest
 from fp8bench.history.asv_results import load_results
 from fp8bench.history.environments import environments_of
 from fp8bench.history.writing import lock_run
-from fp8bench.model import Environment, Fault, Request, Resumption, Run
+from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
 from fp8bench.rebuilding import rebuild
 from fp8bench.verifying import verify
 from fp8bench.view import results_of
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
+from tests.runs import CPU
 
 NOW = FIRST + timedelta(days=30)
 Spoil = Callable[[Path], Path]
@@ -326,6 +327,15 @@ def test_a_machine_that_got_another_name(store: Path) -> None:
     keep(store, run_at(9, facts={"asv_machine": "third", "asv_cpu": "another"}))
     rebuild(store)
     assert not [fault for fault in faults_of(store) if "third" in fault.what]
+
+
+def test_a_machine_whose_gpu_is_now_this_and_now_that_is_named(store: Path) -> None:
+    """CUDA_VISIBLE_DEVICES chooses. One model is fine, and so is a run without any."""
+    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0")
+    keep(store, run_at(2, devices=(CPU, gpu), records=()))
+    assert not faults_of(store)
+    keep(store, run_at(3, devices=(CPU, replace(gpu, name="NVIDIA A100")), records=()))
+    only(store, store / "runs", False, "machine box was 'NVIDIA H200' and 'NVIDIA A100'", "a store of its own")
 
 
 def test_suites_that_nobody_told_of(store: Path) -> None:

@@ -211,7 +211,7 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[SectionRow]
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     for name in changed:
         if name != "torch_git" or "torch" not in changed:
-            was, is_now = ("none" if one.get(name) is None else str(one[name]) for one in (old, new))
+            was, is_now = ("none" if one.get(name) is None else " ".join(str(one[name]).split()) for one in (old, new))
             yield SectionRow(f"{INDENT}{name} {was:.28} -> {is_now:.28}")
 
 
