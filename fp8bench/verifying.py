@@ -57,7 +57,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         told = _read(paths, now, seen)
         seen.lacking += [fault for members in by_place(told) for fault in _lacking(results, members, by_commit)]
     across = [*_unknown(store, seen), *_gone(store, seen, folder), *_renamed(store, seen), *_mixed(store, seen)]
-    faults = (*seen.faults, *check_surroundings(store), *of_view, *seen.lacking, *across)
+    faults = (*seen.faults, *check_surroundings(store), *of_view, *_folded(results, seen.lacking), *across)
     broken = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken for path in listed)
@@ -118,8 +118,10 @@ def _lacking(
     file = alike[0] if alike else nothing
     expected = filled(file, told).rows
     path = results / machine / first.identity.file_name(commit)
-    wrong = [name for name, row in expected.items() if not _agrees(file.rows.get(name), row)]
+    differing = [name for name, row in expected.items() if not _agrees(file.rows.get(name), row)]
+    wrong = [name for name in differing if not _is_behind(file.rows[name], name, told)]
     lacking = [name for name, row in expected.items() if name not in wrong and _lacks(file.rows.get(name), row)]
+    lacking += [name for name in differing if name not in (*wrong, *lacking)]
     faults = []
     if wrong:
         what = f"it says otherwise than the runs of commit {commit[:8]} of {_listed(wrong)}"
@@ -128,6 +130,17 @@ def _lacking(
         what = f"it lacks what the runs of commit {commit[:8]} say of {_listed(lacking)}"
         faults.append(Fault(str(path), what, "`fp8bench history rebuild` puts it there", broken=False))
     return faults
+
+
+def _folded(results: Path, faults: Sequence[Fault]) -> list[Fault]:
+    """Many files that only lack something in one sentence: a view that was deleted lacks everything."""
+    lacking = [fault for fault in faults if not fault.broken]
+    if len(lacking) <= _MOST_NAMED:
+        return list(faults)
+    named = _listed([str(Path(fault.path).relative_to(results)) for fault in lacking])
+    what = f"{len(lacking)} files of it lack what the runs of their commits say: {named}"
+    whole = Fault(str(results), what, lacking[0].remedy, broken=False)
+    return [*(fault for fault in faults if fault.broken), whole]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -148,6 +161,20 @@ def _agrees(row: Row | None, expected: Row) -> bool:
     here = {texts: known.get(texts, NOT_MEASURED) for texts in numbers}
     same = all(one[0] in (None, numbers[texts]) or not is_measured(one) for texts, one in here.items())
     return row.version == expected.version and same
+
+
+def _is_behind(row: Row, name: str, told: Sequence[Told]) -> bool:
+    """Whether a row says what the runs said that had begun when it was written.
+
+    A later `asv run` that was interrupted, saved nothing, or had a --bench that leaves the row out, is only missing.
+    """
+    earlier = [one for one in told if row.started_at is not None and one.started_at <= row.started_at]
+    if not earlier:
+        return False
+    place = earlier[0].identity
+    empty = ResultsFile(earlier[0].commit, place.env_name, 0, place.params, place.python, {}, {}, {})
+    then = filled(empty, earlier).rows.get(name)
+    return then is not None and bool(_numbers(then)) and _agrees(row, then)
 
 
 def _lacks(row: Row | None, expected: Row) -> bool:

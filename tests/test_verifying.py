@@ -85,6 +85,16 @@ def test_a_store_without_a_view_lacks_it_where_there_is_something_to_show(tmp_pa
     assert len(faults_of(store)) == 2
 
 
+def test_a_view_that_was_deleted_is_one_sentence(store: Path) -> None:
+    """A hundred commits would fill the screen otherwise; what is wrong is still said of each file."""
+    for number in range(2, 6):
+        keep(store, run_at(number))
+    words = "4 files of it lack what the runs of their commits say: box/00000002-existing-py_venv_bin_python3.json, "
+    fault = only(store, results_of(store), False, words, " and 1 more. `fp8bench history rebuild`")
+    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
+    assert [one.broken for one in faults_of(store)] == [True, False] and fault in faults_of(store)
+
+
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
@@ -262,6 +272,18 @@ def test_a_failure_may_stand_where_a_number_was(store: Path) -> None:
     """`asv run` shows what failed now as failed; the runs before it have a number."""
     spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, None))(store)
     assert not faults_of(store)
+
+
+def test_rows_that_a_later_run_did_not_write_are_behind_and_not_wrong(store: Path) -> None:
+    """`asv run --bench` of one metric, or one that was interrupted: what stands there was right when it was written."""
+    keep(store, run_at(0, hours=9.0, records=tuple(records(1.5))))
+    only(store, a_file(store), False, "lacks what the runs of commit 00000000 say of gemm.Gemm.track_time,", "rebuild")
+    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
+    wrong, behind = faults_of(store)
+    assert wrong.broken and wrong.what.endswith(
+        "says otherwise than the runs of commit 00000000 of gemm.Gemm.track_time"
+    )
+    assert not behind.broken and "track_time_cast" in behind.what
 
 
 def test_what_asv_measured_alone_is_no_fault(store: Path) -> None:
