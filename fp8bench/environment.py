@@ -84,7 +84,7 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     # rev-list, because a user's settings add lines to what log and show print.
     lines = (_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
     if inside != "true" or len(lines) != 2:
-        return {"commit": None, "commit_date": None, "dirty": None}
+        return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _why_no_commit(folder)}
     commit, seconds = lines[0].removeprefix("commit "), lines[1]
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     top = _git(folder, "rev-parse", "--show-toplevel")
@@ -96,6 +96,28 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     }
 
 
+def _why_no_commit(folder: Path) -> str | None:
+    """Why git names no commit in a repository: it is not there, refuses a stranger's folder; None outside of one."""
+    here = folder.absolute()
+    # Path.exists raises where it may not look.
+    if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
+        return None
+    command = ["git", "rev-parse", "--is-inside-work-tree"]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except OSError as error:
+        return f"git cannot be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return "git gave no answer for 10 s"
+    if done.returncode == 0:
+        return "it has no commit yet" if done.stdout.strip() == "true" else "this is no working tree"
+    words = next(iter(done.stderr.splitlines()), "it does not say why").removeprefix("fatal: ")
+    return None if words.startswith("not a git repository") else words
+
+
 def _is_another(package: Path) -> bool:
     """Whether a repository is fp8bench's own and what runs is other code: that of another working tree, say."""
     if not (package / "__init__.py").is_file() or package.samefile(_PACKAGE):
@@ -104,7 +126,8 @@ def _is_another(package: Path) -> bool:
 
 
 def _code(package: Path) -> dict[Path, bytes]:
-    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py")}
+    # Editors leave links that lead nowhere.
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py") if path.is_file()}
 
 
 def _git(folder: Path, *words: str) -> str | None:

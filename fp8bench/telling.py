@@ -82,7 +82,8 @@ def hear_run(run: Run, path: Path) -> tuple[Told | None, str]:
     """What a run tells, if anything, and why it tells nothing or not everything. Its records are let go."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
-        return None, NO_REPOSITORY
+        why = run.environment.get("commit_unknown")
+        return None, f"git named no commit ({why!s:.200})" if why else NO_REPOSITORY
     if run.environment.get("dirty") is not False:
         return None, DIRTY
     if why_not(run):

@@ -134,7 +134,8 @@ def why_not(run: Run) -> str:
     """Why a run's numbers are no commit's; '' if they are."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str) or not _HASH.fullmatch(commit):
-        return "this was not measured in a git repository"
+        why = run.environment.get("commit_unknown")
+        return f"git names no commit here ({why!s:.200})" if why else "this was not measured in a git repository"
     dirty = run.environment.get("dirty")
     if dirty is not False:
         differ = "differ" if dirty else "may differ (git does not say)"

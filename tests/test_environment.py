@@ -122,6 +122,36 @@ def test_without_a_commit_or_a_working_tree_all_are_unknown(
 
 
 @needs_git
+def test_why_git_names_no_commit_in_a_repository_is_told(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not there, another's folder, no commit yet: outside of a repository there is nothing to tell."""
+
+    def why(folder: Path) -> Scalar | None:
+        return gather({}, "0", 1, folder=folder).get("commit_unknown")
+
+    empty, outside = tmp_path_factory.mktemp("empty"), tmp_path_factory.mktemp("outside")
+    git(empty, "init", "-q")
+    (outside / ".git").mkdir()
+    assert why(empty) == "it has no commit yet" and why(repository) is None is why(outside)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert str(why(repository)).startswith("detected dubious ownership in repository at ")
+    monkeypatch.setenv("PATH", str(outside))
+    assert why(repository) == "git cannot be run: No such file or directory"
+    shutil.rmtree(outside / ".git")
+    assert why(outside) is None
+
+
+@needs_git
+def test_links_that_editors_leave_in_a_repository_of_fp8benchs_are_no_code(repository: Path) -> None:
+    """They lead nowhere."""
+    (repository / "fp8bench").mkdir()
+    (repository / "fp8bench" / "__init__.py").write_text("")
+    (repository / "fp8bench" / ".#view.py").symlink_to("somebody@somewhere")
+    assert told()[2] is True
+
+
+@needs_git
 def test_outside_a_repository_all_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, not an error and not a guess."""
     monkeypatch.chdir(tmp_path)

@@ -442,6 +442,7 @@ STAYS = "; the run is kept, and asv's view stays as it is"
     ("changes", "why"),
     [
         ({"commit": None, "dirty": None}, "this was not measured in a git repository"),
+        ({"commit": None, "commit_unknown": "no, she said"}, "git names no commit here (no, she said)"),
         ({"commit": "HEAD"}, "this was not measured in a git repository"),
         ({"commit": 7}, "this was not measured in a git repository"),
         ({"dirty": True}, "the files differ from commit 0a1b2c3d, so that these are not its numbers"),
