@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fp8bench.arguments import DEFAULT_STORE
 from fp8bench.commits import gone
 from fp8bench.course import Courses, read_courses
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError, UsageError
@@ -57,7 +59,8 @@ def _list(arguments: argparse.Namespace) -> int:
     found = read_courses(store, lambda name: word in name.lower())
     if not found.courses and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
-    say(render_courses(found.courses, str(store), found.runs, found.commits, found.left))
+    options = _in_store(store) + "".join(f" --import {shlex.quote(one)}" for one in arguments.imports)
+    say(render_courses(found.courses, str(store), found.runs, found.commits, found.left, options))
     return EXIT_OK
 
 
@@ -70,13 +73,18 @@ def _list_runs(store: Path, word: str) -> int:
         except StoreError:
             left[UNREADABLE] += 1
             continue
-        row = run_row(run, not run.finished and is_being_written(path))
+        row = run_row(run, not run.finished and is_being_written(path), _in_store(store))
         if any(word in cell.lower() for cell in row.cells):
             rows.append(row)
     if not rows and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    say(render_runs(rows, str(store), left))
+    say(render_runs(rows, str(store), left, _in_store(store)))
     return EXIT_OK
+
+
+def _in_store(store: Path) -> str:
+    """' --store DIR' for a store that commands do not look into by themselves."""
+    return "" if store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(store))}"
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -103,14 +111,18 @@ def _chosen(found: Courses, word: str, store: Path) -> list[Course]:
         more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         listed = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
         raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}{more}")
-    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store)}")
+    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, found.left)}")
 
 
-def _nearest(word: str, store: Path) -> str:
-    """What a mistyped name was meant to be, perhaps. Everything is read again for that."""
+def _nearest(word: str, store: Path, left: Collection[str]) -> str:
+    """What a mistyped name was meant to be, perhaps, or why runs are `left` out. Everything is read again for that."""
     names = {course.name for course in read_courses(store, lambda _: True).courses}
     if not names:
-        return f" The store {store} has no series yet. Begin with: fp8bench suite gemm --grid"
+        why = f" Not in it: {'; '.join(left)}." if left else " Begin with: fp8bench suite gemm --grid"
+        return f" The store {store} has no series yet.{why}"
+    unknown = [why for why in left if "--import" in why]
+    if unknown:
+        return f" Not in it: {'; '.join(unknown)}."
     short = {name.partition("track_")[2].lower(): name for name in sorted(names)}
     whole = {name.lower(): name for name in sorted(names)}
     for known in (whole, short):

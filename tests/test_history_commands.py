@@ -159,6 +159,30 @@ def test_the_series_of_a_part_of_a_name(store: Path, say: Say) -> None:
     assert "names them all" in say("show", "zzz")[2]
 
 
+def test_a_series_of_a_suite_that_nobody_told_of_is_not_called_missing(store: Path, say: Say) -> None:
+    """The store has it; only --import lacks."""
+    keep(store, run_at(1, records=tuple(_of_suite(records(), "my_suite"))))
+    unknown = "Not in it: the suite my_suite is not known here; --import its module.\n"
+    err = say("show", "my_suite.MySuite.track_time(bf16")[2]
+    assert err.endswith(f"The store .fp8bench has no series yet. {unknown}") and "Begin with" not in err
+    history(store, 1.0)
+    assert say("show", "my_suite")[2] == f"fp8bench: no series has 'my_suite' in its name. {unknown}"
+
+
+def test_commands_that_are_named_find_the_same_store_and_suites(store: Path, say: Say) -> None:
+    """Elsewhere than in .fp8bench they need --store, and --import for suites of one's own."""
+    elsewhere = Path("the other")
+    history(elsewhere, 1.0)
+    keep(elsewhere, run_at(2, finished=False))
+    options = f" --store '{elsewhere}'"
+    out = say("list", "--store", str(elsewhere), "--import", "json")[1]
+    assert out.endswith(f"history show 'gemm.Gemm.track_time(fp32, 512)'{options} --import json\n")
+    out = say("list", "--runs", "--store", str(elsewhere))[1]
+    assert f"--resume 0000012c{options}\n" in out and out.endswith(f"fp8bench show 0000012c{options}\n")
+    history(store, 1.0)
+    assert "--store" not in say("list", "--store", "./.fp8bench/")[1]
+
+
 def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are counted."""
     monkeypatch.setattr("fp8bench.history_commands._MOST_NAMED", 2)

@@ -48,9 +48,18 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
 
 
 def render_courses(
-    courses: Sequence[Course], store: str, runs: int, commits: int, left: Mapping[str, int], width: int = WIDTH
+    courses: Sequence[Course],
+    store: str,
+    runs: int,
+    commits: int,
+    left: Mapping[str, int],
+    options: str = "",
+    width: int = WIDTH,
 ) -> str:
-    """What there is: a line for each series and cell, by machine and interpreter."""
+    """What there is: a line for each series and cell, by machine and interpreter.
+
+    `options` are words that a command needs to find the same.
+    """
     lines = [f"{store}: {_many(len(courses), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
     columns = [
         Column("series"), Column("points", right=True), Column("last"), Column("value", right=True),
@@ -63,7 +72,7 @@ def render_courses(
     if courses:
         lines += ["", *_legend(_list_legend(courses), width)]
         lines += ["", "one of them, commit by commit"]
-        lines.append(f"{INDENT}fp8bench history show {shlex.quote(courses[0].name)}")
+        lines.append(f"{INDENT}fp8bench history show {shlex.quote(courses[0].name)}{options}")
     return "\n".join([*lines, *_left_out(left, width)]) + "\n"
 
 
@@ -88,13 +97,13 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
     return "\n".join([*lines, *([""] if words else []), *_legend(words, width)]) + "\n"
 
 
-def run_row(run: Run, being_written: bool) -> Row:
+def run_row(run: Run, being_written: bool, options: str = "") -> Row:
     """A run as a row of the table of runs, so that it need not be kept itself."""
     commit = str(run.environment.get("commit") or "none")[:8]
     mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
     counts = [sum(record.status is status for record in run.records) for status in Status]
     by_status = dict(zip(Status, map(str, counts), strict=True))
-    below = () if run.finished else (_unfinished(run, being_written),)
+    below = () if run.finished else (_unfinished(run, being_written) + ("" if being_written else options),)
     return Row(
         (
             run.id, _moment(run.started), commit + mark, run.origin, run.request.suite, by_status[Status.OK],
@@ -104,8 +113,8 @@ def run_row(run: Run, being_written: bool) -> Row:
     )  # fmt: skip
 
 
-def render_runs(rows: Sequence[Row], store: str, left: Mapping[str, int], width: int = WIDTH) -> str:
-    """The runs, in the order given."""
+def render_runs(rows: Sequence[Row], store: str, left: Mapping[str, int], options: str = "", width: int = WIDTH) -> str:
+    """The runs, in the order given. `options` are words that a command needs to find the same."""
     columns = [
         Column("run"), Column("started (UTC)"), Column("commit"), Column("door"), Column("suite"),
         Column("ok", right=True), Column("skipped", right=True), Column("failed", right=True), Column("machine"),
@@ -113,7 +122,7 @@ def render_runs(rows: Sequence[Row], store: str, left: Mapping[str, int], width:
     lines = [f"{store}: {_many(len(rows), 'run')}, newest first"]
     if rows:
         lines += ["", *table(columns, list(rows), width, _PLAIN)]
-        lines += ["", "one of them", f"{INDENT}fp8bench show {rows[0].cells[0]}"]
+        lines += ["", "one of them", f"{INDENT}fp8bench show {rows[0].cells[0]}{options}"]
     return "\n".join([*lines, *_left_out(left, width)]) + "\n"
 
 
