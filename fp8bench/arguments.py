@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from fp8bench import __version__
-from fp8bench.errors import UsageError
+from fp8bench.errors import UnknownName, UsageError
 
 DEFAULT_STORE = ".fp8bench"
 MOST_THREADS = 1024
@@ -30,6 +30,10 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
         known = sorted(_options(parser))
         near = difflib.get_close_matches(given[1].partition("=")[0], known, n=1)
         return f"unknown argument {given[1]!r}." + (f" Did you mean {near[0]}?" if near else "")
+    command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
+    if command:
+        # A word behind an option that belongs to the command looks like a command itself.
+        return f"{UnknownName('command', command[2][:80], commands_of(parser))} Options stand behind the command."
     return message[:1].lower() + message[1:].rstrip(".") + "."
 
 
@@ -43,6 +47,21 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     """The parsers of a parser's commands, by name."""
     found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: command for action in found for name, command in action.choices.items()}
+
+
+def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """The words as arguments; a word too many is told by the command that it was given to."""
+    arguments, others = parser.parse_known_args(words)
+    if others:
+        meant_by(parser, arguments).error(f"unrecognized arguments: {others[0]}")
+    return arguments
+
+
+def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the command that was given, or of what its command is missing from."""
+    for name in (arguments.command, getattr(arguments, "history_command", None)):
+        parser = commands_of(parser)[name] if name is not None else parser
+    return parser
 
 
 def build_parser() -> Parser:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from fp8bench.arguments import build_parser, commands_of
+from fp8bench.arguments import build_parser, commands_of, meant_by, parse
 from fp8bench.environment import command_line
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
 from fp8bench.interrupts import ends_are_interrupts, only_once
@@ -52,15 +52,14 @@ def _dispatch(words: list[str]) -> int:
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
     parser = build_parser()
-    arguments = parser.parse_args(words)
+    arguments = parse(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.config import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
     arguments.words = words
-    bare = parser if arguments.command is None else commands_of(parser)[arguments.command]
     if arguments.command is None or getattr(arguments, "history_command", "") is None:
-        bare.print_help()
+        meant_by(parser, arguments).print_help()
         return EXIT_OK
     code = commands[arguments.command](arguments)
     say("")

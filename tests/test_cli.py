@@ -138,6 +138,12 @@ def test_lists(
 REFUSED = {
     "unknown command": (["siute"], "Did you mean 'suite'"),
     "unknown option": (["suite", "gemm", "--dtype", "fp8"], "Did you mean --dtypes"),
+    "unknown command of history": (["history", "shwo"], "unknown command 'shwo'. Did you mean 'show'? Known: list"),
+    "an option before the command": (["--store", "x", "show", "last"], "Options stand behind the command. See `fp8be"),
+    "an option before history's": (["history", "--store", "x", "list"], "unknown command 'x'. Known: list, merge, "),
+    "another command's option": (["history", "list", "--grid"], "'--grid'. See `fp8bench history list --help`."),
+    "an option that is nearly one": (["history", "list", "--run"], "Did you mean --runs? See"),
+    "a word too many": (["history", "show", "a", "b"], "unknown argument 'b'. See `fp8bench history show --help`."),
     "no suite": (["suite"], "no suite was named. Give one of"),
     "unknown suite": (["suite", "gem"], "Did you mean 'gemm'"),
     "a hidden suite": (["suite", "_planted"], "unknown suite '_planted'"),
