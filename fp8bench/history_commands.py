@@ -17,7 +17,7 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError, UsageError
 from fp8bench.followed import metrics_of
 from fp8bench.history.environments import load_renamings
 from fp8bench.history.merging import find_store
-from fp8bench.history.runs import load_run, run_files
+from fp8bench.history.runs import closed_folders, load_run, run_files
 from fp8bench.history.writing import is_being_written
 from fp8bench.joining import join
 from fp8bench.model import Course
@@ -51,7 +51,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     if not _announce(store):
-        say(f"{store}: no runs yet. Begin with: fp8bench suite gemm --grid\n")
+        begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
+        say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
         return EXIT_OK
     word = arguments.word.lower()
     if arguments.runs:
@@ -211,6 +212,8 @@ def _announce(store: Path) -> int:
         count = sum(1 for _ in run_files(store))
     except OSError as error:
         raise StoreError(f"the store {store} cannot be read ({error.strerror}).") from None
+    for folder in closed_folders(store):
+        complain(f"{folder} may not be read, so that its runs are left out")
     if count > _MANY_RUNS:
         complain(f"reading {count} runs")
     return count

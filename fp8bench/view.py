@@ -126,7 +126,8 @@ def update_view(run: Run, store: Path, patience: float = LOCK_SECONDS) -> str:
     ]
     words.append(load_renamings(store).trouble.rstrip("."))
     if told.content.others:
-        words.append(f"{told.content.others} outside of the declared grids stay in the run alone")
+        stay = "stays" if told.content.others == 1 else "stay"
+        words.append(f"{told.content.others} outside of the declared grids {stay} in the run alone")
     return "; ".join(filter(None, words))
 
 

@@ -106,6 +106,17 @@ def _of_suite(made: list[Record], name: str) -> list[Record]:
     return [replace(one, case=replace(one.case, workload=name)) for one in made]
 
 
+def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs are left out, which is another matter than having none."""
+    history(store, 1.0)
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
+    words = "fp8bench: .fp8bench/runs/box may not be read, so that its runs are left out\n"
+    code, out, err = say("list")
+    assert code == 0 and out.startswith(".fp8bench: 9 series") and err == words
+    next(run_files(store)).unlink()
+    assert say("list") == (0, ".fp8bench: no runs that may be read\n", words)
+
+
 def test_runs_of_one_commit_are_one_point(store: Path, say: Say) -> None:
     """Their samples are put together; a hasty one counts only where there is nothing better."""
     keep(store, run_at(1, 1.5))

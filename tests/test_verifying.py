@@ -241,7 +241,7 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
     "a broken row": (spoiled(lambda one: one["results"].update(x="?")), True, ["the row 'x' was left out"]),
     "no definition": (
         spoiled(lambda one: one["results"].update({"harness.time_x": [[1.0], [], "1"]})), False,
-        ["1 benchmarks with results are not in it", "harness.time_x"],
+        ["a benchmark with results is not in it", "harness.time_x"],
     ),
     "a row that is gone": (
         spoiled(lambda one: one["results"].pop("gemm.Gemm.track_time")), False,
@@ -320,7 +320,7 @@ def test_lists_that_asv_cannot_do_without(store: Path) -> None:
     machine.write_text("{}")
     only(store, machine, True, "no 'version'")
     machine.write_text(kept.replace('"box"', '"else"'))
-    only(store, machine, True, "it is of 'else'", "asv does not show it")
+    only(store, machine, True, "it is of machine 'else'", "asv shows nothing of it", 'Write "machine": "box" into it')
     machine.write_text(kept)
     (results_of(store) / "benchmarks.json").unlink()
     only(store, results_of(store) / "benchmarks.json", True, "asv shows nothing at all")
@@ -371,6 +371,21 @@ def test_a_word_on_interpreters_that_cannot_be_read(store: Path) -> None:
     """No interpreter counts as another then."""
     environments_of(store).write_text("[]")
     only(store, environments_of(store), True, "expected an object", "rebuild")
+    environments_of(store).write_text("{")
+    assert only(store, environments_of(store), True).what.startswith("its JSON breaks off")
+
+
+def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder, say: whoever reads all folders may read them all, so that the answer is planted."""
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
+    only(store, store / "runs" / "box", True, "it may not be read, and nothing is known", "chmod")
+
+
+def test_a_machine_that_is_not_its_folders_can_be_deleted(store: Path) -> None:
+    """As the sentence says: the runs know it."""
+    (results_of(store) / "box" / "machine.json").unlink()
+    rebuild(store)
+    assert not faults_of(store)
 
 
 def test_many_faults_at_once_are_all_named(store: Path) -> None:

@@ -211,6 +211,13 @@ def run_files(store: Path) -> Iterator[Path]:
     yield from (path for path in found if os.path.isfile(path))  # noqa: PTH113 - is_file raises where it may not look
 
 
+def closed_folders(store: Path) -> list[Path]:
+    """Folders of runs that may not be looked into, so that their runs seem not to be there."""
+    folders = [store / "runs", *sorted((store / "runs").glob("*"))]
+    # Path.is_dir raises where it may not look.
+    return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
+
+
 def store_of(path: Path) -> Path | None:
     """The store that a run file lies in; None if it lies alone."""
     folder = path.resolve().parent.parent

@@ -13,7 +13,7 @@ from fp8bench.history.asv_files import AsvFileAbsent, AsvFileError, AsvFileOfOth
 from fp8bench.history.asv_lists import load_benchmarks, load_machine
 from fp8bench.history.asv_results import ResultsFile, load_results
 from fp8bench.history.environments import environments_of, load_renamings
-from fp8bench.history.runs import load_run, missing_groups, run_files
+from fp8bench.history.runs import closed_folders, load_run, missing_groups, run_files
 from fp8bench.history.writing import file_name, is_being_written
 from fp8bench.model import Fault, Run
 
@@ -108,11 +108,14 @@ def check_surroundings(store: Path) -> list[Fault]:
         if path not in runs and (path.is_file() or path.is_symlink())
     ]  # fmt: skip
     faults += [_foreign(path) for path in sorted((store / "runs").glob("*/*.jsonl")) if path.is_dir()]
+    words = "it may not be read, and nothing is known of the runs in it"
+    faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
     trouble = load_renamings(store).trouble
     if trouble:
         remedy = "Mend it or remove it, and `fp8bench history rebuild`"
         path = environments_of(store)
-        faults.append(Fault(str(path), trouble.removeprefix(f"{path} ").removesuffix("."), remedy))
+        what = trouble.removeprefix(f"{path} ").removesuffix(".").removeprefix("is broken: ")
+        faults.append(Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy))
     return faults
 
 
@@ -136,7 +139,9 @@ def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
         machine = _list(load_machine, folder / "machine.json", f"asv shows nothing of {folder.name} without it", faults)
         name = machine.get("machine", folder.name)
         if name != folder.name:
-            faults.append(_hidden(folder / "machine.json", f"it is of {name!r:.80}, and the folder of {folder.name}"))
+            what = f"it is of machine {name!r:.80}, and its folder is called {folder.name}: asv shows nothing of it"
+            remedy = f'Write "machine": "{folder.name}" into it, or delete it and `fp8bench history rebuild`'
+            faults.append(Fault(str(folder / "machine.json"), what, remedy))
         for path in sorted(folder.glob("*.json")):
             if path.name != "machine.json":
                 file = _results_file(path, folder.name, faults)
@@ -197,7 +202,8 @@ def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, 
     missing = sorted(names - set(known))
     if not missing or not known:
         return []
-    what = f"{len(missing)} benchmarks with results are not in it, and asv hides them ({', '.join(missing[:3])})"
+    many = f"{len(missing)} benchmarks with results are" if len(missing) > 1 else "a benchmark with results is"
+    what = f"{many} not in it, and asv hides what is not ({', '.join(missing[:3])})"
     remedy = f"{_sentence(_REBUILD)}, as far as there are runs of them"
     return [Fault(str(results / "benchmarks.json"), what, remedy, broken=False)]
 

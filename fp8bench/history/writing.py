@@ -78,8 +78,10 @@ def check_store(store: Path) -> None:
     probe = folder / f".probe-{secrets.token_hex(4)}"  # containers that share a store share process ids
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("probe")
-        probe.unlink()
+        try:
+            probe.write_text("probe")
+        finally:  # a full disk has room for a name
+            probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise StoreError(

@@ -389,6 +389,19 @@ def test_a_store_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").rglob("*")] == ["runs"]
 
 
+def test_a_full_disk_keeps_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has room for a name, and none for what is in the file."""
+
+    def full(self: Path, text: str) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StoreError, match="No space left"):
+        check_store(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
 def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     """Below a file nothing can be written, not even by root."""
     (tmp_path / "file").write_text("")
