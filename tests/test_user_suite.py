@@ -14,6 +14,8 @@ import pytest
 
 import fp8bench
 from fp8bench import doctor, pipeline
+from fp8bench.arguments import DEFAULT_STORE
+from fp8bench.asv_bridge import root_of, store_of_project
 from fp8bench.cli import main
 from fp8bench.history.runs import load_run, run_files
 from fp8bench.measure.handle import LocalWorker
@@ -22,6 +24,11 @@ from fp8bench.registry import devices, precisions, workloads
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "user-suites.md").read_text()
+HISTORY = (ROOT / "docs" / "history.md").read_text()
+# What is said of every run outside of a repository.
+NO_HISTORY = (
+    "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
+)
 
 
 def example() -> str:
@@ -61,7 +68,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, NO_HISTORY)
     for word in ("routing", "experts=64", "bf16", "fp8", "cast", "gemm", "elem", "routing_error"):
         assert word in done.stdout
     (path,) = run_files(tmp_path / "kept")
@@ -74,12 +81,26 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
         assert found.best_seconds and dict(found.phases)[UNATTRIBUTED] < 0.05 * found.best_seconds
 
 
+def test_the_grid_of_the_historys_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is followed as it stands there, and asv finds its file by the configuration below."""
+    blocks = re.findall(r"^```python\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
+    head, grid = next(block for block in blocks if "Grid(" in block).split("\n\n", 1)
+    (folder / "my_suite.py").write_text(example().replace("    def axes", f"{grid}\n    def axes", 1))
+    source = (folder / "my_suite.py").read_text()
+    (folder / "my_suite.py").write_text(f"{head}\n{source}")
+    assert main(["list", "./my_suite.py"]) == 0
+    assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
+    (found,) = re.findall(r"^```json\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
+    (folder / "asv.conf.json").write_text(found)
+    assert store_of_project(root_of(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE
+
+
 def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """fp32 chooses the experts that fp64 does."""
     (folder / "my_suite.py").write_text(example())
     words = ["suite", "./my_suite.py", "--dtypes", "fp32", "--quick", "--set", "experts=8", "--no-isolation"]
     assert main(words) == 0
-    assert not capsys.readouterr().err
+    assert capsys.readouterr().err == NO_HISTORY
     (path,) = run_files(folder / ".fp8bench")
     (record,) = load_run(path).records
     error = record.measurement("routing_error")
@@ -142,7 +163,7 @@ def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: p
     (folder / "mine.py").write_text(SUITE)
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out) and shown.err == "a word of the file's own\n"
+    assert json.loads(shown.out) and shown.err == f"a word of the file's own\n{NO_HISTORY}"
 
 
 AS_GEMM = SUITE.replace('"counting"', '"gemm"')
