@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from fp8bench.commits import commit_named
-from fp8bench.errors import Fp8benchError, NotKept
-from fp8bench.history.asv_files import AsvFileError
+from fp8bench.errors import AsvFileError, Fp8benchError, NotKept
 from fp8bench.history.asv_results import load_results
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute

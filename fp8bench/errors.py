@@ -7,7 +7,12 @@
     |-- NotPrinted                2   stdout takes nothing
     |-- StoreError                2   the store cannot be read or written
     |   |-- NotKept               2   the store failed while measuring (carries the run)
-    |   `-- RunNotFound           2   no run by that id, stem or path
+    |   |-- RunNotFound           2   no run by that id, stem or path
+    |   `-- AsvFileError          2   a file of asv's cannot be read or written
+    |       |-- AsvFileAbsent     2   it is not there
+    |       |-- AsvFileOfOtherVersion   2   it is to be left alone
+    |       `-- AsvFileBroken     2   it does not hold what it should, and may be set aside
+    |           `-- AsvFileTorn   2   it is no JSON, and may be in the middle of being written
     `-- WorkerError               3   the measuring process cannot be used at all
         |-- WorkerLost            3   it crashed or was killed
         |-- WorkerHung            3   it did not answer in time
@@ -72,6 +77,26 @@ class NotKept(StoreError):
 
 class RunNotFound(StoreError):
     """No run by that id, file stem or path."""
+
+
+class AsvFileError(StoreError):
+    """A file of asv's cannot be read or written."""
+
+
+class AsvFileAbsent(AsvFileError):
+    """There is no such file."""
+
+
+class AsvFileOfOtherVersion(AsvFileError):
+    """Sound perhaps, but in a format of another version: it is to be left alone."""
+
+
+class AsvFileBroken(AsvFileError):
+    """It does not hold what such a file holds: it may be set aside."""
+
+
+class AsvFileTorn(AsvFileBroken):
+    """It is no JSON at all, and may be in the middle of being written."""
 
 
 class WorkerError(Fp8benchError):

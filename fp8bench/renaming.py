@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.errors import StoreError, UsageError
-from fp8bench.history.asv_files import AsvFileError, settled_read
+from fp8bench.errors import AsvFileError, StoreError, UsageError
+from fp8bench.history.asv_files import settled_read
 from fp8bench.history.asv_merging import merge_files, standing
 from fp8bench.history.asv_results import ResultsFile, load_results, save_results
 from fp8bench.history.environments import Renamings

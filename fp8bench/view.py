@@ -16,16 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from fp8bench.errors import Fp8benchError, StoreError
-from fp8bench.history.asv_files import (
-    AsvFileAbsent,
-    AsvFileBroken,
-    AsvFileError,
-    locked,
-    set_aside,
-    settled_read,
-    sweep,
-)
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, Fp8benchError, StoreError
+from fp8bench.history.asv_files import locked, set_aside, settled_read, sweep
 from fp8bench.history.asv_lists import (
     Definition,
     load_benchmarks,

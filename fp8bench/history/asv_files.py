@@ -20,7 +20,7 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import IO, Any, TypeVar
 
-from fp8bench.errors import StoreError
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
 LOCK = ".lock"
@@ -31,26 +31,6 @@ _LATELY_SECONDS = 10.0
 _LEFT_SECONDS = 3600.0
 
 T = TypeVar("T")
-
-
-class AsvFileError(StoreError):
-    """A file of asv's cannot be read or written."""
-
-
-class AsvFileAbsent(AsvFileError):
-    """There is no such file."""
-
-
-class AsvFileOfOtherVersion(AsvFileError):
-    """Sound perhaps, but in a format of another version: it is to be left alone."""
-
-
-class AsvFileBroken(AsvFileError):
-    """It does not hold what such a file holds: it may be set aside."""
-
-
-class AsvFileTorn(AsvFileBroken):
-    """It is no JSON at all, and may be in the middle of being written."""
 
 
 class _Twice(ValueError):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8bench.history.asv_files import AsvFileBroken, AsvFileError, read_object, write_object
+from fp8bench.errors import AsvFileBroken, AsvFileError
+from fp8bench.history.asv_files import read_object, write_object
 from fp8bench.history.asv_rows import are_params
 from fp8bench.model import Scalar
 

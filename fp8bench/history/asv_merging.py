@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fp8bench.history.asv_files import AsvFileAbsent, AsvFileBroken, AsvFileError, set_aside, settled_read
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError
+from fp8bench.history.asv_files import set_aside, settled_read
 from fp8bench.history.asv_lists import load_benchmarks, load_machine, save_benchmarks, save_machine
 from fp8bench.history.asv_results import ResultsFile, load_results, save_results
 from fp8bench.history.asv_rows import NOT_MEASURED, Row, by_combination, combinations, is_measured

@@ -13,7 +13,8 @@ from reprlib import repr as shown
 from typing import Any
 
 from fp8bench.codec import Malformed
-from fp8bench.history.asv_files import AsvFileBroken, AsvFileError, read_object, write_object
+from fp8bench.errors import AsvFileBroken, AsvFileError
+from fp8bench.history.asv_files import read_object, write_object
 from fp8bench.history.asv_rows import COLUMNS, Row, read_row, write_row
 from fp8bench.model import Scalar
 

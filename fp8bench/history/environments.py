@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8bench.history.asv_files import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, read_object, write_object
+from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion
+from fp8bench.history.asv_files import read_object, write_object
 
 VERSION = 1
 _KEY = "counts_as"

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fp8bench.errors import StoreError
-from fp8bench.history.asv_files import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, settled_read
+from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
+from fp8bench.history.asv_files import settled_read
 from fp8bench.history.asv_lists import load_benchmarks, load_machine
 from fp8bench.history.asv_results import ResultsFile, load_results
 from fp8bench.history.environments import environments_of, load_renamings

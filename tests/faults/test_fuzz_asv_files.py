@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from asv.results import Results
 
-from fp8bench.errors import StoreError
-from fp8bench.history.asv_files import AsvFileError
+from fp8bench.errors import AsvFileError, StoreError
 from fp8bench.history.asv_lists import (
     Definition,
     load_benchmarks,

@@ -16,18 +16,9 @@ from typing import Any
 
 import pytest
 
-from fp8bench.errors import StoreError
+from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileTorn, StoreError
 from fp8bench.history import asv_files
-from fp8bench.history.asv_files import (
-    AsvFileBroken,
-    AsvFileError,
-    AsvFileTorn,
-    locked,
-    read_object,
-    set_aside,
-    settled_read,
-    write_object,
-)
+from fp8bench.history.asv_files import locked, read_object, set_aside, settled_read, write_object
 
 OLD = '{"a": 1, "version": 2}'
 NOBODY = 65534
@@ -35,7 +26,7 @@ NOBODY = 65534
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from fp8bench.errors import StoreError
+from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileTorn, StoreError
 from fp8bench.history.asv_files import write_object
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 try:

@@ -12,7 +12,7 @@ import pytest
 from asv.benchmarks import Benchmarks
 from asv.machine import Machine
 
-from fp8bench.history.asv_files import AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
+from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.history.asv_lists import (
     Definition,
     load_benchmarks,

@@ -18,13 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.codec import Malformed
-from fp8bench.history.asv_files import (
-    AsvFileAbsent,
-    AsvFileBroken,
-    AsvFileError,
-    AsvFileOfOtherVersion,
-    AsvFileTorn,
-)
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.history.asv_results import ResultsFile, load_results, save_results
 from fp8bench.history.asv_rows import COLUMNS, Row, Stats, cell
 
