@@ -110,7 +110,11 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add("--reference", metavar="DTYPE", help="what the others are held against; default the highest precision")
     words = "values of an axis; `fp8bench list NAME` names the axes of a suite"
     add("--set", dest="axes", action="append", default=[], type=_axis, metavar="AXIS=A,B", help=words)
-    add("--grid", action="store_true", help="only the cases whose history is kept: those that `asv run` measures")
+    add(
+        "--grid",
+        action="store_true",
+        help="the cases whose history is kept, as `asv run` measures them; --set has the last word",
+    )
     words = "layer kinds that take another precision than the case's; the reference stays pure"
     add("--precision-map", type=_layers, default=(), metavar="KIND=DTYPE,...", help=words)
     add("--data", metavar="FILE", help="text to train on; default Python's own sources")

@@ -101,11 +101,6 @@ def check_names(request: Request) -> None:
             "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be ended. "
             "Leave one out."
         )
-    if request.grid and request.axes:
-        raise UsageError(
-            "--grid takes the values of axes from the grids whose history is kept, and --set was given too. Leave one "
-            "out."
-        )
     parts = _parts(request)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])

@@ -164,10 +164,6 @@ REFUSED = {
         ["suite", "gemm", *(f"--set={axis}=" + ",".join(map(str, range(1, 151))) for axis in ("shape", "tokens"))],
         "asks for 22500 combinations; the most is 20000",
     ),
-    "--grid beside --set": (
-        ["suite", "gemm", "--grid", "--set", "shape=64"],
-        "--grid takes the values of axes from the grids",
-    ),
     "malformed --set": (["suite", "gemm", "--set", "shape"], "'shape' is not of the form AXIS=VALUE,VALUE"),
     "--set without a name": (["suite", "gemm", "--set", "=64"], "is not of the form AXIS=VALUE,VALUE"),
     "--set without values": (["suite", "gemm", "--set", "shape="], "empty name"),
