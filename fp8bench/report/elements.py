@@ -1,0 +1,202 @@
+"""What a page is made of: values that say what is to be seen, and nothing of how.
+
+A section builds elements; a renderer turns them into HTML or Markdown. Every chart carries its numbers, so that each
+renderer, and each reader, can have them as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tone(StrEnum):
+    """How something is meant; never told by colour alone. DOUBT is grey: labelled, emulated, not to be trusted."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    BAD = "bad"
+    DOUBT = "doubt"
+    STRONG = "strong"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of short texts."""
+
+    items: tuple[Text, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and what they are."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Something to type, or a file's content."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. Numbers stand right, and sort as numbers; `hint` says what the column is."""
+
+    title: str
+    number: bool = False
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a table: what is shown, what it sorts by where that differs, and more words for who asks."""
+
+    text: str
+    value: float | None = None
+    tone: Tone = Tone.PLAIN
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns. `name` is a word for links and files; one that is `main` can be filtered and sorted."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Field, ...], ...]
+    main: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One value of a chart with its interval, and the words that show on hovering."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    tone: Tone = Tone.PLAIN
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis: what it shows, and whether its ticks are times, sizes, ratios or plain numbers ('s', 'B', 'x', '')."""
+
+    title: str
+    unit: str = ""
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it."""
+
+    name: str
+    title: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Bars(Chart):
+    """Horizontal bars with intervals, from `start` (1 for ratios); groups have a heading each."""
+
+    axis: Axis
+    groups: tuple[tuple[str, tuple[Mark, ...]], ...]
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour."""
+
+    series: str
+    label: str
+    x: float | None
+    y: float
+    tone: Tone = Tone.PLAIN
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Scatter(Chart):
+    """Points over two axes; `margin` says what those without x have in common."""
+
+    x: Axis
+    y: Axis
+    points: tuple[Point, ...]
+    margin: str = ""
+
+
+@dataclass(frozen=True)
+class Stacks(Chart):
+    """Horizontal bars of parts that sum to a whole: `rows` give each part's value in the order of `parts`."""
+
+    axis: Axis
+    parts: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Heat(Chart):
+    """A value for rows and columns; None where there is none. Values on either side of `even` differ in colour."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    axis: Axis
+    even: float = 1.0
+    hints: tuple[tuple[str, ...], ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Lines(Chart):
+    """Series over one row of places (runs, commits): a mark for each place or None."""
+
+    places: tuple[str, ...]
+    axis: Axis
+    series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Strips(Chart):
+    """All samples of each row, side by side."""
+
+    axis: Axis
+    rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
+
+
+Element = Text | Items | Facts | Code | Table | Bars | Scatter | Stacks | Heat | Lines | Strips
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section as it was built: an anchor, a heading, and its elements. `lead` stands under the heading."""
+
+    name: str
+    title: str
+    elements: tuple[Element, ...]
+    lead: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    subtitle: str
+    parts: tuple[Part, ...]
+    footer: Sequence[str] = ()
