@@ -52,11 +52,15 @@ class Code:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Numbers stand right, and sort as numbers; `hint` says what the column is."""
+    """A column of a table. Numbers stand right, and sort as numbers; `hint` says what the column is.
+
+    `unit` is what the values of its fields are counted in ('s', 'B', 'x'), for who gets them without their texts.
+    """
 
     title: str
     number: bool = False
     hint: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report."""
+    """A whole report. `facts` are the few that stand in one line under the title."""
 
     title: str
     subtitle: str
     parts: tuple[Part, ...]
     footer: Sequence[str] = ()
+    facts: tuple[tuple[str, str], ...] = ()
