@@ -100,6 +100,11 @@ def ratio(value: float | None) -> str:
     return f"{significant(value, 3 if abs(value) < 0.1 else 4)}x"
 
 
+def speed_up(value: float | None) -> str:
+    """How many times as fast: 1.6197 -> '1.62x'; as many digits as one reads in a sentence."""
+    return NONE if value is None else f"{significant(value)}x"
+
+
 def relative_error(value: float | None) -> str:
     """A relative error: always two digits and an exponent, '1.2e-03'."""
     return NONE if value is None else f"{value:.1e}"

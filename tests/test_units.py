@@ -127,6 +127,14 @@ def test_relative_error(value: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
+    [(None, "-"), (1.6197, "1.62x"), (0.9404, "0.940x"), (12.345, "12.3x"), (1.005026, "1.01x"), (math.inf, "infx")],
+)
+def test_speed_up(value: float | None, text: str) -> None:
+    assert units.speed_up(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
     [(0.0, "0 s"), (0.4, "0 s"), (59.6, "1 min 00 s"), (192.4, "3 min 12 s"), (3599.7, "1 h 00 min"), (-1.0, "0 s")],
 )
 def test_clock(value: float, text: str) -> None:
@@ -135,7 +143,15 @@ def test_clock(value: float, text: str) -> None:
 
 def test_unknown_is_never_a_number() -> None:
     """A dash, in every unit."""
-    functions = (units.seconds, units.count, units.size, units.percent, units.ratio, units.relative_error)
+    functions = (
+        units.seconds,
+        units.count,
+        units.size,
+        units.percent,
+        units.ratio,
+        units.speed_up,
+        units.relative_error,
+    )
     assert {function(None) for function in functions} == {"-"}
 
 

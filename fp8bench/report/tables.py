@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import doubted
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Interval, Level, Measurement, Record, Status, Verdict, Work
 from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.layout import Column, Paint, Row, SectionRow, Tone, table
 from fp8bench.report.legend import PHASE_TITLES
+from fp8bench.report.standing import Standing, emulated, standing
 
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
 _SHARE_SUFFIX = "_vanished"
 _WORDS = {Verdict.NONE: units.NONE, Verdict.EMULATED: "emulated: cost, not speed"}
+_TONES = {
+    Standing.FASTER: Tone.GOOD,
+    Standing.SLOWER: Tone.BAD,
+    Standing.DOUBTED: Tone.DOUBT,
+    Standing.UNSURE: Tone.DOUBT,
+    Standing.FAILED: Tone.STRONG,
+    Standing.SKIPPED: Tone.QUIET,
+    Standing.EMULATED: Tone.QUIET,
+}
 _NOT_MEASURED = {Status.SKIPPED: "skipped, see notes", Status.FAILED: "FAILED, see notes"}
 # Verdict words are padded to this, so that the ratios after them stand in a column.
 _VERDICT_WIDTH = len("verdict")
@@ -63,7 +72,7 @@ def main_table(panel: Panel, width: int, paint: Paint) -> list[str]:
         rows += _section(panel, group, f"  noise floor (A/A): {noise_floor(group)}")
         for result in group.results:
             cells = _main_cells(result, error)
-            tones = {versus: tone} if (tone := _tone(result)) else {}
+            tones = {versus: tone} if (tone := _TONES.get(standing(result))) else {}
             below = (f"labels: {', '.join(result.labels)}",) if result.labels else ()
             rows.append(Row(tuple(cell for cell, keep in zip(cells, wanted, strict=True) if keep), tones, below))
     return table([one for one, keep in zip(columns, wanted, strict=True) if keep], rows, width, paint)
@@ -72,7 +81,7 @@ def main_table(panel: Panel, width: int, paint: Paint) -> list[str]:
 def phases_table(panel: Panel, width: int, paint: Paint) -> list[str]:
     """The phases of each measured case as shares of its best case; no lines if nothing was measured."""
     measured = [result for result in panel.results if result.best]
-    present = {name for result in measured for name, seconds in _phases(result) if seconds or name == UNATTRIBUTED}
+    present = {name for result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     columns = [Column("case"), Column("best", right=True)]
     columns += [Column(PHASE_TITLES.get(name, name), right=True) for name in names]
@@ -85,22 +94,23 @@ def phases_table(panel: Panel, width: int, paint: Paint) -> list[str]:
 
 
 def noise_floor(group: ResultGroup) -> str:
-    """'+-0.6%', or the range where cases that sat apart have floors of their own."""
-    floors = sorted(one.finding.floor for one in group.results if one.finding and one.finding.floor is not None)
+    """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
+    return (floor_of(group.results) or "not measured") + _stopped(group)
+
+
+def floor_of(results: Iterable[Result]) -> str:
+    """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
+    floors = sorted(one.finding.floor for one in results if one.finding and one.finding.floor is not None)
     if not floors:
-        return f"not measured{_stopped(group)}"
+        return ""
     low, high = (f"+-{units.percent(floor)}" for floor in (floors[0], floors[-1]))
-    return (low if low == high else f"{low} to {high}") + _stopped(group)
+    return low if low == high else f"{low} to {high}"
 
 
 def _stopped(group: ResultGroup) -> str:
     """Why measuring ended, which tells whether more time would help."""
     reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
     return f"; {' / '.join(reasons)}" if reasons else ""
-
-
-def emulated(result: Result) -> bool:
-    return result.record.support.level is Level.EMULATED
 
 
 def _section(panel: Panel, group: ResultGroup, more: str = "") -> Sequence[SectionRow]:
@@ -116,7 +126,7 @@ def _main_cells(result: Result, error: str) -> tuple[str, ...]:
     median = finding.median_seconds if finding else None
     spread = units.percent(finding.spread if finding else None)
     times = units.seconds(result.best), units.seconds(median), spread
-    return result.mode, how, *times, _verdict(result), _throughput(result), error_text
+    return result.mode, how, *times, _verdict(result), show_rate(rate_of(result)), error_text
 
 
 def _cost(result: Result) -> str:
@@ -126,34 +136,45 @@ def _cost(result: Result) -> str:
 
 
 def _verdict(result: Result) -> str:
-    finding = result.finding
+    word, ratio = verdict_word(result), ratio_of(result)
+    return f"{word:<{_VERDICT_WIDTH}}  {units.ratio(ratio.point)} {bounds(ratio)}" if ratio else word
+
+
+def verdict_word(result: Result) -> str:
+    """What stands in a case's verdict cell, '-' for none."""
     if emulated(result):  # whatever else is known of it: the time of an emulation is no speed
         return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else _WORDS[Verdict.EMULATED]
-    if finding is None:
-        return units.NONE
-    word = _WORDS.get(finding.verdict, finding.verdict.value)
-    return f"{word:<{_VERDICT_WIDTH}}  {_ratio(finding.ratio)}" if finding.ratio else word
+    return _WORDS.get(result.finding.verdict, result.finding.verdict.value) if result.finding else units.NONE
 
 
-def _ratio(interval: Interval) -> str:
-    """'0.512x [0.508, 0.515]'."""
-    if math.isinf(interval.half_width):
-        return f"{units.ratio(interval.point)} [no interval]"
-    low, high = (units.ratio(bound).removesuffix("x") for bound in (interval.low, interval.high))
-    return f"{units.ratio(interval.point)} [{low}, {high}]"
+def ratio_of(result: Result) -> Interval | None:
+    """Time over the reference's time; None for emulations, which have no speed."""
+    return result.finding.ratio if result.finding and not emulated(result) else None
+
+
+def bounds(ratio: Interval) -> str:
+    """'[0.508, 0.515]', or that there is no interval."""
+    if math.isinf(ratio.half_width):
+        return "[no interval]"
+    low, high = (units.ratio(bound).removesuffix("x") for bound in (ratio.low, ratio.high))
+    return f"[{low}, {high}]"
 
 
 def _has_work(record: Record) -> bool:
     return bool(_rates(record.work))
 
 
-def _throughput(result: Result) -> str:
-    """Tokens, FLOP or bytes a second in the best case; nothing for emulations, which have no speed."""
+def rate_of(result: Result) -> tuple[float, str] | None:
+    """Tokens, FLOP or bytes a second in the best case, with the unit; None for emulations, which have no speed."""
     rates = _rates(result.record.work)
     if not result.best or emulated(result) or not rates:
-        return units.NONE
+        return None
     amount, unit = rates[0]
-    return units.count(amount / result.best, unit)
+    return amount / result.best, unit
+
+
+def show_rate(rate: tuple[float, str] | None) -> str:
+    return units.count(*rate) if rate else units.NONE
 
 
 def _rates(work: Work) -> list[tuple[float, str]]:
@@ -162,20 +183,7 @@ def _rates(work: Work) -> list[tuple[float, str]]:
     return [(amount, unit) for amount, unit in counts if amount]
 
 
-def _tone(result: Result) -> Tone | None:
-    """Green and red only for a verdict that nothing casts doubt on."""
-    if result.record.status is Status.FAILED:
-        return Tone.STRONG
-    if result.finding is None or emulated(result) or result.record.status is not Status.OK:
-        return Tone.QUIET
-    if result.finding.verdict in (Verdict.FASTER, Verdict.SLOWER):
-        if doubted(result.finding):
-            return Tone.DOUBT
-        return Tone.GOOD if result.finding.verdict is Verdict.FASTER else Tone.BAD
-    return Tone.DOUBT if result.finding.verdict is Verdict.UNSURE else None
-
-
-def _phases(result: Result) -> tuple[tuple[str, float], ...]:
+def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
     """Best-case seconds by phase; what is unattributed is worked out where it is not given."""
     finding = result.finding
     if finding is None or finding.best_seconds is None:
@@ -189,7 +197,7 @@ def _phases(result: Result) -> tuple[tuple[str, float], ...]:
 def _shares(result: Result, names: Sequence[str]) -> list[str]:
     """One cell a phase: its share, '<' if it is below the clock's floor, '-' if the step has no such phase."""
     assert result.finding is not None and result.best
-    seconds = dict(_phases(result))
+    seconds = dict(phases_of(result))
     cells = []
     for name in names:
         if name in result.finding.below_floor:

@@ -11,7 +11,8 @@ from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_o
 from fp8bench.report.data_table import data_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
-from fp8bench.report.tables import emulated, main_error, main_table, noise_floor, phases_table, show_value
+from fp8bench.report.standing import emulated
+from fp8bench.report.tables import main_error, main_table, noise_floor, phases_table, show_value
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
