@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Plan, Record, Run
@@ -60,9 +61,9 @@ class Panel:
     def results(self) -> tuple[Result, ...]:
         return tuple(result for group in self.groups for result in group.results)
 
-    @property
+    @cached_property
     def shared(self) -> Params:
-        """The parameters all groups have in common."""
+        """The parameters all groups have in common. Every place asks for them, and there may be thousands."""
         return shared_params([group.case.params for group in self.groups])
 
     def place(self, group: ResultGroup) -> str:

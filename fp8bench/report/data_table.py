@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import TensorStatistics
@@ -10,38 +11,60 @@ from fp8bench.report.blocks import Panel
 from fp8bench.report.layout import INDENT, Column, Paint, Row, table, wrap
 
 
+@dataclass(frozen=True)
+class DataSummary:
+    """One statistic for each kind and role over all groups of a panel, and of how many groups.
+
+    `crossed` are the formats whose range some value lies outside of; `contained` those that hold them all.
+    """
+
+    worst: tuple[TensorStatistics, ...]
+    crossed: tuple[str, ...]
+    contained: tuple[str, ...]
+    num_groups: int
+
+    @property
+    def title(self) -> str:
+        """What the figures are of."""
+        title = "data, before any scaling"
+        if self.num_groups > 1:
+            title += f"; each figure is the largest of {self.num_groups} groups"
+        return f"{title}; all within the range of {', '.join(self.contained)}" if self.contained else title
+
+
+def summary(panel: Panel) -> DataSummary | None:
+    """What the data of a panel are made of; None where nobody looked at them."""
+    looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
+    worst = _worst(one for group in looked_at for one in group)
+    if not worst:
+        return None
+    names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
+    crossed = tuple(name for name in names if any(any(shares_of(one, name)) for one in worst))
+    contained = tuple(name for name in names if name not in crossed)
+    return DataSummary(tuple(worst), crossed, contained, len(looked_at))
+
+
 def data_table(panel: Panel, width: int, paint: Paint) -> list[str]:
     """A title and a row for each kind and role, over all groups of the panel; no lines where nobody looked at the data.
 
     A format has a column only if some value lies outside its range.
     """
-    looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
-    worst = _worst(one for group in looked_at for one in group)
-    if not worst:
+    found = summary(panel)
+    if found is None:
         return []
-    names = list(dict.fromkeys(name for one in worst for name, _, _ in one.outside))
-    crossed = [name for name in names if any(any(_shares(one, name)) for one in worst)]
-    columns = [Column("data"), *(Column(title, right=True) for title in ("values", "amax", *crossed))]
+    columns = [Column("data"), *(Column(title, right=True) for title in ("values", "amax", *found.crossed))]
     rows = [
         Row(
             (
-                _name(one),
+                name_of(one),
                 units.whole(one.count),
                 units.significant(one.amax),
-                *_cells(one, crossed),
+                *(show_shares(one, name) for name in found.crossed),
             )
         )
-        for one in worst
+        for one in found.worst
     ]
-    title = _title(len(looked_at), [name for name in names if name not in crossed])
-    return [*wrap(title, width, hang=INDENT), *table(columns, rows, width, paint)]
-
-
-def _title(num_groups: int, contained: Sequence[str]) -> str:
-    title = "data, before any scaling"
-    if num_groups > 1:
-        title += f"; each figure is the largest of {num_groups} groups"
-    return f"{title}; all within the range of {', '.join(contained)}" if contained else title
+    return [*wrap(found.title, width, hang=INDENT), *table(columns, rows, width, paint)]
 
 
 def _worst(found: Iterable[TensorStatistics]) -> list[TensorStatistics]:
@@ -54,7 +77,7 @@ def _worst(found: Iterable[TensorStatistics]) -> list[TensorStatistics]:
 
 def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
     names = dict.fromkeys(name for one in members for name, _, _ in one.outside)
-    shares = {name: [_shares(one, name) for one in members] for name in names}
+    shares = {name: [shares_of(one, name) for one in members] for name in names}
     return TensorStatistics(
         members[0].kind,
         members[0].role,
@@ -66,17 +89,17 @@ def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
     )
 
 
-def _name(one: TensorStatistics) -> str:
+def name_of(one: TensorStatistics) -> str:
     """'mlp gradient'; once where kind and role are the same word."""
     return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
 
 
-def _shares(one: TensorStatistics, name: str) -> tuple[float, float]:
+def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
     """The shares above a format's range and vanishing in it; none where the format was not asked about."""
     return next(((above, vanishing) for known, above, vanishing in one.outside if known == name), (0.0, 0.0))
 
 
-def _cells(one: TensorStatistics, names: Sequence[str]) -> list[str]:
+def show_shares(one: TensorStatistics, name: str) -> str:
     """'0.02% / 1.3%', '-' where nothing lies outside."""
-    pairs = [_shares(one, name) for name in names]
-    return [" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE for pair in pairs]
+    pair = shares_of(one, name)
+    return " / ".join(units.share(share) for share in pair) if any(pair) else units.NONE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.blocks import Panel, panels_of
@@ -17,8 +18,9 @@ class Entry:
     findings: Mapping[str, Finding]
     label: str = ""
 
-    @property
+    @cached_property
     def panels(self) -> tuple[Panel, ...]:
+        """What every section reads, made once."""
         return panels_of(self.run, self.findings)
 
 
