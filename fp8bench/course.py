@@ -92,7 +92,7 @@ def _figures(
         rank, one = series[point.series]
         course = Course(one, point.cell, members[-1].identity.machine, home.python, ())
         if wanted(course.name):
-            yield rank, course, _figure(members, point, _runs_of(point, by_cell[key]))
+            yield rank, course, figure_of(members[0], point, _runs_of(point, by_cell[key]))
 
 
 def _runs_of(point: Point, points: Sequence[Point]) -> int:
@@ -103,8 +103,9 @@ def _runs_of(point: Point, points: Sequence[Point]) -> int:
     return sum(bool(one.samples) and (one.hasty, one.under) == (point.hasty, point.under) for one in alike)
 
 
-def _figure(members: Sequence[Told], point: Point, runs: int) -> Figure:
-    commit, date = members[0].commit, members[0].run.environment.get("commit_date")
+def figure_of(told: Told, point: Point, runs: int) -> Figure:
+    """What a point says of its commit, or of the files that a run was made with; `runs` went into it."""
+    commit, date = told.commit, told.run.environment.get("commit_date")
     figure = Figure(
         commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), None,
         hasty=point.hasty, status=point.status, reason=point.reason, under=point.under,

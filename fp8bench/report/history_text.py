@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 
 from fp8bench import units
 from fp8bench.model import Conditions, Course, Fault, Figure, Run, Scalar, Status
@@ -225,12 +224,7 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[SectionRow]
 
 
 def _date(figure: Figure) -> str:
-    if figure.date is None:
-        return "unknown"
-    try:
-        return datetime.fromtimestamp(figure.date / 1000, UTC).strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+    return units.moment(figure.date)
 
 
 def _moment(started: str) -> str:

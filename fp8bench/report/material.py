@@ -26,7 +26,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class PastFigure:
-    """What one commit (or run without one) has come to: the median of its samples with their interval."""
+    """What one commit has come to: the median of its samples with their interval.
+
+    `when` is the commit's date in words; `order` puts those of several series into one row. A `hasty` figure is of a
+    few rounds only. `unkept` is that of a run at hand whose files differed from the commit.
+    """
 
     when: str
     commit: str
@@ -34,15 +38,29 @@ class PastFigure:
     low: float | None
     high: float | None
     samples: int
+    hasty: bool = False
+    unkept: bool = False
+    order: float = 0.0
 
 
 @dataclass(frozen=True)
 class PastSeries:
-    """The history of one case's metric on one machine, oldest first."""
+    """The history of one case's metric on one machine, oldest first.
+
+    `unit` is an axis's ('s', 'B', 'x', '' for a relative error). `place` are the parameters that tell the case from its
+    suite's others. `incomparable` counts figures of other versions of the suite, which are left out.
+    """
 
     name: str
     unit: str
     figures: tuple[PastFigure, ...]
+    suite: str = ""
+    metric: str = ""
+    precision: str = ""
+    place: str = ""
+    machine: str = ""
+    emulated: bool = False
+    incomparable: int = 0
 
 
 @dataclass(frozen=True)

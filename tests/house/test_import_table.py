@@ -47,6 +47,7 @@ TABLE: dict[str, frozenset[str]] = {
     "renaming": FLOOR | {"history", "identity"},
     "joining": FLOOR | {"history", "rebuilding", "renaming", "telling", "view"},
     "verifying": FLOOR | {"commits", "history", "identity", "telling", "view"},
+    "report_past": FLOOR | {"course", "followed", "identity", "report", "view"},
     "resuming": FLOOR,
     "interrupts": FLOOR,
     "streams": FLOOR,

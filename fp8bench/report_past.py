@@ -1,0 +1,106 @@
+"""What a store knows of the cases of some runs from before: the history that a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fp8bench import units
+from fp8bench.course import figure_of, read_courses
+from fp8bench.errors import Fp8benchError
+from fp8bench.followed import RELATIVE
+from fp8bench.identity import same_interpreter
+from fp8bench.model import Course, Figure, Level, Point, Run
+from fp8bench.report.material import PastFigure, PastSeries
+from fp8bench.view import Told, tell, why_not
+
+_UNITS = {"seconds": "s", "bytes": "B"}
+
+
+def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
+    """The series of the cases that the runs have, on the machines and under the interpreters they ran with.
+
+    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. Every run of
+    the store is read.
+    """
+    told = [one for one in map(_told, runs) if one is not None]
+    wanted = {(point.series, point.cell) for one in told for point in one.content.points}
+    if not wanted:
+        return ()
+    suites = {series.partition(".")[0] for series, _ in wanted}
+    found = read_courses(store, lambda name: name.partition(".")[0] in suites).courses
+    courses = [course for course in found if (course.series.name, course.cell) in wanted]
+    series = [_series(course, [one for one in told if _made_at(one, course)]) for course in courses]
+    return tuple(one for one in series if one is not None and one.figures)
+
+
+def _told(run: Run) -> Told | None:
+    """What a run says of its cases; None for one without a machine, or of a suite that cannot be asked."""
+    try:
+        return tell(run)
+    except Fp8benchError:
+        return None
+
+
+def _made_at(one: Told, course: Course) -> bool:
+    """Whether a run was made where the course was."""
+    if one.place.machine != course.machine.get("machine"):
+        return False
+    return one.place.python == course.python or same_interpreter(one.place.python, course.python)
+
+
+def _series(course: Course, told: Sequence[Told]) -> PastSeries | None:
+    """A course of its newest version, with those of the runs that are in no course; None where no run was made."""
+    if not told:
+        return None
+    version = course.series.version
+    kept = [figure for figure in course.measured if figure.version == version]
+    figures = [*_figures(kept), *(figure for one in told for figure in _unkept(one, course))]
+    precision, *values = course.cell
+    pairs = zip(course.series.param_names[1:], values, strict=True)
+    unit = "x" if course.series.metric == RELATIVE else _UNITS.get(course.series.unit, "")
+    return PastSeries(
+        course.name, unit, tuple(figures), course.series.workload, course.series.metric, str(precision),
+        " ".join(f"{name}={value}" for name, value in pairs), str(course.machine.get("machine")),
+        _emulated(course, told), len(course.measured) - len(kept),
+    )  # fmt: skip
+
+
+def _figures(kept: Sequence[Figure]) -> Iterator[PastFigure]:
+    """In order; one without a date stands with the one before it."""
+    order = 0.0
+    for figure in kept:
+        order = float(figure.date) if figure.date is not None else order
+        yield _past(figure, units.moment(figure.date), order)
+
+
+def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> PastFigure:
+    assert figure.value is not None
+    return PastFigure(
+        when, figure.commit, figure.value, figure.low, figure.high, figure.samples, figure.hasty, unkept, order
+    )
+
+
+def _unkept(one: Told, course: Course) -> Iterator[PastFigure]:
+    """What a run came to whose commit's numbers these are not."""
+    if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
+        return
+    for point in one.content.points:
+        if _is_of(point, course) and point.samples:
+            when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
+            yield _past(figure_of(one, point, 1), when, one.order[0] * 1000, unkept=True)
+
+
+def _is_of(point: Point, course: Course) -> bool:
+    series = course.series
+    return (point.series, point.cell, point.version) == (series.name, course.cell, series.version)
+
+
+def _emulated(course: Course, told: Sequence[Told]) -> bool:
+    """Whether the runs at hand emulate the precision there: the history itself does not say."""
+    wanted = course.series.workload, course.cell[0]
+    return any(
+        record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted
+        for one in told
+        for record in one.run.records
+    )
