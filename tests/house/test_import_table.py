@@ -75,7 +75,7 @@ TABLE: dict[str, frozenset[str]] = {
 LEAVES = frozenset({"precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 
-HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "rich", "yaml"})
+HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {"pynvml", "ctypes"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.

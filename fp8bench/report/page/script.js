@@ -1,0 +1,202 @@
+"use strict";
+(() => {
+  // Tables can be sorted, filtered and saved; what is chosen stands in the address after '?', so that a link shows it.
+  const words = new Intl.Collator("en", { numeric: true });
+  const shown = (cell) => cell.textContent.trim();
+
+  class Sheet {
+    constructor(element) {
+      this.element = element;
+      this.table = element.querySelector("table");
+      this.head = [...this.table.tHead.rows[0].cells];
+      this.rows = [...this.table.tBodies[0].rows];
+      this.count = element.querySelector("output");
+      this.find = element.querySelector("input");
+      this.choices = [...element.querySelectorAll("select")];
+      this.sorted = 0; // place of the column from 1, negative where it descends, 0 for the order of the page
+      element.querySelector(".tools").hidden = false;
+      for (const button of element.querySelectorAll("[data-do]")) {
+        button.onclick = () => this[button.dataset.do]();
+        button.hidden = button.dataset.do === "copy" && !navigator.clipboard; // plain http has none
+      }
+      if (!this.find) return;
+      for (const control of [this.find, ...this.choices]) control.oninput = () => { this.filter(); write(); };
+      this.head.forEach((cell, place) => {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.append(...cell.childNodes);
+        button.onclick = () => { this.sort(next(this.sorted, place + 1)); write(); };
+        cell.append(button);
+      });
+      this.say();
+    }
+
+    key(row, place) {
+      const cell = row.cells[place], text = shown(cell), value = cell.dataset.value ?? text;
+      const key = this.head[place].dataset.sort ? Number(value) : value;
+      return value === "" || value === "-" || Number.isNaN(key) ? null : key;
+    }
+
+    // Always from the order of the page, so that equal rows keep it; those without a value come last both ways.
+    sort(sorted) {
+      const place = Math.abs(sorted) - 1;
+      this.sorted = this.head[place] ? sorted : 0;
+      this.head.forEach((cell) => cell.removeAttribute("aria-sort"));
+      let order = this.rows;
+      if (this.sorted) {
+        this.head[place].setAttribute("aria-sort", sorted > 0 ? "ascending" : "descending");
+        const keys = new Map(this.rows.map((row) => [row, this.key(row, place)]));
+        const number = this.head[place].dataset.sort;
+        order = [...this.rows].sort((one, other) => {
+          const a = keys.get(one), b = keys.get(other);
+          if (a === null || b === null) return (a === null) - (b === null);
+          return Math.sign(sorted) * (number ? (a > b) - (a < b) : words.compare(a, b));
+        });
+      }
+      this.table.tBodies[0].append(...order);
+    }
+
+    filter() {
+      const wanted = this.find.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const chosen = this.choices.filter((select) => select.value);
+      this.texts ??= this.rows.map((row) => [...row.cells].map(shown).join("\n").toLowerCase());
+      this.rows.forEach((row, index) => {
+        row.hidden = !wanted.every((word) => this.texts[index].includes(word)) ||
+          !chosen.every((select) => shown(row.cells[select.dataset.column]) === select.value);
+      });
+      this.say();
+    }
+
+    visible() { return [...this.table.tBodies[0].rows].filter((row) => !row.hidden); }
+
+    say(more = "") {
+      const all = this.rows.length, now = this.visible().length;
+      this.count.textContent = `${now === all ? all : `${now} of ${all}`} ${all === 1 ? "row" : "rows"}${more}`;
+    }
+
+    // The rows that are shown, as they are sorted; numbers with all their digits.
+    csv() {
+      const quote = (text) => /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+      const titles = this.head.map((cell) => shown(cell) + (cell.dataset.unit ? ` (${cell.dataset.unit})` : ""));
+      const rows = this.visible().map((row) => [...row.cells].map((cell, place) =>
+        this.head[place].classList.contains("n") ? cell.dataset.value ?? shown(cell) : shown(cell)));
+      return [titles, ...rows].map((row) => row.map(quote).join(",") + "\n").join("");
+    }
+
+    save() {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([this.csv()], { type: "text/csv" }));
+      link.download = `${this.element.dataset.name}.csv`;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    }
+
+    copy() {
+      navigator.clipboard.writeText(this.csv()).then(() => this.say(", copied"), () => this.say(", not copied"));
+    }
+
+    // What differs from the page as it came.
+    state() {
+      const found = [["sort", this.sorted || ""], ["find", this.find.value],
+        ...this.choices.map((select) => [select.dataset.column, select.value])];
+      return found.filter(([, value]) => value).map(([name, value]) => [`${this.element.dataset.name}.${name}`, value]);
+    }
+
+    restore(state) {
+      const of = (name) => state.get(`${this.element.dataset.name}.${name}`) ?? "";
+      this.find.value = of("find");
+      for (const select of this.choices) {
+        select.value = of(select.dataset.column);
+        if (select.selectedIndex < 0) select.value = "";
+      }
+      this.sort(parseInt(of("sort"), 10) || 0);
+      this.filter();
+    }
+  }
+
+  const next = (now, place) => now === place ? -place : now === -place ? 0 : place;
+  const sheets = [...document.querySelectorAll(".sheet:has(table)")].map((element) => new Sheet(element));
+  const mains = sheets.filter((sheet) => sheet.find);
+
+  const parts = () => location.hash.slice(1).split("?");
+  function write() {
+    const state = new URLSearchParams(mains.flatMap((sheet) => sheet.state())).toString();
+    history.replaceState(null, "", `#${parts()[0]}${state && "?"}${state}`);
+  }
+  function read() {
+    const [anchor, state] = parts();
+    if (state === undefined) return write();
+    mains.forEach((sheet) => sheet.restore(new URLSearchParams(state)));
+    if (anchor) document.getElementById(anchor)?.scrollIntoView();
+  }
+  addEventListener("hashchange", read);
+  if (location.hash) read();
+
+  // Words about a mark or a field, on hovering and on focus; Escape closes them.
+  const tip = document.createElement("div");
+  tip.id = "tip";
+  tip.setAttribute("role", "tooltip");
+  tip.hidden = true;
+  document.body.append(tip);
+  let about = null, leaving = 0;
+
+  function hide() {
+    clearTimeout(leaving);
+    about?.removeAttribute("aria-describedby");
+    about = null;
+    tip.hidden = true;
+  }
+  function place() {
+    const box = about.getBoundingClientRect(), gap = 6, wide = tip.offsetWidth, high = tip.offsetHeight;
+    const left = Math.min(box.left + (box.width - wide) / 2, innerWidth - wide - gap);
+    tip.style.left = `${Math.max(gap, left)}px`;
+    tip.style.top = `${box.top < high + 2 * gap ? box.bottom + gap : box.top - high - gap}px`;
+  }
+  function tell(event) {
+    const element = event.target.closest("[data-hint], [title]");
+    if (element === about || event.target === tip) clearTimeout(leaving);
+    else if (element) {
+      hide();
+      // The browser's own tooltip would cover ours.
+      if (element.title) { element.dataset.hint = element.title; element.removeAttribute("title"); }
+      about = element;
+      about.setAttribute("aria-describedby", "tip");
+      tip.textContent = element.dataset.hint;
+      tip.hidden = false;
+      place();
+    }
+  }
+  const leave = () => { clearTimeout(leaving); leaving = setTimeout(hide, 150); };
+  const close = (event) => { if (event.key === "Escape") hide(); };
+  const heard = { pointerover: tell, focusin: tell, pointerout: leave, focusout: hide, keydown: close };
+  for (const name in heard) document.addEventListener(name, heard[name]);
+  // Who comes by keyboard may have made the page scroll.
+  document.addEventListener("scroll", () => about?.contains(document.activeElement) ? place() : hide(), true);
+
+  // Fields with words of their own: one stop of the tab key a table, arrows go from one to the next.
+  for (const table of document.querySelectorAll("table")) {
+    const first = table.querySelector("td[title], tbody th[title]");
+    if (first) first.tabIndex = 0;
+    table.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step || !event.target.matches("td, tbody th")) return;
+      const fields = [...table.querySelectorAll("tr:not([hidden]) > :is(td, tbody th):is([title], [data-hint])")];
+      const to = fields[fields.indexOf(event.target) + step];
+      event.preventDefault();
+      if (!to) return;
+      event.target.tabIndex = -1;
+      to.tabIndex = 0;
+      to.focus();
+    });
+  }
+
+  // Where one is, for the contents.
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const seen = new Set();
+  const watch = new IntersectionObserver((entries) => {
+    entries.forEach((entry) => seen[entry.isIntersecting ? "add" : "delete"](entry.target.id));
+    const current = [...links.keys()].find((id) => seen.has(id));
+    links.forEach((link, id) => link.ariaCurrent = id === current ? "true" : null);
+  }, { rootMargin: "-10% 0px -75%" });
+  document.querySelectorAll("section").forEach((section) => watch.observe(section));
+})();
