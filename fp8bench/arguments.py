@@ -88,6 +88,12 @@ def build_parser() -> Parser:
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
     show.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_outputs(show)
+    report = commands.add_parser(
+        "report", help="the report of stored runs, side by side if several", allow_abbrev=False
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="ids, files' stems, paths, or 'last'")
+    report.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
+    _add_pages(report)
     _add_history(commands.add_parser("history", help="runs and numbers over time, and asv's view", allow_abbrev=False))
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
@@ -149,6 +155,9 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     words = "go on with a run that was cut off: only what it lacks is measured"
     group.add_argument("--resume", metavar="RUN", help=words)
     _add_outputs(group)
+    _add_pages(group)
+    words = "write no report; `fp8bench report RUN` does it later"
+    group.add_argument("--no-report", dest="report", action="store_false", help=words)
 
 
 def _add_outputs(group: argparse._ActionsContainer) -> None:
@@ -156,6 +165,15 @@ def _add_outputs(group: argparse._ActionsContainer) -> None:
     add("--json", action="store_true", help="print the run as JSON, all samples and verdicts, instead of the table")
     words = "also write tidy rows there, one a case, phase and metric; '-' prints them instead of the table"
     add("--csv", metavar="PATH", help=words)
+
+
+def _add_pages(group: argparse._ActionsContainer) -> None:
+    """Where the report goes beside the store."""
+    add = group.add_argument
+    add("--html", type=_path, metavar="PATH", help="also write the report there, one file that loads nothing")
+    add("--md", type=_path, metavar="PATH", help="also write it there as Markdown")
+    add("--csv-wide", action="store_true", help="CSV with one row a case and a column a figure, instead of tidy rows")
+    add("--open", action="store_true", help="show the report in the browser")
 
 
 def _add_history(history: argparse.ArgumentParser) -> None:

@@ -16,7 +16,15 @@ from typing import cast
 
 from fp8bench.arguments import build_parser, commands_of, meant_by, parse
 from fp8bench.environment import command_line
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, NotKept, UnknownName, UsageError
+from fp8bench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    Fp8benchError,
+    NotKept,
+    UnknownName,
+    UsageError,
+)
 from fp8bench.interrupts import ends_are_interrupts, only_once
 from fp8bench.model import Request, Run
 from fp8bench.outputs import check_outputs, how_to_resume, print_run
@@ -24,7 +32,7 @@ from fp8bench.plan import check_names, files_of
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 from fp8bench.streams import complain, make_usable, say, silence
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv"}
+_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +167,7 @@ def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
     if others:
         raise UsageError(
             f"--resume takes what to measure, and how, from the run, and {others[0]} was given too. Leave it out; "
-            "--store, --json and --csv go with it."
+            "--store and what says where it is printed go with it."
         )
 
 
@@ -170,14 +178,16 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a run that was measured, and say what it did to the history; returns the exit code."""
+    """Print a run that was measured, say what it did to the history, write its report; returns the exit code."""
+    from fp8bench.report_commands import tell_report
+
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
     finally:  # nor is a stdout that takes nothing a reason for a hole in the history
-        told = _tell_history(run, arguments.store)
+        told = _tell_history(run, arguments.store) and (not arguments.report or tell_report(run, arguments))
     return code if told else EXIT_INTERRUPTED
 
 
@@ -195,6 +205,12 @@ def _tell_history(run: Run, store: Path) -> bool:
         )
         return False
     return True
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from fp8bench.report_commands import report
+
+    return report(arguments)
 
 
 def _list(arguments: argparse.Namespace) -> int:

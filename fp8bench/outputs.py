@@ -27,6 +27,22 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         why = _why_not(arguments.csv)
         if why:
             raise UsageError(f"--csv {arguments.csv!r:.200} cannot be written: {why}. Give a file, or '-'.")
+    check_pages(arguments)
+
+
+def check_pages(arguments: argparse.Namespace) -> None:
+    """The same for what goes with the report."""
+    given = {"--html": getattr(arguments, "html", None), "--md": getattr(arguments, "md", None)}
+    asked = [option for option, path in given.items() if path is not None]
+    asked += ["--open"] if getattr(arguments, "open", False) else []
+    if asked and not getattr(arguments, "report", True):
+        raise UsageError(f"--no-report writes none, and {asked[0]} wants one. Leave one out.")
+    if asked and getattr(arguments, "dry_run", False):
+        raise UsageError(f"--dry-run measures nothing, so that there is nothing for {asked[0]}. Leave one out.")
+    for option, path in given.items():
+        why = _why_not(str(path)) if path is not None else ""
+        if why:
+            raise UsageError(f"{option} {str(path)!r:.200} cannot be written: {why}. Give a file.")
 
 
 def _why_not(file: str) -> str:
@@ -47,7 +63,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.pipeline import findings
 
     found = findings(run)
-    failure = _write_csv(run, found, arguments.csv) if arguments.csv not in (None, "-") else ""
+    failure = _write_csv(run, found, arguments) if arguments.csv not in (None, "-") else ""
     try:
         say(_text(run, found, arguments))
     except NotPrinted as error:
@@ -73,7 +89,7 @@ def _text(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace)
     if arguments.csv == "-":
         from fp8bench.report.csv_text import render as as_csv
 
-        return as_csv(run, found)
+        return as_csv(run, found, getattr(arguments, "csv_wide", False))
     if arguments.json:
         return as_json(run, found).rstrip("\n") + "\n"
     from fp8bench.report.text import render
@@ -81,11 +97,12 @@ def _text(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace)
     return render(run, found, color=_color()) + "\n"
 
 
-def _write_csv(run: Run, found: Mapping[str, Finding], file: str) -> str:
+def _write_csv(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace) -> str:
     from fp8bench.report.csv_text import render as as_csv
 
+    file, wide = arguments.csv, getattr(arguments, "csv_wide", False)
     try:
-        Path(file).write_text(as_csv(run, found), encoding="utf-8", errors="backslashreplace")
+        Path(file).write_text(as_csv(run, found, wide), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         again = f"fp8bench show {run.id}{_in_its_store(run)} --csv FILE"
         return f"--csv {file} could not be written ({error.strerror}). `{again}` repeats it."

@@ -7,7 +7,6 @@ import secrets
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
@@ -25,32 +24,31 @@ ROWS = "results.csv"
 _LONGEST_NAME = 120
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Where a report is to go beside the store, and what its table is to be like."""
+def write_report(
+    runs: Sequence[Run],
+    store: Path,
+    *,
+    html: Path | None = None,
+    markdown: Path | None = None,
+    wide: bool = False,
+    browser: bool = False,
+) -> Path:
+    """Write page and table of some runs side by side into the store, and the page where else it is wanted.
 
-    html: Path | None = None
-    markdown: Path | None = None
-    wide: bool = False
-    browser: bool = False
-
-
-def write_report(runs: Sequence[Run], store: Path, wanted: Wanted) -> Path:
-    """Write page and table of some runs side by side; returns the page in the store.
-
-    Raises StoreError with a sentence where a file cannot be written. The same runs give the same bytes.
+    Returns the page in the store. With `wide` the table has one row a case; with `browser` the page is shown. Raises
+    StoreError with a sentence where a file cannot be written. The same runs give the same bytes.
     """
     found = [findings(run) for run in runs]
     page = page_of(material_of(runs, found, past_of(runs, store)))
     text = as_html(page)
     folder = folder_of(runs, store)
     _write(folder / PAGE, text)
-    _write(folder / ROWS, render_all(list(zip(runs, found, strict=True)), wanted.wide))
-    if wanted.html is not None:
-        _write(wanted.html, text)
-    if wanted.markdown is not None:
-        _write(wanted.markdown, as_markdown(page))
-    if wanted.browser:
+    _write(folder / ROWS, render_all(list(zip(runs, found, strict=True)), wide))
+    if html is not None:
+        _write(html, text)
+    if markdown is not None:
+        _write(markdown, as_markdown(page))
+    if browser:
         _open(folder / PAGE)
     return folder / PAGE
 
