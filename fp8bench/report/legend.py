@@ -18,6 +18,19 @@ LABELS: dict[Label, str] = {
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
 }
 
+# The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
+REASONS: dict[Label, str] = {
+    Label.NOISY: "the machine was restless",
+    Label.CONTENDED: "other work took the processor",
+    Label.LAUNCH_BOUND: "the host sets the pace",
+    Label.BELOW_FLOOR: "its phases are too short to be timed",
+    Label.BIMODAL: "its times fall into two clusters",
+    Label.DRIFT: "the ratio moved while measuring",
+    Label.FEW_SAMPLES: "it rests on few rounds",
+    Label.UNPAIRED: "it was measured at another time than the reference",
+    Label.VARYING: "its steps were not alike",
+}
+
 # Short names for the columns of the phases table; a phase not named here shows under its own name.
 PHASE_TITLES: dict[str, str] = {
     Phase.DATA_LOAD: "data",
@@ -28,6 +41,18 @@ PHASE_TITLES: dict[str, str] = {
     Phase.OPTIMIZER_STEP: "optim",
     Phase.ELEMENTWISE: "elem",
     UNATTRIBUTED: "unattr",
+}
+
+# What a sentence calls the parts of a step, and whether that is a plural.
+PHASE_WORDS: dict[str, tuple[str, bool]] = {
+    Phase.DATA_LOAD: ("data loading", False),
+    Phase.CAST: ("casts", True),
+    Phase.GEMM: ("products", True),
+    Phase.ATTENTION: ("attention", False),
+    Phase.ACCUMULATE: ("accumulation", False),
+    Phase.OPTIMIZER_STEP: ("the optimizer step", False),
+    Phase.ELEMENTWISE: ("elementwise work", False),
+    UNATTRIBUTED: ("the rest", False),
 }
 
 BEST = (

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED
-from fp8bench.report.blocks import Panel, Result, ResultGroup
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case
+from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
 from fp8bench.report.material import Entry, Material
 
 
@@ -44,6 +44,18 @@ def named_cases(panel: Panel) -> Iterator[NamedCase]:
         place = panel.place(group)
         for result in group.results:
             yield NamedCase(f"{place} {result.mode}".strip(), place, group, result)
+
+
+def setting_of(panel: Panel, group: ResultGroup) -> str:
+    """'m=256 n=256 k=256', what tells a group from its neighbours; of a group that is alone its sizes."""
+    return panel.place(group) or sizes(group.case)
+
+
+def sizes(case: Case) -> str:
+    """The parameters that are numbers: 'batch=2 sequence=96'. The others are choices, most of them defaults."""
+    return show_params(
+        pair for pair in case.params if isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
+    )
 
 
 def listed(words: Sequence[str], most: int = 5) -> str:

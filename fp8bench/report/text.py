@@ -11,6 +11,7 @@ from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_o
 from fp8bench.report.data_table import data_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
+from fp8bench.report.run_facts import missing_of, notes_of
 from fp8bench.report.standing import emulated
 from fp8bench.report.tables import main_error, main_table, noise_floor, phases_table, show_value
 
@@ -166,24 +167,11 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _ending(run: Run, width: int, paint: Paint) -> list[str]:
     """Plan notes, troubles, how much of the plan has a record, and where the run is kept."""
-    notes = [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]
-    lines = [line for note in notes for line in wrap(f"note: {note}", width, hang=INDENT)]
+    lines = [line for note in notes_of(run) for line in wrap(f"note: {note}", width, hang=INDENT)]
     for trouble in run.troubles:
         lines += [paint(line, Tone.DOUBT) for line in wrap(f"trouble: {trouble}", width, hang=INDENT)]
-    missing = _missing(run)
+    missing = missing_of(run)
     if missing:
         lines += wrap(missing, width, hang=INDENT)
     kept = f"stored in {run.path}" if run.path else "this run was not stored"
     return lines + wrap(kept, width, hang=INDENT)
-
-
-def _missing(run: Run) -> str:
-    """How much of the plan has no record, why, and what to do about it; '' if nothing is missing."""
-    planned = {planned.case.id for group in run.plan for planned in group.cases}
-    missing = len(planned - {record.case.id for record in run.records})
-    if not missing:
-        return ""
-    none = f"{missing} of {len(planned)} cases have no record"
-    if run.finished:
-        return f"{none}: lines are broken or gone; --resume {run.id} measures them"
-    return f"stopped early: {none}; --resume {run.id} measures them"

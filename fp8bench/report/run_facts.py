@@ -1,0 +1,81 @@
+"""What is to be said of a run as a whole: its suites, devices, commit, date, and what of it is missing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from fp8bench import units
+from fp8bench.model import Case, Run, Status
+
+COMMIT_LETTERS = 8
+
+
+def suites_of(run: Run) -> tuple[str, ...]:
+    """The suites it has cases of, in order."""
+    return tuple(dict.fromkeys(case.workload for case in _cases(run)))
+
+
+def devices_of(run: Run) -> tuple[str, ...]:
+    """What its devices are called: 'AMD EPYC'; the key of one whose facts are lost."""
+    names = {facts.key: facts.name for facts in run.devices}
+    return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
+
+
+def _cases(run: Run) -> list[Case]:
+    """What was measured or planned."""
+    return [
+        *(record.case for record in run.records),
+        *(planned.case for group in run.plan for planned in group.cases),
+    ]
+
+
+def fact(run: Run, name: str) -> str:
+    """One fact of its environment as text, '' where it is not known."""
+    value = run.environment.get(name)
+    return "" if value is None else str(value)
+
+
+def commit_of(run: Run) -> str:
+    """'0a1b2c3d', and whether the files differed from it; '' outside a repository."""
+    commit = fact(run, "commit")[:COMMIT_LETTERS]
+    return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
+
+
+def when(run: Run) -> str:
+    """'2026-01-05 12:00 UTC'; what stands there where it is no date."""
+    try:
+        started = datetime.fromisoformat(run.started)
+    except ValueError:
+        return run.started
+    return f"{(started if started.tzinfo is None else started.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
+
+
+def counts(run: Run) -> str:
+    """'10 measured, 1 skipped, 1 failed'."""
+    statuses = [record.status for record in run.records]
+    words = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
+    return (
+        ", ".join(f"{statuses.count(status)} {word}" for status, word in words.items() if status in statuses) or "none"
+    )
+
+
+def many(number: int, noun: str) -> str:
+    """'1 case', '12 cases'."""
+    return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def notes_of(run: Run) -> list[str]:
+    """What was noted when it was planned, gone on with, and measured."""
+    return [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]
+
+
+def missing_of(run: Run) -> str:
+    """How much of the plan has no record, why, and what to do about it; '' if nothing is missing."""
+    planned = {planned.case.id for group in run.plan for planned in group.cases}
+    missing = len(planned - {record.case.id for record in run.records})
+    if not missing:
+        return ""
+    none = f"{missing} of {len(planned)} cases have no record"
+    if run.finished:
+        return f"{none}: lines are broken or gone; --resume {run.id} measures them"
+    return f"stopped early: {none}; --resume {run.id} measures them"

@@ -1,0 +1,167 @@
+"""What a run was made under, and what of it one has to know before reading its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from fp8bench import units
+from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
+from fp8bench.report import legend
+from fp8bench.report.blocks import Result
+from fp8bench.report.elements import Column, Element, Facts, Field, Items, Part, Table, Text, Tone
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.naming import listed
+from fp8bench.report.run_facts import commit_of, counts, fact, many, missing_of, notes_of, when
+from fp8bench.report.section import Section, sections
+from fp8bench.report.standing import Standing, standing
+from fp8bench.report.tables import floor_of
+
+_MOST = 20
+
+
+@sections.register("environment")
+class EnvironmentSection(Section):
+    """Machine, software and noise; then what was emulated, refused or labelled, and what was noted meanwhile."""
+
+    name = "environment"
+    summary = "machine, software, noise, and what to know before reading the numbers"
+    rank = 20
+
+    def build(self, material: Material) -> Part | None:
+        if not material.entries:
+            return None
+        about = _alone(material.entries[0]) if material.alone else _side_by_side(material.entries)
+        remarks = [remark for entry in material.entries for remark in _remarks(entry)]
+        elements: tuple[Element, ...] = (about, Items(tuple(remarks))) if remarks else (about,)
+        return Part(self.name, "Environment", elements)
+
+
+def _alone(entry: Entry) -> Facts:
+    return Facts(tuple(_facts(entry)))
+
+
+def _side_by_side(entries: Sequence[Entry]) -> Table:
+    """A column a run; a fact that a run does not know is '-'."""
+    found = [dict(_facts(entry)) for entry in entries]
+    names = dict.fromkeys(name for facts in found for name in facts)
+    columns = (Column("fact"), *(Column(entry.label) for entry in entries))
+    rows = tuple((Field(name), *(Field(facts.get(name, units.NONE)) for facts in found)) for name in names)
+    return Table("machines", "What each run was made under", columns, rows)
+
+
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Names and what they are; what is not known has no line."""
+    run = entry.run
+    pairs = [(f"device {facts.key}", _device(facts)) for facts in _used(run)]
+    pairs += [
+        ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
+        ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
+        ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
+        ("machine", fact(run, "machine")),
+        ("system", fact(run, "system")),
+        ("processors", _processors(run)),
+        ("threads", fact(run, "threads")),
+        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
+        ("commit", commit_of(run)),
+        ("started", when(run)),
+        ("timed", f"{units.clock(_timed(run.records))} inside timed slots"),
+        ("cases", counts(run)),
+        ("noise floor (A/A)", _floors(entry)),
+    ]
+    return ((name, text) for name, text in pairs if text)
+
+
+def _used(run: Run) -> list[DeviceFacts]:
+    """Facts of the devices it has cases on."""
+    keys = {record.case.device for record in run.records}
+    return [facts for facts in run.devices if facts.key in keys]
+
+
+def _device(facts: DeviceFacts) -> str:
+    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
+    return f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
+
+
+def _with(text: str, word: str, more: str) -> str:
+    """'2.13.0 (git 1a2b3c4d)', as far as it is known."""
+    return f"{text} ({word}{more})" if text and more else text
+
+
+def _processors(run: Run) -> str:
+    """'2 of 64, governor performance'."""
+    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    number = f"{own} of {total}" if own and total and own != total else total
+    return ", ".join(part for part in (number, f"governor {governor}" if governor else "") if part)
+
+
+def _timed(records: Iterable[Record]) -> float:
+    """Seconds inside slots, those of the reference's second entry too."""
+    timings = [one for record in records for one in (record.timing, record.control, record.paired_with)]
+    return sum(slot.wall_seconds for timing in timings if isinstance(timing, Timing) for slot in timing.slots)
+
+
+def _floors(entry: Entry) -> str:
+    """'gemm +-0.4%; mlp +-1.1% to +-1.7%'."""
+    by_suite: dict[str, list[str]] = {}
+    for panel in entry.panels:
+        floor = floor_of(panel.results)
+        if floor:
+            by_suite.setdefault(panel.case.workload, []).append(floor)
+    return "; ".join(f"{suite} {', '.join(dict.fromkeys(floors))}" for suite, floors in by_suite.items())
+
+
+def _remarks(entry: Entry) -> Iterator[Text]:
+    """What to know of one run, under its label where there are several."""
+    about = f"{entry.label}: " if entry.label else ""
+    for text in (*_unfinished(entry.run), *_levels(entry), *_labels(entry), *_notes(entry.run)):
+        yield Text(about + text.text, text.tone)
+
+
+def _unfinished(run: Run) -> Iterator[Text]:
+    missing = missing_of(run)
+    if missing:
+        yield Text(missing, Tone.BAD)
+    if not run.started and not run.devices:
+        yield Text("the header of its file is lost: what was asked, planned and run on is not known", Tone.BAD)
+
+
+def _levels(entry: Entry) -> Iterator[Text]:
+    """What was emulated, skipped and failed; a line for each reason, for emulations one that says what they are."""
+    results = [result for panel in entry.panels for result in panel.results]
+    found = [result for result in results if standing(result) is Standing.EMULATED]
+    if found:
+        reasons = list(dict.fromkeys(result.record.support.reason for result in found))
+        meaning = legend.EMULATED.removeprefix("emulated: ")
+        yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
+    for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
+        by_reason: dict[str, list[Result]] = {}
+        for result in results:
+            if standing(result) is kept:
+                by_reason.setdefault(" ".join(result.record.reason.split()), []).append(result)
+        yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
+        if len(by_reason) > _MOST:
+            yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)
+
+
+def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
+    """'skipped: nvfp4 (3 cases): no hardware for FP4'."""
+    modes = listed(list(dict.fromkeys(result.mode for result in found)))
+    return f"{kept}: {modes} ({many(len(found), 'case')}): {words or 'no reason was given'}"
+
+
+def _labels(entry: Entry) -> Iterator[Text]:
+    """Each label that occurs, in how many cases, and what it means."""
+    measured = [result for panel in entry.panels for result in panel.results if result.record.status is Status.OK]
+    for label in Label:
+        number = sum(label in result.labels for result in measured)
+        if number:
+            yield Text(f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}", Tone.DOUBT)
+
+
+def _notes(run: Run) -> Iterator[Text]:
+    yield from (Text(f"note: {note}") for note in notes_of(run)[:_MOST])
+    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST])
+    more = max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST)
+    if more:
+        yield Text(f"and {many(more, 'more note')} and troubles in the run's file")

@@ -1,0 +1,176 @@
+"""Every case in one table: the truth that the charts are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.model import Label, Status
+from fp8bench.report import legend
+from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
+from fp8bench.report.elements import Column, Field, Part, Table, Text, Tone
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.naming import setting_of
+from fp8bench.report.section import Section, sections
+from fp8bench.report.standing import Standing, doubts, emulated, standing, tone_of
+from fp8bench.report.tables import bounds, main_error, rate_of, ratio_of, show_rate, value_of, verdict_word
+
+_PEAK = "peak_memory"
+_COST = "the cost of emulation, not of the precision"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A case with all that it stands under."""
+
+    entry: Entry
+    panel: Panel
+    group: ResultGroup
+    result: Result
+
+
+@sections.register("results")
+class Results(Section):
+    """One row a case, those that were skipped or failed too."""
+
+    name = "results"
+    summary = "every case with its time, verdict, error and memory"
+    rank = 30
+
+    def build(self, material: Material) -> Part:
+        rows = [
+            _Row(entry, panel, group, result)
+            for entry, panel in material.panels()
+            for group in panel.groups
+            for result in group.results
+        ]
+        if not rows:
+            return Part(self.name, "Results", (Text("There are no cases.", Tone.DOUBT),))
+        return Part(self.name, "Results", (_table(rows, material.alone),), _lead(rows))
+
+
+def _lead(rows: Sequence[_Row]) -> str:
+    notes = ["best: the step undisturbed; time vs reference: below 1x is faster."]
+    if any(emulated(row.result) for row in rows):
+        notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
+    return " ".join(notes)
+
+
+def _table(rows: Sequence[_Row], alone: bool) -> Table:
+    """Run and device have a column where they differ."""
+    several_devices = len({row.result.record.case.device for row in rows}) > 1
+    wanted = {"run": not alone, "device": several_devices}
+    wanted["memory"] = any(row.result.record.measurement(_PEAK) for row in rows)
+    wanted["error"] = any(main_error(row.panel) for row in rows)
+    wanted["throughput"] = any(rate_of(row.result) for row in rows)
+    columns = _columns(rows)
+    shown = [name for name in columns if wanted.get(name, True)]
+    fields = tuple(tuple(_fields(row)[name] for name in shown) for row in rows)
+    return Table("results-table", "All cases", tuple(columns[name] for name in shown), fields, main=True)
+
+
+def _columns(rows: Sequence[_Row]) -> dict[str, Column]:
+    return {
+        "suite": Column("suite"),
+        "setting": Column("setting", hint="what tells a group of cases from the others; hover for all parameters"),
+        "run": Column("run"),
+        "device": Column("device"),
+        "precision": Column("precision"),
+        "verdict": Column("verdict", hint=legend.VERDICT.removeprefix("verdict: ")),
+        "ratio": Column(
+            "time vs reference", number=True, unit="x", hint="step time / that of the reference: below 1x is faster"
+        ),
+        "interval": Column(
+            "interval", number=True, unit="x", hint="of time vs reference; sorts by width: the surest first"
+        ),
+        "best": Column("best", number=True, unit="s", hint=_after_colon(legend.BEST.partition(";")[0])),
+        "median": Column("median", number=True, unit="s", hint="of a step, over all calls"),
+        "spread": Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
+        "throughput": Column("throughput", number=True, unit=_one_unit(rows), hint="at the best case"),
+        "error": Column("error", number=True, hint=_errors(rows)),
+        "memory": Column("peak memory", number=True, unit="B", hint="tensors, at the highest point of a step"),
+        "how": Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
+        "labels": Column("labels", hint="reasons for doubt"),
+    }
+
+
+def _after_colon(text: str) -> str:
+    return text.partition(": ")[2]
+
+
+def _one_unit(rows: Sequence[_Row]) -> str:
+    """The unit of all throughputs, '' where suites count different things."""
+    units_found = {rate[1] for row in rows if (rate := rate_of(row.result)) is not None}
+    return units_found.pop() if len(units_found) == 1 else ""
+
+
+def _errors(rows: Sequence[_Row]) -> str:
+    """Which error it is: 'product_error (gemm), gradient_error (mlp, transformer)'; relative, 0 is exact."""
+    suites: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if metric := main_error(row.panel):
+            suites.setdefault(metric, {})[row.panel.case.workload] = None
+    return ", ".join(f"{metric} ({', '.join(found)})" for metric, found in suites.items())
+
+
+def _fields(row: _Row) -> dict[str, Field]:
+    result, record = row.result, row.result.record
+    case, finding, tone = record.case, row.result.finding, tone_of(row.result)
+    ratio = ratio_of(result) if record.status is Status.OK else None
+    point = ratio.point if ratio is not None else None
+    cost = _COST if emulated(result) else ""
+    times = Tone.DOUBT if cost else Tone.PLAIN
+    median, spread = (finding.median_seconds, finding.spread) if finding else (None, None)
+    error = value_of(record.measurement(main_error(row.panel)))
+    peak = value_of(record.measurement(_PEAK))
+    return {
+        "run": Field(row.entry.label),
+        "suite": Field(case.workload),
+        "setting": Field(setting_of(row.panel, row.group) or units.NONE, hint=show_params(case.params)),
+        "device": Field(case.device),
+        "precision": Field(case.mode),
+        "how": Field(record.support.level.value, tone=times, hint=record.support.reason),
+        "verdict": Field(_word(result), tone=tone, hint=_why(result)),
+        "ratio": _number(units.ratio(point), point, tone if ratio is not None else Tone.PLAIN),
+        "interval": Field(units.NONE) if ratio is None else _number(bounds(ratio), ratio.half_width),
+        "best": _number(units.seconds(result.best), result.best, times, cost),
+        "median": _number(units.seconds(median), median, times, cost),
+        "spread": _number(units.percent(spread), spread),
+        "throughput": _number(show_rate(rate_of(result)), (rate_of(result) or (None,))[0]),
+        "error": _number(units.relative_error(error), error, hint=main_error(row.panel) if error is not None else ""),
+        "memory": _number(units.size(peak), peak, times, cost if peak is not None else ""),
+        "labels": Field(", ".join(result.labels), hint=_meanings(result.labels)),
+    }
+
+
+def _number(text: str, value: float | None, tone: Tone = Tone.PLAIN, hint: str = "") -> Field:
+    """A field that sorts by its number; what is no number sorts by nothing."""
+    known = value is not None and not math.isnan(value)
+    return Field(text, value if known else None, tone, hint if text != units.NONE else "")
+
+
+def _word(result: Result) -> str:
+    """What became of it, in a word or two."""
+    match standing(result):
+        case Standing.FAILED:
+            return "FAILED"
+        case Standing.SKIPPED:
+            return "skipped"
+        case Standing.EMULATED if not result.record.is_reference:
+            return "emulated"
+        case Standing.DOUBTED:
+            return f"perhaps {verdict_word(result)}"
+    return verdict_word(result)
+
+
+def _why(result: Result) -> str:
+    """The reason it was not measured, or is not to be trusted."""
+    if result.record.status is not Status.OK:
+        return result.record.reason
+    return "; ".join(part for part in (*doubts(result), result.record.detail) if part)
+
+
+def _meanings(labels: Iterable[Label]) -> str:
+    return "; ".join(f"{label}: {legend.LABELS[label]}" for label in labels)
