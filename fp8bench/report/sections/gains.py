@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS, SAME
+from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS, SAME, doubted
 from fp8bench.model import UNATTRIBUTED, Finding
 from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.elements import Column, Element, Field, Part, Table, Text, Tone
@@ -100,7 +100,7 @@ def _timed(finding: Finding) -> bool:
 
 
 def _pair(pair: _Pair) -> Iterator[Element]:
-    yield Text(_lead(pair), Tone.DOUBT if pair.finding.labels else Tone.PLAIN)
+    yield Text(_lead(pair), Tone.DOUBT if doubted(pair.finding) else Tone.PLAIN)
     mode = pair.result.mode
     columns = (
         Column("phase"),
@@ -121,15 +121,15 @@ def _reference_mode(pair: _Pair) -> str:
 def _row(pair: _Pair, phase: str) -> tuple[Field, ...]:
     before, after = pair.seconds(phase)
     share = after / pair.steps[1]
-    tone = Tone.PLAIN if pair.clear(phase) else Tone.DOUBT
-    hint = "" if pair.clear(phase) else f"below {BELOW_FLOOR_MARKERS} times the cost of marking it: not to be relied on"
+    clear = pair.clear(phase)
+    hint = "" if clear else f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
     return (
-        Field(phase_words(phase), tone=tone, hint=hint),
-        _time(before, tone),
-        _time(after, tone),
-        _ratio(before, after, tone),
-        Field(units.share(share), share, tone),
-        _ratio(1 - share, 1.0, tone),
+        Field(phase_words(phase), tone=Tone.PLAIN if clear else Tone.DOUBT, hint=hint),
+        _time(before),
+        _time(after),
+        _ratio(before, after) if clear else Field(units.NONE),
+        Field(units.share(share), share),
+        _ratio(1 - share, 1.0) if clear else Field(units.NONE),
     )
 
 
@@ -147,17 +147,15 @@ def _step_row(pair: _Pair) -> tuple[Field, ...]:
     )
 
 
-def _time(seconds: float, tone: Tone) -> Field:
-    return (
-        Field(units.seconds(seconds), seconds, tone) if seconds > 0 else Field(units.NONE, 0.0, tone, "no such phase")
-    )
+def _time(seconds: float, tone: Tone = Tone.PLAIN) -> Field:
+    return Field(units.seconds(seconds), seconds, tone) if seconds > 0 else Field(units.NONE, 0.0, tone)
 
 
-def _ratio(below: float, above: float, tone: Tone) -> Field:
+def _ratio(below: float, above: float) -> Field:
     """What stands above over what stands below; nothing where either is none."""
     if below <= 0 or above <= 0 or not math.isfinite(above / below):
-        return Field(units.NONE, tone=tone)
-    return Field(units.ratio(above / below), above / below, tone)
+        return Field(units.NONE)
+    return Field(units.ratio(above / below), above / below)
 
 
 def _lead(pair: _Pair) -> str:
@@ -172,8 +170,10 @@ def _lead(pair: _Pair) -> str:
     kept = [phase for phase in pair.phases if pair.clear(phase) and _no_shorter(*pair.seconds(phase))]
     if kept and gains:
         share = sum(pair.seconds(phase)[1] for phase in kept) / after
-        words += f" {units.percent(share, 0)} of it is no shorter than before ({listed([*map(phase_words, kept)])})."
-    if pair.finding.labels:
+        words += (
+            f" {units.percent(share, 0)} of the step is no shorter than before ({listed([*map(phase_words, kept)])})."
+        )
+    if doubted(pair.finding):
         words += f" Labelled {', '.join(pair.finding.labels)}."
     return words
 

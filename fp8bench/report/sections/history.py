@@ -15,11 +15,13 @@ TIME = "time"
 _COMMIT_LETTERS = 8
 # More lines than this in one chart cannot be told apart.
 _MOST_LINES = 6
+# The step's time for some amount of work: it changes as the time does.
+_PER_WORK = "seconds_per_"
 
 NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
-ELSEWHERE = (
-    "A figure is the median of all rounds of a commit's runs; what differs from run to run is not in its interval. "
-    "Changes are plain ratios without a verdict."
+LEAD = (
+    "The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals do "
+    "not hold what differs from run to run, so that changes are plain ratios without a verdict."
 )
 
 
@@ -40,7 +42,7 @@ class History(Section):
         elements: list[Element] = list(_charts(known))
         elements.append(_table(known))
         elements += _notes(known)
-        return Part(self.name, "History", tuple(elements), ELSEWHERE)
+        return Part(self.name, "History", tuple(elements), LEAD)
 
 
 def _values(series: PastSeries) -> list[PastFigure]:
@@ -67,7 +69,11 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
 def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     """Each series over its own oldest figure, so that series of any length compare."""
     places = tuple(_in_order(members))
-    lines = tuple((f"{series.place} {series.precision}".strip(), _marks(series, places)) for series in members)
+    alone = len({series.place for series in members}) == 1
+    lines = tuple(
+        (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
+        for series in members
+    )
     said = [f"{name} is at {units.ratio(_last(marks))}" for name, marks in lines]
     description = f"Over {many(len(places), 'commit')}, each against its oldest: {', '.join(said[:4])}."
     axis = Axis("time over that of the oldest commit", "x")
@@ -117,29 +123,46 @@ def _show(series: PastSeries, value: float) -> str:
 
 
 def _table(known: Sequence[PastSeries]) -> Table:
+    """Where figures changed most stands first; emulations last."""
     columns = (
-        Column("suite"), Column("case"), Column("metric"), Column("commits", number=True), Column("last commit"),
-        Column("previous", number=True), Column("last", number=True),
+        Column("case"), Column("metric"), Column("previous", number=True), Column("last", number=True),
         Column("change", number=True, hint="last over previous; below 1x is less, which is better", unit="x"),
+        Column("last commit"), Column("commits", number=True),
     )  # fmt: skip
-    return Table("history-of-all", "The last two figures of every series", columns, tuple(map(_row, known)))
+    told = [series for series in known if not series.metric.startswith(_PER_WORK)]
+    places: dict[str, set[str]] = {}
+    for series in told:
+        places.setdefault(series.suite, set()).add(series.place)
+    ordered = sorted(told, key=lambda series: (series.emulated, -abs(math.log(_change(series) or 1.0))))
+    rows = tuple(_row(series, series.place if len(places[series.suite]) > 1 else "") for series in ordered)
+    return Table("history-of-all", "The last two figures of every series, the largest changes first", columns, rows)
 
 
-def _row(series: PastSeries) -> tuple[Field, ...]:
-    figures = _values(series)
-    last, before = figures[-1], figures[-2] if len(figures) > 1 else None
-    change = last.value / before.value if before is not None and before.value > 0 else None
-    rough = Tone.DOUBT if series.emulated or any(_rough(one) for one in (last, before) if one) else Tone.PLAIN
-    case = f"{series.place} {series.precision}".strip() + (" (emulated)" if series.emulated else "")
+def _ends(series: PastSeries) -> tuple[PastFigure | None, PastFigure]:
+    """The last figure, and the one before it."""
+    *before, last = _values(series)
+    return before[-1] if before else None, last
+
+
+def _change(series: PastSeries) -> float | None:
+    """The last figure over the one before; None where there is none, or no ratio."""
+    before, last = _ends(series)
+    return last.value / before.value if before is not None and before.value > 0 and last.value > 0 else None
+
+
+def _row(series: PastSeries, place: str) -> tuple[Field, ...]:
+    before, last = _ends(series)
+    change = _change(series)
+    rough = _rough(last) or (before is not None and _rough(before))
+    words = " ".join(word for word in (series.suite, place, series.precision) if word)
     return (
-        Field(series.suite, hint=series.machine),
-        Field(case),
-        Field(series.metric, hint=series.name),
-        Field(str(len(figures)), float(len(figures))),
-        Field(_place(last), hint=last.when),
-        Field(_show(series, before.value), before.value) if before else Field(units.NONE),
+        Field(f"{words} (emulated)" if series.emulated else words, tone=Tone.DOUBT if series.emulated else Tone.PLAIN),
+        Field(series.metric, hint=f"{series.name} on {series.machine}"),
+        Field(_show(series, before.value), before.value) if before is not None else Field(units.NONE),
         Field(_show(series, last.value), last.value),
-        Field(units.ratio(change), change, rough, "of a few rounds only" if rough is Tone.DOUBT else ""),
+        Field(units.ratio(change), change, Tone.DOUBT if rough and change else Tone.PLAIN),
+        Field(_place(last), hint=last.when),
+        Field(str(len(_values(series))), float(len(_values(series)))),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.report.blocks import Panel
-from fp8bench.report.elements import Axis, Bars, Element, Items, Mark, Part, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Element, Mark, Part, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.naming import NamedCase, named_cases, titled_panels
 from fp8bench.report.section import Section, sections
@@ -48,10 +48,7 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
     measured = [case for case in named_cases(panel) if _peak(case) is not None]
     if not measured:
         return
-    sentences = tuple(_sentences(panel, measured))
-    yield _bars(title, measured, " ".join(one.text for one in sentences))
-    if sentences:
-        yield Items(sentences)
+    yield _bars(title, measured, " ".join(_sentences(panel, measured)))
 
 
 def _peak(case: NamedCase) -> float | None:
@@ -91,7 +88,7 @@ def _share(case: NamedCase) -> float | None:
     return peak / base
 
 
-def _sentences(panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Text]:
+def _sentences(panel: Panel, cases: Sequence[NamedCase]) -> Iterator[str]:
     """What each precision saves against the reference, and why where the support says so."""
     by_mode: dict[str, list[tuple[NamedCase, float]]] = {}
     for case in cases:
@@ -103,11 +100,10 @@ def _sentences(panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Text]:
         none = [case for case, share in found if share > 1 - _LEAST_SAVING]
         words = f"{mode} takes {_range(shares)} of {panel.reference}'s memory"
         if not none:
-            yield Text(f"{words}.", Tone.DOUBT if emulated(found[0][0].result) else Tone.PLAIN)
+            yield f"{words}."
             continue
         where = "" if len(none) == len(found) else f" in {len(none)} of {len(found)} groups"
-        why = _why(none[0])
-        yield Text(f"{words}: nothing is saved{where}{why}.", Tone.DOUBT)
+        yield f"{words}: nothing is saved{where}{_why(none[0])}."
 
 
 def _why(case: NamedCase) -> str:

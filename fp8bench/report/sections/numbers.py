@@ -30,21 +30,20 @@ class Numbers(Section):
     rank = 100
 
     def build(self, material: Material) -> Part | None:
-        elements: list[Element] = []
-        any_data = False
-        for title, panel in titled_panels(material):
-            elements += _errors(title, panel)
-            data = list(_data(title, panel))
-            any_data = any_data or bool(data)
-            elements += data
-        if not elements:
+        panels = list(titled_panels(material))
+        errors = [element for title, panel in panels for element in _errors(title, panel)]
+        data = [element for title, panel in panels for element in _data(title, panel)]
+        if not errors and not data:
             return None
-        if any_data:
-            elements.append(Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}."))
+        if data:
+            errors += [
+                Text("What the data are made of", Tone.STRONG),
+                Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}."),
+            ]
         return Part(
             self.name,
-            "Numbers",
-            tuple(elements),
+            "What it costs in numbers",
+            (*errors, *data),
             "Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right "
             "here: its values are rounded as hardware would round them.",
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS
 from fp8bench.model import UNATTRIBUTED, Label
-from fp8bench.report.blocks import Panel
 from fp8bench.report.elements import Axis, Element, Part, Stacks, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.naming import NamedCase, listed, named_cases, phase_order, phase_words, titled_panels
@@ -18,7 +17,8 @@ from fp8bench.report.tables import phases_of
 
 # Where the longest step is so many times the shortest, bars of seconds would hide the phases of the short ones.
 _WIDE = 8.0
-_DESCRIBED = 4
+
+_MOST_NAMED = 2
 
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
@@ -35,7 +35,11 @@ class Phases(Section):
     rank = 60
 
     def build(self, material: Material) -> Part | None:
-        elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+        found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in titled_panels(material)]
+        present = {name for _, cases in found for case in cases for name, seconds in _phases(case).items() if seconds}
+        # The same parts everywhere, so that a phase has one colour on the whole page.
+        parts = sorted(present | {UNATTRIBUTED}, key=phase_order)
+        elements = [element for title, cases in found for element in _suite(title, cases, parts)]
         if not elements:
             return None
         return Part(
@@ -46,14 +50,13 @@ class Phases(Section):
         )
 
 
-def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    cases = [case for case in named_cases(panel) if _measured(case)]
+def _suite(title: str, cases: Sequence[NamedCase], parts: Sequence[str]) -> Iterator[Element]:
     native = [case for case in cases if not emulated(case.result)]
     cost = [case for case in cases if emulated(case.result)]
     if native:
-        yield _chart("phases", f"{title}: a step by phase", native)
+        yield _chart("phases", f"{title}: a step by phase", native, parts)
     if cost:
-        yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost)
+        yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts)
     yield from _notes(title, cases)
 
 
@@ -62,61 +65,77 @@ def _measured(case: NamedCase) -> bool:
     return best is not None and math.isfinite(best) and best > 0 and bool(case.result.finding)
 
 
-def _chart(kind: str, title: str, cases: Sequence[NamedCase]) -> Stacks:
+def _phases(case: NamedCase) -> dict[str, float]:
+    """Seconds by phase; what is no length of time is none."""
+    return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
+
+
+def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Sequence[str]) -> Stacks:
     best = [case.result.best or 0.0 for case in cases]
     wide = max(best) > _WIDE * min(best)
-    found = [dict(phases_of(case.result)) for case in cases]
-    present = {name for phases in found for name, seconds in phases.items() if seconds > 0}
-    parts = sorted(present | {UNATTRIBUTED}, key=phase_order)
-    rows = tuple(
-        (_label(case, whole if wide else None), tuple(_part(phases.get(part, 0.0), whole, wide) for part in parts))
-        for case, whole, phases in zip(cases, best, found, strict=True)
-    )
+    rows = []
+    for case, whole in zip(cases, best, strict=True):
+        label = f"{case.name}, {units.seconds(whole)}" if wide else case.name
+        phases = _phases(case)
+        scale = 100 / whole if wide else 1.0
+        rows.append((label, tuple(scale * phases.get(part, 0.0) for part in parts)))
     axis = Axis("share of the step", "%") if wide else Axis("best case of a step", "s")
     name = f"{kind}-{cases[0].result.record.case.workload}"
-    return Stacks(name, title, _description(cases), axis, tuple(map(phase_words, parts)), rows)
-
-
-def _part(seconds: float, whole: float, as_share: bool) -> float:
-    seconds = max(0.0, seconds) if math.isfinite(seconds) else 0.0
-    return 100 * seconds / whole if as_share else seconds
-
-
-def _label(case: NamedCase, whole: float | None) -> str:
-    """The case, how long its step takes where the axis does not say it, and why it is in doubt."""
-    finding = case.result.finding
-    labels = [label for label in (finding.labels if finding else ()) if label is not Label.LAUNCH_BOUND]
-    words = case.name if whole is None else f"{case.name}, {units.seconds(whole)}"
-    return f"{words} ({', '.join(labels)})" if labels else words
+    return Stacks(name, title, _description(cases), axis, tuple(map(phase_words, parts)), tuple(rows))
 
 
 def _description(cases: Sequence[NamedCase]) -> str:
-    """What takes most in each of the first cases."""
+    """Which phase takes most, and how much of the step."""
+    by_phase: dict[str, list[tuple[NamedCase, float]]] = {}
+    for case in cases:
+        phase, seconds = max(_phases(case).items(), key=lambda pair: pair[1])
+        by_phase.setdefault(phase, []).append((case, seconds / (case.result.best or math.inf)))
     said = []
-    for case in cases[:_DESCRIBED]:
-        phase, seconds = max(phases_of(case.result), key=lambda pair: pair[1], default=(UNATTRIBUTED, 0.0))
-        share = units.percent(seconds / (case.result.best or 1.0), 0)
-        said.append(f"In {case.name} {phase_words(phase)} takes most, {share} of {units.seconds(case.result.best)}.")
-    return " ".join(said)
+    for phase, found in by_phase.items():
+        low, high = (units.percent(choose(share for _, share in found), 0) for choose in (min, max))
+        where = "of every step" if len(by_phase) == 1 else f"in {listed([case.name for case, _ in found], 3)}"
+        said.append(f"{phase_words(phase)} takes most {where}, {low if low == high else f'{low} to {high}'}")
+    return f"{'; '.join(said)}."
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
-    """Phases too short to be known, and why compiled steps have so few."""
-    below: dict[str, list[str]] = {}
-    for case in cases:
-        for phase in case.result.finding.below_floor if case.result.finding else ():
-            below.setdefault(phase, []).append(case.name)
+    """Phases too short to be known, labels, and why compiled steps have so few phases."""
+    below = _by_word((phase_words(phase), case) for case in cases for phase in _below_floor(case))
     if below:
-        shown = "; ".join(f"{phase_words(phase)} {_in(names, len(cases))}" for phase, names in below.items())
         yield Text(
-            f"{title}: too short to be told from the cost of marking it (below {BELOW_FLOOR_MARKERS} times): {shown}.",
+            f"{title}, too short to be told from the cost of marking it (less than {BELOW_FLOOR_MARKERS} times that): "
+            f"{_told(below, len(cases))}.",
             Tone.DOUBT,
         )
+    labels = _by_word((label.value, case) for case in cases for label in case.result.labels if _casts_doubt(label))
+    if labels:
+        yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
         yield Text(COMPILED)
 
 
-def _in(names: Sequence[str], num_cases: int) -> str:
-    if len(names) == num_cases:
-        return "in all of them" if num_cases > 1 else f"in {names[0]}"
-    return f"in {listed(names)}"
+def _below_floor(case: NamedCase) -> tuple[str, ...]:
+    return case.result.finding.below_floor if case.result.finding else ()
+
+
+def _casts_doubt(label: Label) -> bool:
+    return label is not Label.LAUNCH_BOUND
+
+
+def _by_word(found: Iterable[tuple[str, NamedCase]]) -> dict[str, list[str]]:
+    """The names of the cases that a word is true of."""
+    names: dict[str, list[str]] = {}
+    for word, case in found:
+        names.setdefault(word, []).append(case.name)
+    return names
+
+
+def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
+    """'unattributed in all 6; cast in bf16; gemm in 4 of 6'."""
+    return "; ".join(f"{word} {_where(names, num_cases)}" for word, names in by_word.items())
+
+
+def _where(names: Sequence[str], num_cases: int) -> str:
+    if len(names) <= _MOST_NAMED:
+        return f"in {listed(names)}"
+    return f"in all {num_cases}" if len(names) == num_cases else f"in {len(names)} of {num_cases}"

@@ -16,12 +16,15 @@ from fp8bench.report.blocks import Result
 from fp8bench.report.elements import Axis, Element, Items, Part, Strips, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.naming import listed, named_cases, titled_panels
+from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import emulated
 
 # What a look at the samples themselves can confirm or clear.
 _RESTLESS = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
 _MOST_ROWS = 250
+# Percent above the median: further out an axis would hide what the other points have to say.
+_FAR = 100.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Samples(Section):
             "Samples",
             tuple(elements),
             "Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two "
-            "clusters are two states of the machine or the code; a long tail is other work on the machine, and harms "
-            "the best case little.",
+            "clusters are two states of the machine or of the code. A long tail to the right is other work on the "
+            "machine: it hardly touches the best case, which verdicts rest on.",
         )
 
 
@@ -80,16 +83,28 @@ def _distances(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def _strips(rows: Sequence[_Row]) -> Strips:
-    shown = tuple((_label(row), row.percent, _tone(row)) for row in rows)
-    widest = max(rows, key=_spread)
-    description = (
-        f"{len(rows)} {'case' if len(rows) == 1 else 'cases'}. Widest is {widest.name}: the middle half of its rounds "
-        f"lies within {units.significant(_spread(widest))}% of its median."
-    )
+    shown = tuple((_label(row), tuple(one for one in row.percent if one <= _FAR), _tone(row)) for row in rows)
     return Strips(
-        "samples-by-case", "Rounds of each case, relative to its median", description,
+        "samples-by-case", "Rounds of each case, relative to its median", _description(rows),
         Axis("distance from the case's median", "%"), shown,
     )  # fmt: skip
+
+
+def _description(rows: Sequence[_Row]) -> str:
+    """The most restless case, and what lies too far out to be drawn."""
+    widest = max(rows, key=_spread)
+    words = (
+        f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
+        f"{units.significant(_spread(widest))}% of the median."
+    )
+    far = [(one, row) for row in rows for one in row.percent if one > _FAR]
+    if not far:
+        return words
+    most, case = max(far, key=lambda pair: pair[0])
+    return (
+        f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
+        f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
+    )
 
 
 def _spread(row: _Row) -> float:
