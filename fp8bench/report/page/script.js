@@ -2,11 +2,12 @@
 (() => {
   // Tables can be sorted, filtered and saved; what is chosen stands in the address after '?', so that a link shows it.
   const words = new Intl.Collator("en", { numeric: true });
+  const TOLD = "tr:not([hidden]) > :is([title], [data-hint]):not(:has(button))";
   const shown = (cell) => cell.textContent.trim();
 
   class Sheet {
     constructor(element) {
-      this.element = element;
+      this.name = element.dataset.name;
       this.table = element.querySelector("table");
       this.head = [...this.table.tHead.rows[0].cells];
       this.rows = [...this.table.tBodies[0].rows];
@@ -19,7 +20,12 @@
         button.onclick = () => this[button.dataset.do]();
         button.hidden = button.dataset.do === "copy" && !navigator.clipboard; // plain http has none
       }
-      if (!this.find) return;
+      this.table.onkeydown = (event) => this.step(event);
+      if (this.find) this.equip();
+      this.stop();
+    }
+
+    equip() {
       for (const control of [this.find, ...this.choices]) control.oninput = () => { this.filter(); write(); };
       this.head.forEach((cell, place) => {
         const button = document.createElement("button");
@@ -64,7 +70,24 @@
         row.hidden = !wanted.every((word) => this.texts[index].includes(word)) ||
           !chosen.every((select) => shown(row.cells[select.dataset.column]) === select.value);
       });
+      this.stop();
       this.say();
+    }
+
+    // Fields with words of their own: one stop of the tab key a table, arrows go from one to the next.
+    stop(to = this.table.querySelector(TOLD)) {
+      this.table.querySelector("tr > [tabindex='0']")?.removeAttribute("tabindex");
+      if (to) to.tabIndex = 0;
+    }
+
+    step(event) {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step || !event.target.matches(TOLD)) return;
+      const told = [...this.table.querySelectorAll(TOLD)], to = told[told.indexOf(event.target) + step];
+      event.preventDefault();
+      if (!to) return;
+      this.stop(to);
+      to.focus();
     }
 
     visible() { return [...this.table.tBodies[0].rows].filter((row) => !row.hidden); }
@@ -86,7 +109,7 @@
     save() {
       const link = document.createElement("a");
       link.href = URL.createObjectURL(new Blob([this.csv()], { type: "text/csv" }));
-      link.download = `${this.element.dataset.name}.csv`;
+      link.download = `${this.name}.csv`;
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     }
@@ -99,11 +122,11 @@
     state() {
       const found = [["sort", this.sorted || ""], ["find", this.find.value],
         ...this.choices.map((select) => [select.dataset.column, select.value])];
-      return found.filter(([, value]) => value).map(([name, value]) => [`${this.element.dataset.name}.${name}`, value]);
+      return found.filter(([, value]) => value).map(([name, value]) => [`${this.name}.${name}`, value]);
     }
 
     restore(state) {
-      const of = (name) => state.get(`${this.element.dataset.name}.${name}`) ?? "";
+      const of = (name) => state.get(`${this.name}.${name}`) ?? "";
       this.find.value = of("find");
       for (const select of this.choices) {
         select.value = of(select.dataset.column);
@@ -115,8 +138,8 @@
   }
 
   const next = (now, place) => now === place ? -place : now === -place ? 0 : place;
-  const sheets = [...document.querySelectorAll(".sheet:has(table)")].map((element) => new Sheet(element));
-  const mains = sheets.filter((sheet) => sheet.find);
+  const mains = [...document.querySelectorAll(".sheet:has(table)")]
+    .map((element) => new Sheet(element)).filter((sheet) => sheet.find);
 
   const parts = () => location.hash.slice(1).split("?");
   function write() {
@@ -133,11 +156,7 @@
   if (location.hash) read();
 
   // Words about a mark or a field, on hovering and on focus; Escape closes them.
-  const tip = document.createElement("div");
-  tip.id = "tip";
-  tip.setAttribute("role", "tooltip");
-  tip.hidden = true;
-  document.body.append(tip);
+  const tip = document.getElementById("tip");
   let about = null, leaving = 0;
 
   function hide() {
@@ -164,31 +183,18 @@
       tip.textContent = element.dataset.hint;
       tip.hidden = false;
       place();
-    }
+    } else if (event.pointerType === "touch") hide();
   }
-  const leave = () => { clearTimeout(leaving); leaving = setTimeout(hide, 150); };
+  // A finger leaves as soon as it has tapped; the next tap ends what the last one showed.
+  const leave = (event) => {
+    clearTimeout(leaving);
+    if (event.pointerType !== "touch") leaving = setTimeout(hide, 150);
+  };
   const close = (event) => { if (event.key === "Escape") hide(); };
-  const heard = { pointerover: tell, focusin: tell, pointerout: leave, focusout: hide, keydown: close };
+  const heard = { pointerover: tell, pointermove: tell, focusin: tell, pointerout: leave, focusout: hide, keydown: close };
   for (const name in heard) document.addEventListener(name, heard[name]);
   // Who comes by keyboard may have made the page scroll.
   document.addEventListener("scroll", () => about?.contains(document.activeElement) ? place() : hide(), true);
-
-  // Fields with words of their own: one stop of the tab key a table, arrows go from one to the next.
-  for (const table of document.querySelectorAll("table")) {
-    const first = table.querySelector("td[title], tbody th[title]");
-    if (first) first.tabIndex = 0;
-    table.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (!step || !event.target.matches("td, tbody th")) return;
-      const fields = [...table.querySelectorAll("tr:not([hidden]) > :is(td, tbody th):is([title], [data-hint])")];
-      const to = fields[fields.indexOf(event.target) + step];
-      event.preventDefault();
-      if (!to) return;
-      event.target.tabIndex = -1;
-      to.tabIndex = 0;
-      to.focus();
-    });
-  }
 
   // Where one is, for the contents.
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));

@@ -1,0 +1,77 @@
+"""One browser for all tests; pages in contexts of their own."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8bench.report.elements import Page
+from fp8bench.report.html import render
+from tests.browser.chromium import Browser, Tab, executable
+from tests.pages import hostile_page, whole_page
+
+# Where screenshots are kept; without it they go the way of all temporary files.
+SHOTS = "FP8BENCH_SCREENSHOTS"
+
+Open = Callable[..., Tab]
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The browser of this machine."""
+    command = executable()
+    if command is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium), and this machine has none")
+    browser = Browser(command, tmp_path_factory.mktemp("browser"))
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages as files, by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    pages: dict[str, Page] = {"whole": whole_page(), "hostile": hostile_page(), "many": whole_page(2000)}
+    for name, page in pages.items():
+        (folder / f"{name}.html").write_text(render(page))
+    return {name: folder / f"{name}.html" for name in pages}
+
+
+@pytest.fixture
+def show(browser: Browser, files: dict[str, Path], tmp_path: Path) -> Iterator[Open]:
+    """Opens a page in a window of a width, in a scheme of colours; closes it when the test is over."""
+    tabs = []
+
+    def opened(
+        name: str = "whole", width: int = 1280, scheme: str = "light", anchor: str = "", script: bool = True
+    ) -> Tab:
+        tab = Tab.open(browser, tmp_path)
+        tabs.append(tab)
+        tab.resize(width)
+        tab.media("screen", scheme)
+        tab.send("Emulation.setScriptExecutionDisabled", value=not script)
+        tab.go(files[name].as_uri() + anchor)
+        return tab
+
+    yield opened
+    for tab in tabs:
+        tab.close()
+
+
+@pytest.fixture
+def shot(tmp_path: Path) -> Callable[[Tab, str], None]:
+    """Keeps what a page looks like, whole, under a name."""
+    folder = Path(os.environ.get(SHOTS) or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(tab: Tab, name: str) -> None:
+        taken = tab.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        (folder / f"{name}.png").write_bytes(base64.b64decode(taken))
+
+    return keep

@@ -1,0 +1,416 @@
+"""The page as a person has it before them: in a real browser, by pointer and by keyboard."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.browser.chromium import Tab
+from tests.browser.conftest import Open
+
+ROWS = "[...document.querySelectorAll('#table tbody tr')].filter((row) => !row.hidden)"
+
+
+def column(tab: Tab, title: str, what: str = "textContent.trim()") -> list[Any]:
+    """The fields of a column of the main table, as they are shown, from the top."""
+    found = f"[...document.querySelectorAll('#table thead th')].findIndex((one) => one.textContent === '{title}')"
+    return list(tab.run(f"{ROWS}.map((row) => row.cells[{found}].{what})"))
+
+
+def head(tab: Tab, title: str) -> str:
+    """A selector of the button in a column's head."""
+    place = tab.run(
+        f"[...document.querySelectorAll('#table thead th')].findIndex((o) => o.textContent === '{title}') + 1"
+    )
+    return f"#table thead th:nth-child({place}) button"
+
+
+def sorts(tab: Tab) -> list[str]:
+    return list(
+        tab.run("[...document.querySelectorAll('#table [aria-sort]')].map((o) => o.textContent + ' ' + o.ariaSort)")
+    )
+
+
+def count(tab: Tab) -> str:
+    return str(tab.run("document.querySelector('#table output').textContent"))
+
+
+def choose(tab: Tab, title: str, value: str) -> None:
+    """Picks a choice as the keyboard would: the value, and the event that tells of it."""
+    tab.run(
+        f"(() => {{ const select = [...document.querySelectorAll('#table label')]"
+        f".find((one) => one.firstChild.textContent === '{title}').querySelector('select');"
+        f" select.value = '{value}'; select.dispatchEvent(new Event('input')); }})()"
+    )
+
+
+def find(tab: Tab, text: str) -> None:
+    tab.run("(() => { const find = document.querySelector('#table input'); find.focus(); find.select(); })()")
+    tab.write(text)
+
+
+def tip(tab: Tab) -> str | None:
+    """What the tooltip says, None if there is none to be seen."""
+    shown: str | None = tab.run(
+        "document.querySelector('#tip').hidden ? null : document.querySelector('#tip').textContent"
+    )
+    return shown
+
+
+def test_numbers_sort_by_value(show: Open) -> None:
+    """Up, down, and back to the page's own order; what has no value comes last both ways."""
+    tab = show()
+    before = column(tab, "best")
+    tab.click(head(tab, "best"))
+    values = column(tab, "best", "dataset.value ?? null")
+    known = [float(value) for value in values if value is not None]
+    assert known == sorted(known) and len(known) == 52 and values[52:] == [None] * 8
+    assert sorts(tab) == ["best ascending"]
+    tab.click(head(tab, "best"))
+    values = column(tab, "best", "dataset.value ?? null")
+    assert [float(value) for value in values[:52]] == sorted(known, reverse=True) and values[52:] == [None] * 8
+    assert sorts(tab) == ["best descending"]
+    tab.click(head(tab, "best"))
+    assert column(tab, "best") == before and sorts(tab) == []
+
+
+def test_texts_sort_as_a_person_would(show: Open) -> None:
+    """Numbers within them count as numbers: k=64 before k=128; equal rows keep their order."""
+    tab = show()
+    tab.click(head(tab, "case"))
+    assert list(dict.fromkeys(column(tab, "case"))) == [
+        "m=256 n=256 k=64", "m=512 n=512 k=128", "m=1024 n=1024 k=192", "m=2048 n=2048 k=256", "m=4096 n=4096 k=320",
+    ]  # fmt: skip
+    assert column(tab, "dtype")[:5] == ["bf16", "fp8", "mxfp8", "nvfp4", "bf16"]
+    tab.click(head(tab, "verdict"))
+    assert sorts(tab) == ["verdict ascending"], "one column at a time"
+
+
+def test_sorting_by_keyboard(show: Open) -> None:
+    """A head is a button: the tab key reaches it, Enter presses it."""
+    tab = show()
+    tab.run(f"document.querySelector('{head(tab, 'suite')}').focus()")
+    tab.press("Tab")
+    assert tab.run("document.activeElement.textContent") == "case"
+    tab.press("Enter")
+    tab.until("document.querySelector('#table [aria-sort]') !== null")
+    assert sorts(tab) == ["case ascending"]
+
+
+def test_filtering(show: Open) -> None:
+    """All words must be there, in any column, in any case; choices narrow it further; the number of rows is said."""
+    tab = show()
+    assert count(tab) == "60 rows"
+    find(tab, "GEMM  fp8")
+    assert count(tab) == "10 of 60 rows" and set(column(tab, "suite")) == {"gemm"}
+    assert set(column(tab, "dtype")) == {"fp8", "mxfp8"}
+    choose(tab, "dtype", "fp8")
+    assert count(tab) == "5 of 60 rows" and set(column(tab, "dtype")) == {"fp8"}
+    find(tab, "nothing like it")
+    assert count(tab) == "0 of 60 rows"
+    find(tab, " ")
+    choose(tab, "dtype", "")
+    assert count(tab) == "60 rows"
+    assert tab.run("document.querySelector('#table output').getAttribute('aria-live')") == "polite"
+
+
+def test_a_link_shows_the_same(show: Open) -> None:
+    """Order, words and choices stand in the address, which restores them; going back to a heading keeps them."""
+    tab = show()
+    tab.click(head(tab, "time vs bf16"))
+    tab.click(head(tab, "time vs bf16"))
+    find(tab, "native & <b>")
+    find(tab, "native")
+    choose(tab, "suite", "gemm")
+    link = tab.run("location.hash")
+    assert link == "#?table.sort=-9&table.find=native&table.0=gemm"
+    shown = column(tab, "case"), column(tab, "time vs bf16"), count(tab)
+    again = show(anchor=link)
+    assert (column(again, "case"), column(again, "time vs bf16"), count(again)) == shown
+    assert sorts(again) == ["time vs bf16 descending"]
+    again.click("#charts h2 .anchor")
+    again.until("location.hash.startsWith('#charts?table.sort=-9')")
+    assert count(again) == shown[2]
+    third = show(anchor=again.run("location.hash"))
+    assert count(third) == shown[2]
+    third.until("Math.abs(document.querySelector('#charts').getBoundingClientRect().top) < 100")
+
+
+def test_an_address_that_makes_no_sense_shows_everything(show: Open) -> None:
+    """Columns and choices that are not there are no error."""
+    tab = show(anchor="#nowhere?table.sort=99&table.0=none&other.sort=x&table.find=")
+    assert count(tab) == "60 rows" and sorts(tab) == []
+    assert not tab.heard("Runtime.exceptionThrown")
+
+
+def test_tooltips_by_pointer(show: Open) -> None:
+    """A mark says its words, on one line each; leaving it ends that, and Escape at once."""
+    tab = show()
+    tab.point("#speed-up svg.wide .mark")
+    assert tip(tab) == "fp8: 1.900x [1.850x, 1.950x]\nfp8: 1.90x, 99% interval [1.85, 1.95]"
+    assert tab.run("document.querySelector('#speed-up .mark').getAttribute('aria-describedby')") == "tip"
+    tab.press("Escape")
+    assert tip(tab) is None
+    assert tab.run("document.querySelector('#speed-up .mark').getAttribute('aria-describedby')") is None
+    tab.point("#speed-up svg.wide .mark ~ .mark")
+    assert (tip(tab) or "").startswith("mxfp8")
+    tab.point("h1")
+    tab.until("document.querySelector('#tip').hidden")
+
+
+def test_tooltips_stay_in_the_window(show: Open) -> None:
+    """Also at the edges of a telephone."""
+    tab = show(width=390)
+    for selector in ("#speed-up svg.narrow .mark", "#pareto svg.narrow .mark:last-of-type", "#steps td[title]"):
+        tab.point(selector)
+        assert tip(tab), selector
+        left, right, top, bottom = tab.run(
+            "(() => { const box = document.querySelector('#tip').getBoundingClientRect();"
+            " return [box.left, innerWidth - box.right, box.top, innerHeight - box.bottom]; })()"
+        )
+        assert min(left, right, top, bottom) >= 0, selector
+
+
+def test_tooltips_by_finger(show: Open) -> None:
+    """A tap shows them, the finger gone they stay, and a tap elsewhere ends them."""
+    tab = show(width=390)
+    for selector in ("#speed-up svg.narrow .mark", "#steps td[title]"):
+        tab.tap(selector)
+        assert tip(tab)
+        tab.run("new Promise((done) => setTimeout(done, 300))")
+        assert tip(tab)
+        tab.tap("h1")
+        tab.until("document.querySelector('#tip').hidden")
+
+
+def test_tooltips_by_keyboard(show: Open) -> None:
+    """A mark that gets the focus says its words; so do heads, and fields, of which arrows reach the next."""
+    tab = show()
+    tab.run("document.querySelector('#speed-up h3 .anchor').focus()")
+    tab.press("Tab")
+    if not tab.run("document.activeElement.matches('.mark')"):
+        tab.press("Tab")
+    assert tab.run("document.activeElement.getAttribute('role')") == "img"
+    assert (tip(tab) or "").startswith("fp8")
+    assert tab.run("document.querySelector('#tip').getAttribute('role')") == "tooltip"
+    tab.press("Escape")
+    assert tip(tab) is None
+    tab.run(f"document.querySelector('{head(tab, 'how')}').focus()")
+    assert tip(tab) == "native, or emulated in software"
+    tab.run("document.querySelector('#table td[tabindex=\"0\"]').focus()")
+    first = tip(tab)
+    assert first and first.startswith("99% interval")
+    tab.press("ArrowDown")
+    assert tip(tab) and tip(tab) != first
+    tab.press("ArrowUp")
+    assert tip(tab) == first
+    stops = "[...document.querySelectorAll('#table td[tabindex=\"0\"]')].map((one) => one.closest('tr').hidden)"
+    assert tab.run(stops) == [False]
+    find(tab, "skipped")
+    assert tab.run(stops) == [False], "the stop moves to a row that is shown"
+
+
+def saved(tab: Tab) -> list[list[str]]:
+    """The file that a click on a button has brought, read as CSV."""
+    ended = tab.browser.wait(
+        "Browser.downloadProgress", lambda params: params["state"] == "completed" and params["guid"] in _guids(tab)
+    )
+    name = next(one["suggestedFilename"] for one in _begun(tab) if one["guid"] == ended["guid"])
+    text = (tab.downloads / name).read_text()
+    return [[name], *csv.reader(io.StringIO(text), strict=True)]
+
+
+def _begun(tab: Tab) -> list[dict[str, Any]]:
+    frames = {one["frame"]["id"] for one in tab.heard("Page.frameNavigated")}
+    events = [one["params"] for one in tab.browser.events if one["method"] == "Browser.downloadWillBegin"]
+    return [one for one in events if one["frameId"] in frames]
+
+
+def _guids(tab: Tab) -> set[str]:
+    return {one["guid"] for one in _begun(tab)}
+
+
+def test_the_main_table_as_csv(show: Open) -> None:
+    """The rows that are shown, in their order, numbers with all their digits and units in the head."""
+    tab = show()
+    find(tab, "transformer")
+    tab.click(head(tab, "best"))
+    tab.click("#table [data-do=save]")
+    name, titles, *rows = saved(tab)
+    assert name == ["table.csv"] and titles[:6] == ["suite", "case", "dtype", "how", "best (s)", "median (s)"]
+    values = column(tab, "best", "dataset.value ?? '-'")
+    assert [row[4] for row in rows] == values and len(rows) == 20
+    assert [row[1] for row in rows] == column(tab, "case")
+    assert "contended, few-samples" in {row[13] for row in rows}
+
+
+def test_the_numbers_of_a_chart_as_csv(show: Open) -> None:
+    """They lie behind a disclosure, and can be had too."""
+    tab = show()
+    tab.click("#history summary")
+    tab.click("#history [data-do=save]")
+    assert saved(tab) == [
+        ["history.csv"],
+        ["at", "series", "time (s)", "low (s)", "high (s)"],
+        ["a1b2c3d4", "fp8", "0.012", "0.011", "0.013"],
+        ["b2c3d4e5", "bf16", "0.024", "-", "-"],
+    ]
+
+
+def test_names_come_back_from_csv(show: Open) -> None:
+    """Quotes, commas and line ends in names do not break a row."""
+    tab = show("hostile")
+    tab.run("document.querySelectorAll('figure.main [data-do=save]')[3].click()")
+    _, titles, *rows = saved(tab)
+    assert titles[0] == "\U0001f680 & 'quoted' \"twice\" `code` a|b" == rows[0][0] and len(rows) == 2
+
+
+def test_copying(show: Open, browser: Any) -> None:
+    """What is copied is what would be saved, and it is said that it was."""
+    tab = show()
+    browser.send(
+        "Browser.grantPermissions", browserContextId=tab.context,
+        permissions=["clipboardReadWrite", "clipboardSanitizedWrite"],
+    )  # fmt: skip
+    tab.send("Page.bringToFront")
+    find(tab, "transformer mxfp8")
+    tab.click("#table [data-do=copy]")
+    tab.until("document.querySelector('#table output').textContent.endsWith(', copied')")
+    text = tab.run("navigator.clipboard.readText()")
+    assert text.splitlines()[0].startswith("suite,case,dtype,how,best (s)") and len(text.splitlines()) == 6
+
+
+@pytest.mark.parametrize("name", ["whole", "hostile", "many"])
+def test_nothing_is_asked_of_the_network_and_nothing_is_said(show: Open, name: str) -> None:
+    """One request, for the file itself; no message, no error, no breach of the policy, whatever is done on the page."""
+    tab = show(name)
+    tab.run("document.querySelector('figure.main thead button').click()")
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    tab.run("document.querySelector('figure.main [data-do=save]').click()")
+    saved(tab)
+    asked = [one["request"]["url"].partition("#")[0] for one in tab.heard("Network.requestWillBeSent")]
+    page = tab.run("location.href.split('#')[0]")
+    assert [one for one in asked if not one.startswith(("data:", "blob:"))] == [page]
+    for event in (
+        "Log.entryAdded",
+        "Runtime.consoleAPICalled",
+        "Runtime.exceptionThrown",
+        "Page.javascriptDialogOpening",
+    ):
+        assert not tab.heard(event)
+
+
+def test_the_policy_holds(show: Open) -> None:
+    """The browser refuses what markup that slipped through would try: a handler, a script, an image from afar."""
+    tab = show()
+    tab.run(
+        "document.querySelector('main').insertAdjacentHTML('beforeend',"
+        ' \'<p id=x onclick="window.ran = 1"></p><img src="https://example.org/x.png">\')'
+    )
+    tab.run("document.querySelector('#x').click()")
+    tab.run("(() => { const added = document.createElement('script'); added.textContent = 'window.ran = 2';"
+            " document.body.append(added); })()")  # fmt: skip
+    assert tab.run("window.ran ?? null") is None
+    tab.browser.wait("Log.entryAdded", lambda params: "example.org" in params["entry"]["text"])
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", ["whole", "hostile"])
+def test_the_page_never_scrolls_sideways(show: Open, shot: Callable[[Tab, str], None], name: str, width: int) -> None:
+    """Neither on a telephone nor in a window, also with names of 300 characters; wide tables do, in their box."""
+    tab = show(name, width)
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    seen, whole = tab.run("[document.documentElement.clientWidth, document.documentElement.scrollWidth]")
+    assert whole <= seen
+    beyond = tab.run(
+        "[...document.querySelectorAll('main *')].filter((one) => !one.closest('.scroll, pre, svg, .sr')"
+        f" && one.getBoundingClientRect().right > {width} + 1).map((one) => one.outerHTML.slice(0, 80))"
+    )
+    assert beyond == []
+    if name == "whole":
+        assert tab.run("(() => { const box = document.querySelector('#table .scroll');"
+                       " return box.scrollWidth > box.clientWidth; })()")  # fmt: skip
+    shot(tab, f"{name}_{width}")
+
+
+def test_heads_stay_in_sight(show: Open) -> None:
+    """A long table scrolls under its head."""
+    tab = show()
+    tab.run("(() => { const box = document.querySelector('#table .scroll'); box.scrollTop = 400; })()")
+    box, row = tab.run(
+        "['#table .scroll', '#table thead th'].map((one) => document.querySelector(one).getBoundingClientRect().top)"
+    )
+    assert abs(box - row) <= 2
+
+
+def color(tab: Tab, selector: str, what: str) -> int:
+    """How light a colour is, 0 to 255."""
+    text = tab.run(f"getComputedStyle(document.querySelector('{selector}')).{what}")
+    return sum(int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")) // 3
+
+
+def test_dark_and_light(show: Open, shot: Callable[[Tab, str], None]) -> None:
+    """The page follows the system, while it is open too."""
+    tab = show(scheme="dark")
+    assert color(tab, "body", "backgroundColor") < 40 < 200 < color(tab, "body", "color")
+    assert color(tab, "#table th", "backgroundColor") < 50
+    shot(tab, "whole_dark")
+    tab.media("screen", "light")
+    assert color(tab, "body", "color") < 60 < 240 < color(tab, "body", "backgroundColor")
+
+
+def test_print(show: Open, shot: Callable[[Tab, str], None]) -> None:
+    """Light from dark, without controls, tables whole and links in the colour of the text."""
+    tab = show(scheme="dark", width=700)
+    tab.media("print", "dark")
+    assert color(tab, "body", "backgroundColor") == 255 and color(tab, "body", "color") < 60
+    gone = tab.run("['nav', '.skip', '.anchor', '#tip', '.tools button', '.tools label', 'details']"
+                   ".filter((one) => document.querySelector(one).getClientRects().length)")  # fmt: skip
+    assert gone == []
+    cut = tab.run("[...document.querySelectorAll('.scroll')].filter((one) => one.getClientRects().length)"
+                  ".filter((one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)"
+                  ".map((one) => one.parentElement.id)")  # fmt: skip
+    assert cut == []
+    shot(tab, "whole_print")
+    assert len(tab.send("Page.printToPDF", printBackground=False)["data"]) > 20_000
+
+
+def test_without_scripts(show: Open, shot: Callable[[Tab, str], None]) -> None:
+    """Everything can be read, and no control pretends to work."""
+    tab = show(script=False)
+    tab.send("Emulation.setScriptExecutionDisabled", value=False)
+    assert tab.run("document.querySelector('#table thead button') === null && document.querySelector('#tip').hidden")
+    assert tab.run(f"{ROWS}.length") == 60
+    assert tab.run("[...document.querySelectorAll('.tools')].every((one) => !one.getClientRects().length)")
+    assert tab.run("document.querySelector('#history svg.wide').getClientRects().length") == 1
+    shot(tab, "whole_without_scripts")
+
+
+def test_motion_only_for_those_who_want_it(show: Open) -> None:
+    """prefers-reduced-motion is respected."""
+    tab = show()
+    for wish, expected in (("reduce", "auto"), ("no-preference", "smooth")):
+        tab.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": wish}])
+        assert tab.run("getComputedStyle(document.documentElement).scrollBehavior") == expected
+
+
+def test_the_contents_say_where_one_is(show: Open) -> None:
+    """One entry is the current one."""
+    tab = show()
+    tab.run("document.querySelector('#environment').scrollIntoView({behavior: 'instant'})")
+    tab.run("document.querySelector('#time').scrollIntoView({behavior: 'instant', block: 'start'})")
+    tab.until("document.querySelectorAll('nav [aria-current]').length === 1")
+
+
+@pytest.mark.parametrize("name", ["whole", "many"])
+def test_it_is_there_at_once(show: Open, name: str, record_property: Callable[[str, object], None]) -> None:
+    """How long until the load event, as a property of the test; only what no machine should need fails."""
+    tab = show(name)
+    took = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    record_property(f"load_event_ms_{name}", took)
+    print(f"load event of {name}: {took:.0f} ms")
+    assert 0 < took < 30_000
