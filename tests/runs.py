@@ -176,6 +176,24 @@ def gemm() -> tuple[Run, dict[str, Finding]]:
     return run_of(records), {one.case.id: one for one in findings}
 
 
+def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple[Run, dict[str, Finding]]:
+    """A group of gemm (m=64, m=128, ...) for each verdict on bf16, its ratio to fp32, and its labels."""
+    records, findings = [], []
+    for number, (verdict, ratio, *labels) in enumerate(verdicts, 1):
+        fp32, bf16 = (case("gemm", name, {"m": 64 * number, "k": 64}) for name in ("fp32", "bf16"))
+        records += [Record(fp32, NATIVE, Status.OK, is_reference=True), Record(bf16, NATIVE, Status.OK)]
+        interval = None if ratio is None else Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99)
+        why = "the interval is too wide to tell" if verdict is Verdict.UNSURE else ""
+        findings += [
+            Finding(fp32, Verdict.REFERENCE, 1e-3, 1e-3, 0.01, floor=0.004, phases=phases(1e-3, gemm=0.97)),
+            Finding(
+                bf16, verdict, 1e-3 * (ratio or 1), 1e-3 * (ratio or 1), 0.01, interval, ratio, 0.004,
+                phases(1e-3 * (ratio or 1), gemm=0.97), labels=tuple(labels), why=why,
+            ),
+        ]  # fmt: skip
+    return run_of(records), {one.case.id: one for one in findings}
+
+
 words = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=60)
 numbers = st.one_of(st.none(), st.floats(1e-12, 1e9))
 ratios = st.one_of(st.none(), st.builds(Interval, *[st.floats(1e-6, 1e6)] * 3, st.just(0.99)))

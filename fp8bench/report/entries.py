@@ -8,7 +8,8 @@ from itertools import combinations
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.material import Entry, Material, PastSeries
-from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact
+from fp8bench.report.naming import listed
+from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact, suites_of
 
 LONGEST_LABEL = 40
 
@@ -48,6 +49,7 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
     lambda run: fact(run, "commit")[:COMMIT_LETTERS],
     lambda run: fact(run, "machine"),
     lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
+    lambda run: listed(suites_of(run), 3),
     _precisions,
 )
 

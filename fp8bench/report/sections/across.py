@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8bench import units
 from fp8bench.model import Params
@@ -26,12 +26,13 @@ _COST = "emulated: cost, not speed"
 
 @dataclass(frozen=True)
 class _Key:
-    """What makes two cases the same but for the device: workload, its version, parameters, mode."""
+    """What makes two cases the same but for the device: workload, its version, parameters in any order, mode."""
 
     workload: str
     version: str
-    params: Params
+    same: frozenset[tuple[str, str]]
     mode: str
+    params: Params = field(compare=False)
 
 
 # By key, then by column.
@@ -57,9 +58,7 @@ class Across(Section):
         settings = _settings(list(shared))
         elements: list[Element] = [_table(titles, shared, settings)]
         if lonely:
-            elements.append(
-                Text(f"{many(lonely, 'timed case')} of these runs {'has' if lonely == 1 else 'have'} no like.")
-            )
+            elements.append(Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only."))
         elements += _charts(titles, shared, settings)
         return Part(self.name, "Across runs", tuple(elements), _LEAD)
 
@@ -75,7 +74,8 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
         for panel in entry.panels:
             for result in panel.results:
                 case = result.record.case
-                key = _Key(case.workload, case.version, tuple(sorted(case.params, key=repr)), case.mode)
+                same = frozenset((name, repr(value)) for name, value in case.params)
+                key = _Key(case.workload, case.version, same, case.mode, case.params)
                 if result.best is not None and math.isfinite(result.best) and result.best > 0:
                     found.setdefault(key, {})[first + devices.index(case.device)] = result
     return titles, found

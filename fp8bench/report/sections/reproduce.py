@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from fp8bench.codec import SCHEMA
 from fp8bench.model import Run
@@ -12,6 +14,7 @@ from fp8bench.report.run_facts import commit_of, fact
 from fp8bench.report.section import Section, sections
 
 _VARIABLE = "env_"
+_DEFAULT_STORE = ".fp8bench"
 
 
 @sections.register("reproduce")
@@ -27,10 +30,19 @@ class Reproduce(Section):
         for entry in material.entries:
             elements += [Text(entry.label, Tone.STRONG)] if entry.label else []
             elements += _run(entry.run)
-        ids = [entry.run.id for entry in material.entries if entry.run.id]
-        if ids:
-            elements += [Text("This page again, from the samples:"), Code(f"fp8bench report {' '.join(ids)}")]
+        kept = [entry.run for entry in material.entries if entry.run.path]
+        if kept:
+            elements += [Text("This page again, from the samples:"), Code(_again(kept))]
         return Part(self.name, "Reproduce", tuple(elements)) if elements else None
+
+
+def _again(runs: Sequence[Run]) -> str:
+    """The command that renders the page from the store, with its folder where it is not the one that is looked in."""
+    words = ["fp8bench", "report", *(run.id for run in runs)]
+    stores = {Path(run.path).parent.parent.parent for run in runs if Path(run.path).parent.parent.name == "runs"}
+    if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
+        words += ["--store", str(stores.pop())]
+    return shlex.join(words)
 
 
 def _run(run: Run) -> Iterator[Element]:

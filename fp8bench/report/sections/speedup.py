@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
@@ -12,7 +12,7 @@ from fp8bench.report.blocks import Result
 from fp8bench.report.drawing.limits import BARS
 from fp8bench.report.elements import Axis, Bars, Mark, Part, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import titled_panels
+from fp8bench.report.naming import listed, titled_panels
 from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import doubts, speed_up, tone_of
@@ -56,20 +56,21 @@ class SpeedUp(Section):
 
 
 def _charts(bars: Sequence[_Bar]) -> Iterator[Bars]:
-    """One chart, or one a suite where it would not hold them all."""
-    by_title: dict[str, list[_Bar]] = {}
-    for bar in bars:
-        by_title.setdefault(bar.title, []).append(bar)
-    if len(bars) <= BARS:
-        yield _chart("speed-up", "Speed-up over the reference", by_title)
-        return
-    for number, (title, members) in enumerate(by_title.items(), 1):
-        yield _chart(f"speed-up-{number}", f"{title}: speed-up over {members[0].reference}", {title: members})
+    """As few charts as hold them all, without parting a suite."""
+    pages: list[dict[str, list[_Bar]]] = [{}]
+    for title in dict.fromkeys(bar.title for bar in bars):
+        members = [bar for bar in bars if bar.title == title]
+        if pages[-1] and sum(map(len, pages[-1].values())) + len(members) > BARS:
+            pages.append({})
+        pages[-1][title] = members
+    for number, by_title in enumerate(pages, 1):
+        yield _chart(f"speed-up-{number}" if len(pages) > 1 else "speed-up", by_title)
 
 
-def _chart(name: str, title: str, by_title: dict[str, list[_Bar]]) -> Bars:
+def _chart(name: str, by_title: Mapping[str, Sequence[_Bar]]) -> Bars:
     groups = [group for suite, bars in by_title.items() for group in _groups(suite, bars, len(by_title) > 1)]
     bars = [bar for members in by_title.values() for bar in members]
+    title = f"Speed-up over the reference: {listed(list(by_title), len(by_title))}"
     return Bars(name, title, _description(bars), Axis("speed-up", "x"), tuple(groups), 1.0)
 
 
