@@ -66,6 +66,11 @@ class Panel:
         """The parameters all groups have in common. Every place asks for them, and there may be thousands."""
         return shared_params([group.case.params for group in self.groups])
 
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """What was measured beside times, in the order it was first met."""
+        return tuple(dict.fromkeys(one.metric for result in self.results for one in result.record.measurements))
+
     def place(self, group: ResultGroup) -> str:
         """The parameters that tell a group from the others: 'm=256 n=256'; '' where there is but one group."""
         return show_params(pair for pair in group.case.params if pair not in self.shared)

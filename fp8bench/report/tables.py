@@ -34,8 +34,7 @@ _VERDICT_WIDTH = len("verdict")
 
 def main_error(panel: Panel) -> str:
     """The metric of the error column; '' if nothing in the panel has an error."""
-    measured = dict.fromkeys(one.metric for result in panel.results for one in result.record.measurements)
-    errors = [metric for metric in measured if metric.endswith(_ERROR_SUFFIX)]
+    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
     return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
 
 
