@@ -29,15 +29,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_contents(wheel: Path) -> None:
-    """Every file of fp8bench/, the licence, and no other top-level name."""
+    """Every file of fp8bench/, what a page is made of included, the licence, and no other top-level name."""
     assert wheel.name == f"fp8bench-{fp8bench.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     info = f"fp8bench-{fp8bench.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"fp8bench", info}
     assert f"{info}/licenses/LICENSE" in names
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fp8bench").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == sources
+    files = (path for path in (ROOT / "fp8bench").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert {name for name in names if name.startswith("fp8bench/")} == {
+        path.relative_to(ROOT).as_posix() for path in files
+    }
+    assert "fp8bench/report/page/page.html.j2" in names
 
 
 def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
