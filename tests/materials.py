@@ -1,0 +1,119 @@
+"""Material of reports made by hand, and what a section makes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TypeVar
+
+from fp8bench.model import Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
+from fp8bench.report.elements import Element, Part
+from fp8bench.report.entries import material_of
+from fp8bench.report.material import Material, PastSeries
+from fp8bench.report.section import sections
+from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples
+
+Made = tuple[Run, dict[str, Finding]]
+T = TypeVar("T", bound=Element)
+LONG = "<script>alert(1)</script>" + 275 * "x"
+
+
+def material(*made: Made, past: tuple[PastSeries, ...] = ()) -> Material:
+    return material_of([run for run, _ in made], [findings for _, findings in made], past)
+
+
+def built(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part | None:
+    """What a section makes of these runs."""
+    return sections.get(name).build(material(*made, past=past))
+
+
+def part(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part:
+    """The same, where it must have something to say."""
+    found = built(name, *made, past=past)
+    assert found is not None
+    return found
+
+
+def of_kind(found: Part, kind: type[T]) -> list[T]:
+    """The elements of one kind."""
+    return [element for element in found.elements if isinstance(element, kind)]
+
+
+def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, ...] = ()) -> Made:
+    """A group for each: fp32 takes 1 ms, bf16 is so many times as fast, and faster by 1 from shape to shape."""
+    records, findings = [], {}
+    for number, params in enumerate(wanted):
+        fp32, bf16, fp8 = (case("gemm", name, params) for name in ("fp32", "bf16", "fp8"))
+        ratio = 1 / (speed + number)
+        records += [
+            Record(fp32, NATIVE, Status.OK, Work(flops=1e9), is_reference=True),
+            Record(bf16, NATIVE, Status.OK, Work(flops=1e9)),
+            Record(fp8, EMULATED, Status.OK, Work(flops=1e9)),
+        ]
+        findings |= {
+            fp32.id: Finding(fp32, Verdict.REFERENCE, 1e-3, phases=phases(1e-3, gemm=0.9)),
+            bf16.id: Finding(
+                bf16, Verdict.FASTER, ratio * 1e-3, ratio=Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99),
+                phases=phases(ratio * 1e-3, gemm=0.9), labels=labels,
+            ),
+            fp8.id: Finding(
+                fp8, Verdict.EMULATED, 5e-3, ratio=Interval(5.0, 4.9, 5.1, 0.99), phases=phases(5e-3, cast=0.9)
+            ),
+        }  # fmt: skip
+    return run_of(records), findings
+
+
+def nothing() -> Made:
+    """A run without a single case."""
+    return run_of([]), {}
+
+
+def skipped() -> Made:
+    """Cases that were skipped or failed, and nothing else."""
+    records = [
+        Record(case("gemm", "fp32", {"m": 1}), NATIVE, Status.FAILED, reason="out of memory, even alone"),
+        Record(case("gemm", "fp4", {"m": 1}), REFUSED, Status.SKIPPED, reason="no backend"),
+    ]
+    return run_of(records), {}
+
+
+def strange() -> Made:
+    """Names that are markup and 300 characters long; errors, memory and times that are no numbers."""
+    found, findings = measured()
+    measurements = (
+        error("product_error", math.nan), error(LONG, math.inf), error("zero_error", 0.0),
+        replace(memory(1), samples=(math.inf,)),
+    )  # fmt: skip
+    records = [replace(found.records[0], measurements=(*measurements[:3], memory(1 << 20)))]
+    for number, seconds in enumerate((math.nan, math.inf, 0.0, 1e-3)):
+        named = replace(case(LONG, LONG, {LONG: LONG, "n": number}), precision_map=((LONG, LONG),))
+        records.append(Record(named, NATIVE, Status.OK, is_reference=not number, measurements=measurements))
+        findings[named.id] = Finding(
+            named, Verdict.UNSURE, seconds, seconds, seconds, Interval(seconds, seconds, seconds, 0.99),
+            phases=((LONG, seconds), ("gemm", -1e-3), ("cast", 1e-3)), below_floor=(LONG,), labels=tuple(Label),
+            why=LONG,
+        )  # fmt: skip
+    return replace(found, records=tuple(records)), findings
+
+
+def many(count: int) -> Made:
+    """So many groups of three cases, with samples, memory and errors."""
+    records, findings = [], {}
+    parts = ("cast", "gemm", "attention", "elementwise", "unattributed")
+    for number in range(count):
+        params: dict[str, Scalar] = {"m": 16 * (number + 1), "n": 64, "k": 64}
+        for mode, support, best in (("fp32", NATIVE, 2e-3), ("bf16", NATIVE, 1e-3), ("fp8", EMULATED, 9e-3)):
+            named = case("gemm", mode, params)
+            records.append(
+                Record(
+                    named, support, Status.OK, Work(flops=1e9), mode == "fp32",
+                    timing=samples(parts, (10, 500, 100, 90, 3)),
+                    measurements=(error("product_error", 1e-3), memory(1 << 20)),
+                )
+            )  # fmt: skip
+            ratio = None if mode == "fp32" else Interval(0.5, 0.49, 0.51, 0.99)
+            findings[named.id] = Finding(
+                named, Verdict.FASTER, best, best, 0.01, ratio,
+                phases=phases(best, cast=0.1, gemm=0.5, attention=0.2, elementwise=0.1),
+            )  # fmt: skip
+    return run_of(records), findings
