@@ -17,6 +17,7 @@ from fp8bench.report.tables import value_of
 METRIC = "peak_memory"
 # A saving of less is called none.
 _LEAST_SAVING = 0.01
+_NOTHING_BESIDE = "There is nothing beside it to compare with."
 
 
 @sections.register("memory")
@@ -48,7 +49,7 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
     measured = [case for case in named_cases(panel) if _peak(case) is not None]
     if not measured:
         return
-    yield _bars(title, measured, " ".join(_sentences(panel, measured)))
+    yield _bars(title, measured, " ".join(_sentences(panel, measured)) or _NOTHING_BESIDE)
 
 
 def _peak(case: NamedCase) -> float | None:

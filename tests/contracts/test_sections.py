@@ -1,0 +1,91 @@
+"""What every section of the report promises; a new one is tested on the day it is added."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+
+from fp8bench.model import Finding, Run
+from fp8bench.report.compose import page_of
+from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
+from fp8bench.report.section import sections
+from tests.materials import Made, material, nothing, shapes, skipped, strange
+from tests.runs import gemm, measured, transformer, wild_runs
+
+NAMES = sections.names()
+SHAPES = [{"m": m, "n": n, "k": 64} for m in (1, 64) for n in (64, 128)]
+RUNS: dict[str, Callable[[], list[Made]]] = {
+    "gemm": lambda: [gemm()],
+    "transformer": lambda: [transformer()],
+    "measured": lambda: [measured()],
+    "shapes": lambda: [shapes(*SHAPES)],
+    "strange": lambda: [strange()],
+    "skipped": lambda: [skipped()],
+    "nothing": lambda: [nothing()],
+    "side by side": lambda: [gemm(), transformer(), measured(), gemm()],
+}
+
+
+def is_empty(element: Element) -> bool:
+    """Whether there would be nothing to see."""
+    match element:
+        case Text() | Code():
+            return not element.text.strip()
+        case Items():
+            return not element.items or not all(item.text.strip() for item in element.items)
+        case Facts():
+            return not element.pairs or not all(name and text for name, text in element.pairs)
+        case Table():
+            return not element.rows or not element.columns
+        case _:
+            return not element.title.strip() or not element.description.strip()
+
+
+def check(*made: Made) -> None:
+    """A page of these runs keeps every promise."""
+    page = page_of(material(*made))
+    assert page.title and page.subtitle and page.parts
+    words = Counter(part.name for part in page.parts)
+    for part in page.parts:
+        assert re.fullmatch(r"[a-z0-9-]+", part.name) and part.title and part.elements
+        assert not [element for element in part.elements if is_empty(element)], part.name
+        words.update(element.name for element in part.elements if isinstance(element, Chart | Table))
+        for table in (element for element in part.elements if isinstance(element, Table)):
+            assert all(len(row) == len(table.columns) for row in table.rows)
+    mains = [element for part in page.parts for element in part.elements if isinstance(element, Table) and element.main]
+    assert len(mains) <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_section_says_what_it_is(name: str) -> None:
+    section = sections.get(name)
+    assert section.name == name and section.summary and not section.summary.endswith(".")
+    assert type(section).__doc__
+
+
+def test_ranks_are_each_taken_once() -> None:
+    ranks = Counter(sections.get(name).rank for name in NAMES)
+    assert not [rank for rank, number in ranks.items() if number > 1]
+
+
+@pytest.mark.parametrize("runs", RUNS)
+def test_a_page_keeps_every_promise(runs: str) -> None:
+    check(*RUNS[runs]())
+
+
+@pytest.mark.parametrize("runs", RUNS)
+def test_a_part_is_its_section_s(runs: str) -> None:
+    """Its name is the section's, so that a link to it stays good."""
+    for name in NAMES:
+        part = sections.get(name).build(material(*RUNS[runs]()))
+        assert part is None or part.name == name
+
+
+@settings(max_examples=40, deadline=None)
+@given(made=wild_runs())
+def test_whatever_a_run_holds_the_page_stands(made: tuple[Run, dict[str, Finding]]) -> None:
+    check(made)

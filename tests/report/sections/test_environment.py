@@ -1,0 +1,128 @@
+"""The environment: what is known, what it means, and what is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8bench.model import DeviceFacts, Environment, Label, Record, Status, Verdict
+from fp8bench.report import legend
+from fp8bench.report.elements import Facts, Items, Table, Text, Tone
+from tests.materials import Made, built, nothing, of_kind, part
+from tests.runs import NATIVE, case, gemm, judged, measured, run_of, transformer
+
+
+def facts(*made: Made) -> dict[str, str]:
+    """The names and what they are."""
+    (found,) = of_kind(part("environment", *made), Facts)
+    return dict(found.pairs)
+
+
+def remarks(*made: Made) -> list[Text]:
+    return [text for items in of_kind(part("environment", *made), Items) for text in items.items]
+
+
+def test_what_is_known_has_a_line_and_nothing_else() -> None:
+    run, findings = gemm()
+    known = Environment(
+        {
+            "torch": "2.13.0", "torch_git": "0123456789", "python": "3.11.7", "python_implementation": "CPython",
+            "cpu_count": 64, "cpu_affinity": 2, "cpu_governor": "performance", "threads": 1, "load_1min": 1.5,
+            "commit": "0a1b2c3d4e", "dirty": True, "machine": "box", "system": "Linux", "smt": None,
+        }
+    )  # fmt: skip
+    assert facts((replace(run, environment=known), findings)) == {
+        "device cpu": "AMD EPYC 7B13, 8.00 GiB",
+        "torch": "2.13.0 (git 01234567)",
+        "Python": "3.11.7 (CPython)",
+        "machine": "box",
+        "system": "Linux",
+        "processors": "2 of 64, governor performance",
+        "threads": "1",
+        "load at start": "1.5 (mean of 1 minute)",
+        "commit": "0a1b2c3d with uncommitted changes",
+        "started": "2026-01-05 12:00 UTC",
+        "timed": "0 s inside timed slots",
+        "cases": "8 measured, 3 skipped, 1 failed",
+        "noise floor (A/A)": "gemm +-0.4%",
+    }
+    assert set(facts((run, findings))) == {"device cpu", "started", "timed", "cases", "noise floor (A/A)"}
+
+
+def test_a_gpu_says_what_it_can_do() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    records = tuple(replace(one, case=replace(one.case, device="cuda:0")) for one in run.records)
+    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0), cuda="13.0")
+    found = facts((replace(run, records=records, devices=(*run.devices, gpu)), findings))
+    assert found["device cuda:0"] == "NVIDIA H200, 139 GiB, compute capability 9.0" and found["CUDA"] == "13.0"
+    assert "device cpu" not in found  # nothing was measured there
+
+
+def test_time_inside_slots_counts_every_entry() -> None:
+    """12 slots of 7 s, and one of the reference's second entry."""
+    run, findings = measured()
+    first = run.records[0]
+    timing = first.timing
+    assert timing is not None
+    slots = tuple(replace(slot, wall_seconds=7.0) for slot in timing.slots)
+    record = replace(first, timing=replace(timing, slots=slots), control=replace(timing, slots=slots[:1]))
+    assert facts((replace(run, records=(record,)), findings))["timed"] == "1 min 31 s inside timed slots"
+
+
+def test_what_was_not_simply_measured_is_explained() -> None:
+    assert remarks(gemm()) == [
+        Text(
+            "emulated: fp8 (2 cases): right in numbers, but no speed: its time and memory are the cost of emulation; "
+            "no hardware for FP8: values rounded, products in fp32",
+            Tone.DOUBT,
+        ),
+        Text("skipped: nvfp4 (3 cases): fp4 needs torch 2.8 or later, this is 2.7.1", Tone.DOUBT),
+        Text("failed: fp8 (1 case): out of memory, even alone", Tone.BAD),
+    ]
+
+
+def test_labels_notes_and_troubles() -> None:
+    run, findings = transformer()
+    said = remarks((replace(run, troubles=("line 3 is broken",), notes=("beside another",)), findings))
+    assert [text.text for text in said[1:]] == [
+        f"contended (1 of 3 cases): {legend.LABELS[Label.CONTENDED]}",
+        "few-samples (1 of 3 cases): few rounds: the interval rests on little",
+        "note: nvfp4 was left out: --quick keeps three precisions",
+        "note: beside another",
+        "trouble: line 3 is broken",
+    ]  # fmt: skip
+
+
+def test_more_notes_than_one_reads_are_counted() -> None:
+    run, findings = transformer()
+    said = remarks((replace(run, notes=tuple(f"note {number}" for number in range(50))), findings))
+    assert said[-1].text == "and 31 more notes and troubles in the run's file"
+
+
+def test_more_reasons_than_one_reads_are_counted() -> None:
+    records = [
+        Record(case("gemm", "bf16", {"m": size}), NATIVE, Status.FAILED, reason=f"fault {size}") for size in range(40)
+    ]
+    said = remarks((run_of(records), {}))
+    assert len(said) == 21 and said[-1].text == "failed for 20 more reasons: the table has each case"
+
+
+def test_a_run_cut_off_and_one_without_a_header() -> None:
+    run, findings = transformer()
+    assert remarks((replace(run, records=run.records[:1], finished=False), findings))[0] == Text(
+        f"stopped early: 2 of 3 cases have no record; --resume {run.id} measures them", Tone.BAD
+    )
+    lost = remarks((replace(run, started="", command="", devices=()), findings))
+    assert Text("the header of its file is lost: what was asked, planned and run on is not known", Tone.BAD) in lost
+
+
+def test_runs_side_by_side_have_a_column_each() -> None:
+    found = part("environment", gemm(), transformer())
+    (table,) = of_kind(found, Table)
+    assert [column.title for column in table.columns] == ["fact", "gemm", "transformer"]
+    assert [field.text for field in table.rows[-1]] == ["noise floor (A/A)", "gemm +-0.4%", "transformer +-0.6%"]
+    assert all(text.text.startswith(("gemm: ", "transformer: ")) for text in remarks(gemm(), transformer()))
+
+
+def test_no_runs_have_no_environment() -> None:
+    assert built("environment") is None
+    assert facts(nothing())["cases"] == "none"
