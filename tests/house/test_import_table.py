@@ -89,6 +89,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.sizes", frozenset()),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
+    ("fp8bench.report.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.
 LAZY_ALLOWED: dict[str, frozenset[str]] = {

@@ -1,0 +1,74 @@
+"""Texts of a chart: how wide they come out, how they are shortened, and what XML cannot hold.
+
+The page sets them in the reader's own font, so widths are those of a wide one (DejaVu Sans).
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+
+ELLIPSIS = "\u2026"
+
+# Widths in units of the font's size; what is not named is as wide as a digit.
+_WIDTHS = {
+    **dict.fromkeys("ijlI|'", 0.29),
+    **dict.fromkeys(" .,:;/\\!J", 0.34),
+    **dict.fromkeys('ft()[]{}r-"`', 0.41),
+    **dict.fromkeys("cszLF?_*", 0.57),
+    **dict.fromkeys("ABCKPRVXYZ&", 0.7),
+    **dict.fromkeys("DGHNOQUw", 0.79),
+    **dict.fromkeys("=+<>#~^\u00d7\u00b1", 0.84),
+    **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
+}
+_DIGIT = 0.64
+_BOLD = 1.1
+# Control characters, halves of surrogate pairs and non-characters have no place in XML, not even escaped.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_SPACES = re.compile(r"\s+")
+
+
+def width(text: str, size: float, bold: bool = False) -> float:
+    """About how many pixels a line of text takes in letters of `size` pixels."""
+    return sum(_letter(letter) for letter in text) * size * (_BOLD if bold else 1.0)
+
+
+def _letter(letter: str) -> float:
+    if letter.isascii() or letter in _WIDTHS:
+        return _WIDTHS.get(letter, _DIGIT)
+    if unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me"):
+        return 0.0
+    return 1.3 if unicodedata.east_asian_width(letter) in "WF" else 0.75
+
+
+def one_line(text: str) -> str:
+    """A text as one line."""
+    return _SPACES.sub(" ", text).strip()
+
+
+def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
+    """One line of at most `room` pixels: what is too much goes from the middle, as ends tell names apart."""
+    text = one_line(text)
+    if width(text, size, bold) <= room + 0.01:
+        return text
+    kept = max(0.0, room - width(ELLIPSIS, size, bold))
+    tail = _fitting(text[::-1], kept / 2, size, bold)
+    head = _fitting(text, kept - width(text[len(text) - tail :], size, bold), size, bold)
+    return text[:head].rstrip() + ELLIPSIS + text[len(text) - tail :].lstrip()
+
+
+def _fitting(text: str, room: float, size: float, bold: bool) -> int:
+    """How many letters from the start fit into `room`."""
+    used = 0.0
+    for count, letter in enumerate(text):
+        used += width(letter, size, bold)
+        if used > room:
+            return count
+    return len(text)
+
+
+def escaped(text: str) -> str:
+    """A text as it may stand in XML and HTML, between tags and in quotes; line ends survive in an attribute."""
+    clean = _FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return html.escape(clean, quote=True).replace("\n", "&#10;")

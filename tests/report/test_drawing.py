@@ -1,0 +1,629 @@
+"""Charts as SVG: sound markup whatever comes in, the same bytes anywhere, and nothing seen that is not there."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.report.drawing import limits
+from fp8bench.report.drawing.draw import draw
+from fp8bench.report.drawing.labels import escaped, shortened, width
+from fp8bench.report.drawing.limits import left_out
+from fp8bench.report.drawing.scale import Scale, shown
+from fp8bench.report.drawing.scale import limits as ends_of
+from fp8bench.report.drawing.strips import chosen
+from fp8bench.report.elements import Axis, Bars, Chart, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Tone
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "charts"
+STYLE = (ROOT / "fp8bench" / "report" / "drawing" / "charts.css").read_text()
+SPEED = Axis("times faster than bf16", "x")
+TIME = Axis("time of a step", "s")
+
+
+def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN) -> Mark:
+    """A value with an interval of so much on either side."""
+    return Mark(label, value, value * (1 - share), value * (1 + share), tone)
+
+
+def bars(*marks: Mark, axis: Axis = SPEED, start: float = 1.0) -> Bars:
+    return Bars("speed", "Speed", "How fast each case is.", axis, (("", marks),), start)
+
+
+CHARTS: dict[str, Chart] = {
+    "bars": Bars(
+        "speed",
+        "Speed-up over bf16",
+        "Steps a second against bf16.",
+        SPEED,
+        (
+            ("small", (mark("fp8", 1.31, tone=Tone.GOOD), mark("fp32", 0.47, tone=Tone.BAD))),
+            ("large", (mark("fp16", 1.01, 0.12, Tone.DOUBT), Mark("bf16", 1.0, tone=Tone.STRONG, hint="reference"))),
+        ),
+        1.0,
+    ),
+    "scatter": Scatter(
+        "pareto",
+        "Speed against error",
+        "A point a case.",
+        Axis("times faster", "x", log=True),
+        Axis("relative error", "", log=True),
+        (
+            Point("fp8", "fp8 small", 1.6, 3e-2, Tone.STRONG),
+            Point("fp8", "fp8 large", 1.4, 2e-2),
+            Point("bf16", "bf16", 1.0, 4e-3),
+            Point("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
+        ),
+        "emulated: no speed",
+    ),
+    "stacks": Stacks(
+        "phases",
+        "Where the time goes",
+        "Phases of a step.",
+        TIME,
+        ("forward", "backward", "unattributed"),
+        (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002))),
+    ),
+    "heat": Heat(
+        "shapes",
+        "Where fp8 pays",
+        "Speed-up by shape.",
+        ("m=128", "m=256"),
+        ("n=128", "n=256", "n=512"),
+        ((0.5, 0.8, 1.1), (0.9, 1.2, None)),
+        SPEED,
+    ),
+    "lines": Lines(
+        "history",
+        "Over commits",
+        "The best case of each run.",
+        ("a1", "b2", "c3", "d4", "e5"),
+        TIME,
+        (
+            ("bf16", tuple(mark("", one) for one in (0.024, 0.0241, 0.0239, 0.024, 0.0242))),
+            ("fp8", (mark("", 0.017), None, mark("", 0.0172), mark("", 0.0199, tone=Tone.BAD), mark("", 0.0198))),
+        ),
+    ),
+    "strips": Strips(
+        "samples",
+        "All samples",
+        "A dot a sample.",
+        TIME,
+        (
+            ("bf16", (0.024, 0.0241, 0.0242, 0.0239), Tone.PLAIN),
+            ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
+        ),
+    ),
+}
+KINDS = pytest.mark.parametrize("kind", CHARTS)
+
+
+def parsed(drawn: str) -> list[ElementTree.Element]:
+    """The SVG elements of a drawing, read as XML."""
+    return list(ElementTree.fromstring(f"<div>{drawn}</div>"))
+
+
+def marks_of(sheet: ElementTree.Element) -> list[ElementTree.Element]:
+    return [one for one in sheet.iter() if "mark" in one.get("class", "").split()]
+
+
+def texts_of(sheet: ElementTree.Element) -> list[str]:
+    return [one.text or "" for one in sheet.iter("text")]
+
+
+def described(chart: Chart) -> str:
+    """The description in the first drawing."""
+    return parsed(draw(chart))[0].findtext("desc") or ""
+
+
+@KINDS
+def test_golden(kind: str) -> None:
+    """The bytes. After a wanted change write the new drawing to tests/golden/charts and look at it in a browser."""
+    tested = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert tested
+    if version("matplotlib") != tested[1]:
+        pytest.skip(f"drawn by matplotlib {version('matplotlib')}; the golden files are those of {tested[1]}")
+    assert draw(CHARTS[kind]) + "\n" == (GOLDEN / f"{kind}.svg").read_text()
+
+
+@KINDS
+def test_a_drawing_is_two_sheets_with_title_and_description(kind: str) -> None:
+    """One for a window, one for a telephone; each names itself, and holds its own parts only."""
+    chart = CHARTS[kind]
+    sheets = parsed(draw(chart))
+    assert [sheet.get("class") for sheet in sheets] == [f"of-{kind} wide", f"of-{kind} narrow"]
+    for sheet in sheets:
+        assert sheet.tag == "svg" and sheet.get("role") == "group"
+        title, description = sheet.find("title"), sheet.find("desc")
+        assert title is not None and title.text == chart.title and title.get("id") == sheet.get("aria-labelledby")
+        assert description is not None and description.get("id") == sheet.get("aria-describedby")
+        assert (description.text or "").startswith(chart.description)
+
+
+@KINDS
+def test_only_markup_a_page_without_network_allows(kind: str) -> None:
+    """No address, no style element, no script, no reference past the drawing; inline style is a width at most."""
+    drawn = draw(CHARTS[kind])
+    assert drawn.startswith("<svg ") and drawn.endswith("</svg>")
+    for word in ("http", "url(", "<?xml", "<!", "<style", "<script", "xlink", "metadata", "font-family", "@import"):
+        assert word not in drawn
+    for sheet in parsed(drawn):
+        ids = {one.get("id") for one in sheet.iter()}
+        for one in sheet.iter():
+            assert re.fullmatch(r"(min-width:\d+px)?", one.get("style", ""))
+            assert one.get("href", "#")[0] == "#" and one.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
+
+
+@KINDS
+def test_every_class_has_a_style(kind: str) -> None:
+    """charts.css knows what is drawn: a class it does not name would be drawn as nothing, or black."""
+    used = {
+        word for sheet in parsed(draw(CHARTS[kind])) for one in sheet.iter() for word in one.get("class", "").split()
+    }
+    drawn_by_default = {f"of-{kind}", "label", "value", "plain"}
+    assert {word for word in used - drawn_by_default if f".{word}" not in STYLE} == set()
+
+
+@KINDS
+def test_marks_can_be_reached_and_say_what_they_are(kind: str) -> None:
+    """By keyboard and by pointing: a role, a short label, a hint that begins with it."""
+    counts = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2}
+    for sheet in parsed(draw(CHARTS[kind])):
+        marks = marks_of(sheet)
+        assert len(marks) == counts[kind]
+        for one in marks:
+            assert one.get("tabindex") == "0" and one.get("role") == "img"
+            assert one.get("aria-label") and (one.get("data-hint") or "").startswith(one.get("aria-label") or "?")
+
+
+def test_ids_differ_between_charts() -> None:
+    """Also between names that would make the same word, and between the two sheets of one chart."""
+    names = ("a b", "a-b", "a.b", "A-B", "", "-", "日本", "x" * 300, "x" * 299)
+    drawn = "".join(draw(Bars(name, "", "", SPEED, (("", (mark("one", 1.2),)),), 1.0)) for name in names)
+    ids = [one.get("id") for one in ElementTree.fromstring(f"<div>{drawn}</div>").iter() if one.get("id")]
+    assert len(ids) == len(set(ids)) == len(names) * 2 * 3
+    assert all(re.fullmatch(r"[a-z][a-z0-9-]*", one or "") for one in ids)
+
+
+PROGRAM = """
+import matplotlib
+from tests.report.test_drawing import CHARTS, draw
+print("".join(draw(chart) for chart in CHARTS.values()))
+"""
+
+
+def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
+    """Whatever the hash seed, the locale and the reader's matplotlibrc."""
+    settings_file = tmp_path / "matplotlibrc"
+    settings_file.write_text(
+        "path.sketch: 3, 50, 10\nfont.size: 30\nsvg.fonttype: path\nfigure.dpi: 300\nlines.markersize: 20\n"
+        "figure.constrained_layout.use: True\naxes.formatter.use_locale: True\npath.simplify: True\n"
+        "lines.markeredgewidth: 5\npatch.force_edgecolor: True\nfont.family: serif\nsavefig.bbox: tight\n"
+    )
+    outputs = []
+    for seed, locale, chosen_file in (("1", "C", ""), ("77", "C.UTF-8", str(settings_file))):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "LC_ALL": locale,
+            "PYTHONIOENCODING": "utf-8",
+            "PYTHONPATH": str(ROOT),
+            "MATPLOTLIBRC": chosen_file,
+        }
+        environment = {name: value for name, value in environment.items() if value}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        outputs.append(done.stdout.decode().strip())
+    assert outputs[0] == outputs[1] == "".join(draw(chart) for chart in CHARTS.values())
+
+
+def test_settings_of_the_process_stay_as_they_were() -> None:
+    """Drawing borrows matplotlib's settings, and gives them back."""
+    before = dict(matplotlib.rcParams)
+    draw(CHARTS["bars"])
+    assert dict(matplotlib.rcParams) == before
+
+
+# --- whatever comes in -------------------------------------------------------------------------------------------
+
+WILD = st.one_of(
+    st.text(st.characters(exclude_categories=()), max_size=40),
+    st.sampled_from(
+        [
+            "<script>alert(1)</script>",
+            "a & b",
+            "\"quoted\" 'name'",
+            "$x^2$",
+            "🚀👩‍🚀",
+            "שלום עולם",
+            "\x00\x1b[31m",
+            "]]>",
+            "n" * 300,
+        ]
+    ),
+)
+NUMBERS = st.one_of(
+    st.floats(),
+    st.floats(0.2, 5),
+    st.sampled_from([0.0, 1.0, 1e-300, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan]),
+)
+AXES = st.builds(Axis, WILD, st.sampled_from(["", "s", "B", "x", "J", "FLOP/s"]), st.booleans())
+TONES = st.sampled_from(Tone)
+MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD)
+POINTS = st.builds(Point, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD)
+
+
+def few(things: st.SearchStrategy[object], most: int = 5) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(things, max_size=most).map(tuple)
+
+
+WORDS = (WILD, WILD, WILD)
+ANY = {
+    "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS))), NUMBERS),
+    "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD),
+    "stacks": st.builds(Stacks, *WORDS, AXES, few(st.just("unattributed") | WILD), few(st.tuples(WILD, few(NUMBERS)))),
+    "heat": st.builds(Heat, *WORDS, few(WILD), few(WILD), few(few(st.none() | NUMBERS)), AXES, NUMBERS, few(few(WILD))),
+    "lines": st.builds(Lines, *WORDS, few(WILD), AXES, few(st.tuples(WILD, few(st.none() | MARKS)))),
+    "strips": st.builds(Strips, *WORDS, AXES, few(st.tuples(WILD, few(NUMBERS, 50), TONES))),
+}
+
+
+@KINDS
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
+    """Wild texts and numbers: sound XML, every number in it a number, every text as it came."""
+    drawn = draw(data.draw(ANY[kind]))
+    sheets = parsed(drawn)
+    assert sheets
+    for sheet in sheets:
+        for one in sheet.iter():
+            assert one.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
+            geometry = " ".join(one.get(name, "") for name in ("d", "x", "y", "viewBox"))
+            assert not re.search(r"nan|inf|e[+-]?\d|\d\.\d{3}", geometry, re.IGNORECASE)
+    assert "<script" not in drawn
+
+
+@pytest.mark.parametrize("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
+def test_texts_show_as_they_are(text: str) -> None:
+    """Escaped once: what the reader sees is what the user wrote."""
+    sheet = parsed(draw(Bars("n", text, text, Axis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
+    assert sheet.findtext("title") == text and sheet.findtext("desc") == text
+    assert texts_of(sheet).count(text) == 3
+    assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
+
+
+def test_what_xml_cannot_hold_is_replaced() -> None:
+    assert escaped("a\x00b\ud800\n<") == "a\ufffdb\ufffd&#10;&lt;"
+
+
+def test_a_long_name_is_cut_in_its_middle() -> None:
+    """Both ends tell cases apart; all of it is in the hint."""
+    name = "first " + "x" * 290 + " last"
+    sheet = parsed(draw(bars(mark(name, 1.2))))[0]
+    label = next(text for text in texts_of(sheet) if "\u2026" in text)
+    assert label.startswith("first") and label.endswith("last") and len(label) < 60
+    assert name in (marks_of(sheet)[0].get("data-hint") or "")
+    assert width(shortened(name, 100, 13), 13) <= 100.01
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        bars(),
+        bars(Mark("nan", math.nan)),
+        Scatter("s", "S", "", SPEED, TIME, ()),
+        Stacks("s", "S", "", TIME, ("a",), (("row", (0.0,)),)),
+        Heat("s", "S", "", (), (), (), SPEED),
+        Heat("s", "S", "", ("a",), ("b",), ((None,),), SPEED),
+        Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
+        Strips("s", "S", "", TIME, (("a", (), Tone.PLAIN),)),
+    ],
+)
+def test_nothing_to_draw_is_said(chart: Chart) -> None:
+    """A sheet with a sentence, an image without parts."""
+    for sheet in parsed(draw(chart)):
+        assert texts_of(sheet) == ["Nothing to draw: no value here has a place on the axis."]
+        assert sheet.get("role") == "img"
+
+
+def test_what_is_not_drawn_is_counted() -> None:
+    """In the description: numbers that are none, and bars that find no room."""
+    marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
+    chart = bars(*marks)
+    assert left_out(chart) == 6
+    assert described(chart) == (
+        "How fast each case is. 3 numbers are not finite or without a place on the axis, and not drawn. "
+        "6 more are in the table only."
+    )
+    assert len(marks_of(parsed(draw(chart))[0])) == limits.BARS
+
+
+# --- chart by chart ----------------------------------------------------------------------------------------------
+
+
+def spans(drawn: str, style: str) -> list[tuple[float, float]]:
+    """Left and right ends of the shapes of a class, in the first sheet."""
+    found = []
+    for one in parsed(drawn)[0].iter("path"):
+        if one.get("class") == style:
+            data = re.findall(r"[MLHV][-\d. ]+", one.get("d", ""))
+            xs = [float(part[1:].split()[0]) for part in data if part[0] != "V"]
+            found.append((min(xs), max(xs)))
+    return found
+
+
+def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
+    """Ratios stand on a logarithmic axis, whether it was asked for or not."""
+    drawn = draw(bars(Mark("fast", 2.0), Mark("slow", 0.5)))
+    (start, fast), (slow, start_too) = spans(drawn, "bar plain")
+    assert fast - start == pytest.approx(start_too - slow, abs=0.02)
+    assert {"0.5x", "1x", "2x"} <= set(texts_of(parsed(drawn)[0]))
+
+
+def test_a_value_stands_past_the_end_of_its_bar() -> None:
+    """And past its interval, away from the start."""
+    sheet = parsed(draw(bars(mark("fast", 1.5), mark("slow", 0.6))))[0]
+    values = {one.text: one for one in sheet.iter("text") if (one.text or "").endswith("00x")}
+    whiskers = spans(draw(bars(mark("fast", 1.5), mark("slow", 0.6))), "whisker")
+    assert values["1.500x"].get("text-anchor") is None and float(values["1.500x"].get("x", "")) > whiskers[0][1]
+    assert values["0.600x"].get("text-anchor") == "end" and float(values["0.600x"].get("x", "")) < whiskers[1][0]
+
+
+def test_a_group_without_a_bar_has_no_heading() -> None:
+    groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
+    texts = texts_of(parsed(draw(Bars("n", "", "", SPEED, groups, 1.0)))[0])
+    assert "full" in texts and not {"empty", "nan"} & set(texts)
+
+
+def test_an_interval_without_ends_is_no_whisker() -> None:
+    chart = bars(Mark("a", 1.2, -math.inf, math.inf))
+    assert spans(draw(chart), "whisker") == []
+    assert marks_of(parsed(draw(chart))[0])[0].get("data-hint") == "a: 1.200x"
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12), narrow=st.booleans())
+def test_nothing_runs_over_the_sheet(values: list[float], narrow: bool) -> None:
+    """Texts are estimated in a wide font, and stay inside the sheet."""
+    sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))[narrow]
+    wide = float(sheet.get("viewBox", "").split()[2])
+    for one in sheet.iter("text"):
+        long, x = width(one.text or "", 12 if narrow else 13), float(one.get("x", ""))
+        left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+        assert left >= -0.5 and left + long <= wide + 0.5
+
+
+def test_points_without_x_stand_in_the_margin() -> None:
+    """Beside the plot, under the words on what they have in common."""
+    sheet = parsed(draw(CHARTS["scatter"]))[0]
+    margin = spans(draw(CHARTS["scatter"]), "margin")[0]
+    places = [float(one.get("x", "")) for one in marks_of(sheet)]
+    assert [margin[0] < x < margin[1] for x in places] == [False, False, False, True]
+    assert "emulated: no speed" in texts_of(sheet)
+
+
+def test_points_all_without_x_need_no_plot() -> None:
+    chart = Scatter("s", "", "", SPEED, TIME, (Point("a", "one", None, 1.0), Point("b", "two", None, 2.0)), "emulated")
+    sheet = parsed(draw(chart))[0]
+    assert len(marks_of(sheet)) == 2 and SPEED.title not in texts_of(sheet)
+
+
+def test_series_differ_by_shape_and_colour() -> None:
+    """The first 64 of them by one or the other."""
+    points = tuple(Point(f"s{n}", "", 1.0 + n, 1.0) for n in range(64))
+    sheet = parsed(draw(Scatter("s", "", "", SPEED, TIME, points)))[0]
+    assert len({(one.get("href"), one.get("class")) for one in marks_of(sheet)}) == 64
+    assert len({one.get("href") for one in marks_of(sheet)[:8]}) == 8
+
+
+def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
+    points = tuple(Point("a", f"point {n}", 1 + n % 7 + n / 50, 1 + n % 5 + n / 40) for n in range(60))
+    sheet = parsed(draw(Scatter("s", "", "", Axis("x"), Axis("y"), points)))[0]
+    boxes = []
+    for one in sheet.iter("text"):
+        if one.get("class") == "label":
+            long, x, y = width(one.text or "", 13), float(one.get("x", "")), float(one.get("y", ""))
+            left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+            boxes.append((left, y - 10, left + long, y + 3))
+    assert 1 < len(boxes) <= limits.LABELS
+    for number, a in enumerate(boxes):
+        for b in boxes[:number]:
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_parts_follow_each_other_and_small_ones_have_no_text() -> None:
+    """In the order given; what is unattributed is hatched."""
+    drawn = draw(CHARTS["stacks"])
+    first, second = spans(drawn, "mark part s1"), spans(drawn, "mark part s2")
+    assert first[0][1] == second[0][0] and first[1][1] == second[1][0]
+    shares = [one.text for one in parsed(drawn)[0].iter("text") if one.get("class") == "inside"]
+    assert shares == ["29%", "69%", "66%"]
+    assert len(spans(drawn, "mark rest")) == 2 and len(spans(drawn, "hatch")) == 3
+
+
+def test_the_line_between_cells_on_either_side_of_even() -> None:
+    """It passes between neighbours, and nowhere else; a cell without a value has none and is hatched."""
+    sheet = parsed(draw(CHARTS["heat"]))[0]
+    border = next(one for one in sheet.iter("path") if one.get("class") == "even")
+    assert border.get("d", "").count("M") == 3
+    styles = [one.get("class") for one in marks_of(sheet)]
+    assert styles == [
+        "mark cell low-4",
+        "mark cell low-2",
+        "mark cell high-1",
+        "mark cell low-1",
+        "mark cell high-2",
+        "mark cell none",
+    ]
+    assert len(spans(draw(CHARTS["heat"]), "hatch")) == 1
+    assert {"0.500", "0.800", "1.10", "0.900", "1.20"} <= set(texts_of(sheet))
+
+
+@pytest.mark.parametrize("even", [math.nan, math.inf, -math.inf, 1e308])
+def test_without_an_even_no_cell_is_on_a_side(even: float) -> None:
+    """Nothing is coloured, no key says what colours mean, no line is drawn."""
+    sheet = parsed(draw(Heat("h", "", "", ("a",), ("b", "c"), ((1.0, 2.0),), SPEED, even)))[0]
+    assert {one.get("class") for one in marks_of(sheet)} == {"mark cell level"}
+    assert "even" not in texts_of(sheet) and not [one for one in sheet.iter() if one.get("class") == "even"]
+
+
+def test_a_large_map_is_cut_and_scrolls() -> None:
+    """At most 40 by 40 cells, one sheet for all windows, cells that can be pointed at and not tabbed to."""
+    names = tuple(str(n) for n in range(45))
+    chart = Heat(
+        "h", "", "", names, names, tuple(tuple(0.5 + 0.01 * (r + c) for c in range(45)) for r in range(45)), SPEED
+    )
+    (sheet,) = parsed(draw(chart))
+    assert len(marks_of(sheet)) == 1600 and left_out(chart) == 45 * 45 - 1600
+    assert sheet.get("class") == "of-heat only" and (sheet.get("style") or "").startswith("min-width:")
+    assert all(one.get("tabindex") is None and one.get("data-hint") for one in marks_of(sheet))
+
+
+def test_a_line_breaks_where_a_mark_is_missing() -> None:
+    """The lonely mark has a whisker, the others a band; the last value of each series is written."""
+    drawn = draw(CHARTS["lines"])
+    assert len(spans(drawn, "line s1")) == len(spans(drawn, "line s2")) == 1
+    assert len(spans(drawn, "haze s1")) == len(spans(drawn, "haze s2")) == len(spans(drawn, "whisker")) == 1
+    last = {one.get("class"): one.text for one in parsed(drawn)[0].iter("text") if "last" in one.get("class", "")}
+    assert last == {"last s1": "24.2 ms", "last s2": "19.8 ms"}
+
+
+def test_long_histories_keep_their_end() -> None:
+    """The newest places are drawn, a few of them named, some marks pointed at, those meant somehow among them."""
+    places = tuple(f"commit {n}" for n in range(250))
+    marks = tuple(mark("", 1.0 + n / 1000, tone=Tone.BAD if n == 123 else Tone.PLAIN) for n in range(250))
+    chart = Lines("l", "", "", places, SPEED, (("one", marks),))
+    sheet = parsed(draw(chart))[0]
+    hints = [one.get("data-hint") or "" for one in marks_of(sheet)]
+    assert left_out(chart) == 50
+    assert limits.POINTED[False] <= len(hints) <= limits.POINTED[False] + 1
+    assert hints[0].startswith("one, commit 50:") and hints[-1].startswith("one, commit 249:")
+    assert any(hint.startswith("one, commit 123:") for hint in hints)
+    assert "commit 249" in texts_of(sheet) and "commit 0" not in texts_of(sheet)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
+def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) -> None:
+    """Both ends stay, and so does the share of samples on either side of any value."""
+    kept = chosen(samples)
+    assert len(kept) == min(len(samples), limits.DOTS)
+    assert (kept[0], kept[-1]) == (min(samples), max(samples))
+    for edge in samples[:5]:
+        below = sum(one <= edge for one in samples) / len(samples)
+        assert sum(one <= edge for one in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
+
+
+def test_two_humps_stay_two_humps() -> None:
+    """One path a row; a quarter of the samples lie far off, and a quarter of the dots."""
+    samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
+    drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
+    (dots,) = [one for one in parsed(drawn)[0].iter("path") if one.get("class") == "dots plain"]
+    xs = [float(x) for x in re.findall(r"M([\d.]+) ", dots.get("d", ""))]
+    assert len(xs) == limits.DOTS
+    assert sum(x > (min(xs) + max(xs)) / 2 for x in xs) == limits.DOTS / 4
+    assert "chosen evenly over their sorted order" in (parsed(drawn)[0].findtext("desc") or "")
+
+
+# --- scales ------------------------------------------------------------------------------------------------------
+
+
+def ticks(low: float, high: float, unit: str = "", log: bool = False, most: int = 6) -> list[str]:
+    return [text for _, text in Scale(low, high, 0, 100, log, unit).ticks(most)]
+
+
+def test_ticks_read_as_a_person_writes_them() -> None:
+    assert ticks(0.4, 2.2, "x", True) == ["0.5x", "0.75x", "1x", "1.5x", "2x"]
+    assert ticks(0.2, 5, "x", True) == ["0.25x", "0.5x", "1x", "2x", "4x"]
+    assert ticks(0.96, 1.05, "x", True) == ["0.96x", "0.98x", "1x", "1.02x", "1.04x"]
+    assert ticks(0, 0.0021, "s") == ["0 ms", "0.5 ms", "1 ms", "1.5 ms", "2 ms"]
+    assert ticks(0, 5 * 2**30, "B") == ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB", "5 GiB"]
+    assert ticks(1e-7, 1e-1, "", True) == ["1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "0.01", "0.1"][:7]
+    assert ticks(1e-6, 3.0, "s", True) == ["1 us", "100 us", "10 ms", "1 s"]
+    assert ticks(0, 1.3e12, "FLOP/s") == [
+        "0 TFLOP/s",
+        "0.25 TFLOP/s",
+        "0.5 TFLOP/s",
+        "0.75 TFLOP/s",
+        "1 TFLOP/s",
+        "1.25 TFLOP/s",
+    ]
+
+
+@given(
+    values=st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=6),
+    log=st.booleans(),
+    unit=st.sampled_from(["", "s", "B", "x", "J"]),
+)
+def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
+    """And every value stands between its ends."""
+    low, high = ends_of(values, log, unit)
+    scale = Scale(low, high, 10, 90, log, unit)
+    found = scale.ticks(6)
+    assert 1 <= len(found) <= 20
+    assert [scale.at(value) for value, _ in found] == sorted(scale.at(value) for value, _ in found)
+    assert len({text for _, text in found}) == len(found)
+    assert all(9.99 <= scale.at(value) <= 90.01 for value in values)
+
+
+def test_values_are_written_by_their_unit() -> None:
+    assert [shown(0.0243, "s"), shown(1.0312, "x"), shown(2**31, "B")] == ["24.3 ms", "1.031x", "2.00 GiB"]
+    assert [shown(0.0008, ""), shown(0.05, ""), shown(12.4, "J"), shown(0.0, "")] == ["8.0e-4", "0.0500", "12.4 J", "0"]
+
+
+# --- colours -----------------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "fp8bench" / "report" / "page" / "style.css"
+
+
+def variables(text: str) -> list[dict[str, str]]:
+    """The colours of the light and of the dark mode."""
+    blocks = re.findall(r":root \{(.*?)\}", text, re.DOTALL)[:2]
+    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG reckons it."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, bright = sorted((light(one), light(other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_colours_have_contrast(mode: int) -> None:
+    """Texts 4.5 to 1 on whatever they stand on, marks 3 to 1; series bear texts in the colour of the sheet."""
+    page, own = variables(PAGE.read_text())[mode], variables(STYLE)[mode]
+    sheet = page["raised"]
+    on_sheet = ["ink", "muted", "doubt", *(f"series-{number}" for number in range(1, 9))]
+    assert {name: contrast(page[name], sheet) for name in on_sheet if round(contrast(page[name], sheet), 1) < 4.5} == {}
+    assert {name: contrast(page["ink"], own[name]) for name in own if contrast(page["ink"], own[name]) < 4.5} == {}
+    for name in ("good", "bad", "series-1"):
+        assert contrast(mixed(page[name], sheet, 0.75), sheet) >= 3
+
+
+def mixed(colour: str, under: str, share: float) -> str:
+    """A colour laid over another, by opacity."""
+    pairs = ((int(colour[at : at + 2], 16), int(under[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(share * over + (1 - share) * below):02x}" for over, below in pairs)
+
+
+def test_every_variable_is_the_pages_or_its_own() -> None:
+    known = {name for text in (PAGE.read_text(), STYLE) for name in re.findall(r"--([\w-]+):", text)}
+    assert set(re.findall(r"var\(--([\w-]+)", STYLE)) <= known
