@@ -131,8 +131,11 @@ def _by_word(found: Iterable[tuple[str, NamedCase]]) -> dict[str, list[str]]:
 
 
 def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
-    """'unattributed in all 6; cast in bf16; gemm in 4 of 6'."""
-    return "; ".join(f"{word} {_where(names, num_cases)}" for word, names in by_word.items())
+    """'unattributed in all 6; cast and gemm in bf16': words of the same cases stand together."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for word, names in by_word.items():
+        together.setdefault(tuple(names), []).append(word)
+    return "; ".join(f"{listed(words, len(words))} {_where(names, num_cases)}" for names, words in together.items())
 
 
 def _where(names: Sequence[str], num_cases: int) -> str:

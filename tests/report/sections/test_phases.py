@@ -70,7 +70,7 @@ def test_what_cannot_be_known_is_said_in_words() -> None:
     floor, labels = (one.text for one in texts)
     assert floor.startswith("transformer, too short to be told from the cost of marking it (less than 20 times that): ")
     assert floor.endswith(": data load in bf16 and fp8; cast in fp8.")
-    assert labels == "transformer, labelled: contended in fp16; few-samples in fp16."
+    assert labels == "transformer, labelled: contended and few-samples in fp16."
     assert {one.tone for one in texts} == {Tone.DOUBT}
 
 
