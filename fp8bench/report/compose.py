@@ -15,6 +15,7 @@ from fp8bench.report.section import parts_of
 
 _MOST_SUITES = 4
 _MOST_DEVICES = 3
+_MOST_LABELS = 8
 
 
 def page_of(material: Material) -> Page:
@@ -36,7 +37,10 @@ def _subtitle(material: Material) -> str:
     """When, at which commit and on which machine; of several runs, what tells them apart."""
     if not material.alone:
         labels = [entry.label for entry in material.entries]
-        return f"{many(len(labels), 'run')}{': ' if labels else ''}{listed(labels, 8)}"
+        more = [f"{len(labels) - _MOST_LABELS} more"] if len(labels) > _MOST_LABELS else []
+        return ": ".join(
+            part for part in (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more])) if part
+        )
     run = material.entries[0].run
     commit = commit_of(run)
     parts = [when(run), f"commit {commit}" if commit else "", fact(run, "machine")]

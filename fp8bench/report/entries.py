@@ -8,10 +8,10 @@ from itertools import combinations
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.material import Entry, Material, PastSeries
-from fp8bench.report.naming import listed
-from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact, suites_of
+from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact, many, suites_of
 
 LONGEST_LABEL = 40
+_MOST_SUITES = 3
 
 
 def material_of(
@@ -44,12 +44,17 @@ def _precisions(run: Run) -> str:
     return ",".join(dict.fromkeys(record.case.mode for record in run.records))
 
 
+def _suites(run: Run) -> str:
+    found = suites_of(run)
+    return ", ".join(found) if len(found) <= _MOST_SUITES else many(len(found), "suite")
+
+
 _SOURCES: tuple[Callable[[Run], str], ...] = (
     lambda run: ", ".join(devices_of(run)),
     lambda run: fact(run, "commit")[:COMMIT_LETTERS],
     lambda run: fact(run, "machine"),
     lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
-    lambda run: listed(suites_of(run), 3),
+    _suites,
     _precisions,
 )
 

@@ -37,7 +37,13 @@ def test_a_gpu_says_its_memory() -> None:
 def test_runs_side_by_side() -> None:
     page = page_of(material(gemm(), transformer()))
     assert page.title == "gemm, transformer on AMD EPYC 7B13"
-    assert page.subtitle == "2 runs: gemm and transformer" and page.facts == () and len(page.footer) == 2
+    assert page.subtitle == "2 runs: gemm; transformer" and page.facts == () and len(page.footer) == 2
+
+
+def test_more_runs_than_one_reads_are_counted() -> None:
+    run, findings = gemm()
+    page = page_of(material(*((replace(run, id=f"r{number}"), findings) for number in range(10))))
+    assert page.subtitle == "10 runs: r0; r1; r2; r3; r4; r5; r6; r7; 2 more"
 
 
 def test_parts_come_in_the_order_of_their_ranks() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.model import Environment, Run, Scalar
 from fp8bench.report.entries import LONGEST_LABEL, labels_of, material_of
-from tests.runs import gemm, transformer
+from tests.runs import gemm, run_of, transformer
 
 
 def run(name: str = "1", device: str = "a GPU", **facts: Scalar | None) -> Run:
@@ -46,6 +46,14 @@ def test_runs_of_one_suite_differ_by_their_precisions() -> None:
     first = gemm()[0]
     second = replace(first, records=tuple(one for one in first.records if one.case.precision != "nvfp4"))
     assert labels_of([first, second]) == ["fp32,bf16,fp8,nvfp4", "fp32,bf16,fp8"]
+
+
+def test_many_suites_are_counted() -> None:
+    first = gemm()[0]
+    each = [
+        replace(first.records[0], case=replace(first.records[0].case, workload=f"s{number}")) for number in range(4)
+    ]
+    assert labels_of([run_of(each), run_of(each[:3])]) == ["4 suites", "s0, s1, s2"]
 
 
 def test_a_long_label_is_cut_and_still_tells_apart() -> None:

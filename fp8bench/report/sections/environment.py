@@ -31,9 +31,8 @@ class EnvironmentSection(Section):
         if not material.entries:
             return None
         about = _alone(material.entries[0]) if material.alone else _side_by_side(material.entries)
-        remarks = [remark for entry in material.entries for remark in _remarks(entry)]
-        elements: tuple[Element, ...] = (about, Items(tuple(remarks))) if remarks else (about,)
-        return Part(self.name, "Environment", elements)
+        remarks = [element for entry in material.entries for element in _remarks(entry)]
+        return Part(self.name, "Environment", (about, *remarks))
 
 
 def _alone(entry: Entry) -> Facts:
@@ -111,11 +110,12 @@ def _floors(entry: Entry) -> str:
     return "; ".join(f"{suite} {', '.join(dict.fromkeys(floors))}" for suite, floors in by_suite.items())
 
 
-def _remarks(entry: Entry) -> Iterator[Text]:
+def _remarks(entry: Entry) -> Iterator[Element]:
     """What to know of one run, under its label where there are several."""
-    about = f"{entry.label}: " if entry.label else ""
-    for text in (*_unfinished(entry.run), *_levels(entry), *_labels(entry), *_notes(entry.run)):
-        yield Text(about + text.text, text.tone)
+    found = (*_unfinished(entry.run), *_levels(entry), *_labels(entry), *_notes(entry.run))
+    if found:
+        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+        yield Items(found)
 
 
 def _unfinished(run: Run) -> Iterator[Text]:

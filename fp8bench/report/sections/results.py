@@ -52,7 +52,9 @@ class Results(Section):
 
 
 def _lead(rows: Sequence[_Row]) -> str:
-    notes = ["best: the step undisturbed; time vs reference: below 1x is faster."]
+    notes = ["Time vs reference: below 1x is faster. Best: a step that nothing disturbs."]
+    if any(standing(row.result) is Standing.DOUBTED for row in rows):
+        notes.append("'Perhaps': a label casts doubt on it.")
     if any(emulated(row.result) for row in rows):
         notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
     return " ".join(notes)

@@ -120,7 +120,8 @@ def test_runs_side_by_side_have_a_column_each() -> None:
     (table,) = of_kind(found, Table)
     assert [column.title for column in table.columns] == ["fact", "gemm", "transformer"]
     assert [field.text for field in table.rows[-1]] == ["noise floor (A/A)", "gemm +-0.4%", "transformer +-0.6%"]
-    assert all(text.text.startswith(("gemm: ", "transformer: ")) for text in remarks(gemm(), transformer()))
+    headings = of_kind(found, Text)
+    assert headings == [Text("gemm", Tone.STRONG), Text("transformer", Tone.STRONG)] and len(of_kind(found, Items)) == 2
 
 
 def test_no_runs_have_no_environment() -> None:

@@ -108,6 +108,13 @@ def test_what_was_not_measured_says_why() -> None:
     assert {field.text for field in failed[4:10]} == {"-"}
 
 
+def test_the_lead_explains_what_occurs() -> None:
+    plain, doubted = (part("results", judged((Verdict.FASTER, 0.5, *labels))).lead for labels in ((), (Label.NOISY,)))
+    assert plain == "Time vs reference: below 1x is faster. Best: a step that nothing disturbs."
+    assert doubted == f"{plain} 'Perhaps': a label casts doubt on it."
+    assert "Emulated cases are right in numbers" in part("results", gemm()).lead
+
+
 def test_columns_that_say_nothing_are_left_out() -> None:
     titles = {column.title for column in table(judged((Verdict.FASTER, 0.5))).columns}
     assert not titles & {"run", "device", "throughput", "error", "peak memory"}
