@@ -75,7 +75,7 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
         for series in members
     )
     said = [f"{name} is at {units.ratio(_last(marks))}" for name, marks in lines]
-    description = f"Over {many(len(places), 'commit')}, each against its oldest: {', '.join(said[:4])}."
+    description = f"Each line is over its own oldest figure: {', '.join(said[:4])}."
     axis = Axis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
@@ -88,7 +88,7 @@ def _in_order(members: Sequence[PastSeries]) -> list[str]:
 
 
 def _place(figure: PastFigure) -> str:
-    return figure.commit[:_COMMIT_LETTERS] + ("+changes" if figure.unkept else "")
+    return figure.commit[:_COMMIT_LETTERS] + ("+" if figure.unkept else "")
 
 
 def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]:
@@ -174,6 +174,6 @@ def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
     if any(figure.hasty for figure in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
     if any(figure.unkept for figure in figures):
-        yield Text("+changes: the files differed from the commit, so that these are not its numbers.", Tone.DOUBT)
+        yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")

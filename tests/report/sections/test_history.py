@@ -44,7 +44,7 @@ def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
     last = lines.series[0][1][2]
     assert last is not None and (last.low, last.high) == (pytest.approx(1.35), pytest.approx(1.65))
     assert last.hint == "day 3: 30.0 ms, 24 samples" and last.tone is Tone.PLAIN
-    assert lines.description == "Over 3 commits, each against its oldest: fp32 is at 1.500x, bf16 is at 0.500x."
+    assert lines.description == "Each line is over its own oldest figure: fp32 is at 1.500x, bf16 is at 0.500x."
 
 
 def test_the_table_has_all_series_where_most_changed_first() -> None:
@@ -92,13 +92,13 @@ def test_rough_figures_are_grey_and_said() -> None:
     past = (series("bf16", figure(1, 1.0, hasty=True), changed, incomparable=3),)
     found = part("history", at_commit(), past=past)
     (lines,) = of_kind(found, Lines)
-    assert lines.places == ("11111111", "22222222+changes")
+    assert lines.places == ("11111111", "22222222+")
     first, last = lines.series[0][1]
     assert first is not None and first.tone is Tone.DOUBT and first.hint.endswith("; a few rounds only")
     assert last is not None and last.tone is Tone.DOUBT
     texts = [one.text for one in of_kind(found, Text)]
     assert texts[0] == "3 older figures of other versions of a suite or the method do not compare."
-    assert texts[1].startswith("Grey figures are of --quick runs") and texts[2].startswith("+changes: ")
+    assert texts[1].startswith("Grey figures are of --quick runs") and texts[2].startswith("+ after a commit: ")
 
 
 def test_nothing_from_before_is_said() -> None:
