@@ -10,12 +10,13 @@ from fp8bench.model import Run
 from fp8bench.report.elements import Page
 from fp8bench.report.material import Material
 from fp8bench.report.naming import listed
-from fp8bench.report.run_facts import commit_of, counts, devices_of, fact, many, suites_of, when
+from fp8bench.report.run_facts import commit_of, counts, devices_of, fact, many, shortened, suites_of, when
 from fp8bench.report.section import parts_of
 
 _MOST_SUITES = 4
 _MOST_DEVICES = 3
 _MOST_LABELS = 8
+_LONGEST_NAME = 60
 
 
 def page_of(material: Material) -> Page:
@@ -26,8 +27,8 @@ def page_of(material: Material) -> Page:
 
 def _title(runs: Sequence[Run]) -> str:
     """'gemm, transformer on NVIDIA H200'."""
-    suites = _each(suite for run in runs for suite in suites_of(run))
-    devices = _each(device for run in runs for device in devices_of(run))
+    suites = _each(shortened(suite, _LONGEST_NAME) for run in runs for suite in suites_of(run))
+    devices = _each(shortened(device, _LONGEST_NAME) for run in runs for device in devices_of(run))
     named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
     where = listed(devices, _MOST_DEVICES)
     return " on ".join(part for part in (named, where) if part) or "A report without cases"

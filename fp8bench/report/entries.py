@@ -8,7 +8,7 @@ from itertools import combinations
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.material import Entry, Material, PastSeries
-from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact, many, suites_of
+from fp8bench.report.run_facts import COMMIT_LETTERS, devices_of, fact, many, shortened, suites_of
 
 LONGEST_LABEL = 40
 _MOST_SUITES = 3
@@ -30,7 +30,7 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     """
     if len(runs) < 2:
         return [""] * len(runs)
-    sources = [tuple(_shortened(source(run)) for run in runs) for source in _SOURCES]
+    sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
     chosen = [words for words in sources if all(words)]
     pairs = [
         tuple(f"{one}, {other}" for one, other in zip(*two, strict=True))
@@ -57,11 +57,6 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
     _suites,
     _precisions,
 )
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_LABEL else f"{line[: LONGEST_LABEL - 3]}..."
 
 
 def _numbered(words: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.report.blocks import Panel, Result
 from fp8bench.report.naming import listed, setting_of
-from fp8bench.report.run_facts import many
+from fp8bench.report.run_facts import many, shortened
 from fp8bench.report.standing import Standing, standing
 from fp8bench.report.tables import main_error, value_of
 
@@ -34,8 +34,7 @@ class Outcome:
     @property
     def reason(self) -> str:
         """Its reason in one line that is not too long."""
-        line = " ".join(self.result.record.reason.split()) or "no reason was given"
-        return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."
+        return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
 
 
 def outcomes(panels: Iterable[Panel]) -> list[Outcome]:

@@ -64,6 +64,12 @@ def many(number: int, noun: str) -> str:
     return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
 
 
+def shortened(text: str, most: int) -> str:
+    """One line of so many letters at most."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def notes_of(run: Run) -> list[str]:
     """What was noted when it was planned, gone on with, and measured."""
     return [*run.plan.notes, *(f"it was resumed at {one.started}" for one in run.resumptions), *run.notes]

@@ -28,6 +28,12 @@ def test_many_suites_are_counted() -> None:
     assert page_of(material((run_of(records[:4]), findings))).title.startswith("suite0, suite1, suite2, suite3 on ")
 
 
+def test_a_long_name_does_not_fill_the_page() -> None:
+    run, findings = gemm()
+    records = [replace(run.records[0], case=case("x" * 300, "fp32", {}))]
+    assert page_of(material((run_of(records), findings))).title == f"{'x' * 57}... on AMD EPYC 7B13"
+
+
 def test_a_gpu_says_its_memory() -> None:
     run, findings = gemm()
     gpu = replace(run.devices[0], kind="cuda", name="NVIDIA H200", memory_bytes=139 << 30)

@@ -15,6 +15,7 @@ from fp8bench.report.run_facts import (
     many,
     missing_of,
     notes_of,
+    shortened,
     suites_of,
     when,
 )
@@ -73,6 +74,10 @@ def test_counts() -> None:
 
 def test_many() -> None:
     assert (many(0, "case"), many(1, "case"), many(12, "case")) == ("0 cases", "1 case", "12 cases")
+
+
+def test_shortened() -> None:
+    assert shortened(" a\n b ", 3) == "a b" and shortened("abcdef", 5) == "ab..." and shortened("", 5) == ""
 
 
 def test_notes() -> None:

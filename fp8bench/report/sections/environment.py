@@ -64,7 +64,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
         ("commit", commit_of(run)),
         ("started", when(run)),
-        ("timed", f"{units.clock(_timed(run.records))} inside timed slots"),
+        ("timed", f"{units.clock(seconds)} inside timed slots" if (seconds := _timed(run.records)) else ""),
         ("cases", counts(run)),
         ("noise floor (A/A)", _floors(entry)),
     ]

@@ -19,6 +19,8 @@ from fp8bench.report.tables import bounds, main_error, rate_of, ratio_of, show_r
 
 _PEAK = "peak_memory"
 _COST = "the cost of emulation, not of the precision"
+# What names a case stands in every table.
+_NAMES = {"suite", "setting", "precision", "verdict"}
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,14 @@ def _lead(rows: Sequence[_Row]) -> str:
 
 
 def _table(rows: Sequence[_Row], alone: bool) -> Table:
-    """Run and device have a column where they differ."""
-    several_devices = len({row.result.record.case.device for row in rows}) > 1
-    wanted = {"run": not alone, "device": several_devices}
-    wanted["memory"] = any(row.result.record.measurement(_PEAK) for row in rows)
-    wanted["error"] = any(main_error(row.panel) for row in rows)
-    wanted["throughput"] = any(rate_of(row.result) for row in rows)
+    """The columns that say something; run and device only where there are several."""
     columns = _columns(rows)
-    shown = [name for name in columns if wanted.get(name, True)]
-    fields = tuple(tuple(_fields(row)[name] for name in shown) for row in rows)
+    found = [_fields(row) for row in rows]
+    silent = {name for name in columns if all(fields[name].text in ("", units.NONE) for fields in found)} - _NAMES
+    silent |= {"run"} if alone else set()
+    silent |= {"device"} if len({row.result.record.case.device for row in rows}) == 1 else set()
+    shown = [name for name in columns if name not in silent]
+    fields = tuple(tuple(one[name] for name in shown) for one in found)
     return Table("results-table", "All cases", tuple(columns[name] for name in shown), fields, main=True)
 
 
@@ -135,22 +136,23 @@ def _fields(row: _Row) -> dict[str, Field]:
         "precision": Field(case.mode),
         "how": Field(record.support.level.value, tone=times, hint=record.support.reason),
         "verdict": Field(_word(result), tone=tone, hint=_why(result)),
-        "ratio": _number(units.ratio(point), point, tone if ratio is not None else Tone.PLAIN),
+        "ratio": _number(units.ratio(point), point, tone),
         "interval": Field(units.NONE) if ratio is None else _number(bounds(ratio), ratio.half_width),
         "best": _number(units.seconds(result.best), result.best, times, cost),
         "median": _number(units.seconds(median), median, times, cost),
         "spread": _number(units.percent(spread), spread),
         "throughput": _number(show_rate(rate_of(result)), (rate_of(result) or (None,))[0]),
-        "error": _number(units.relative_error(error), error, hint=main_error(row.panel) if error is not None else ""),
-        "memory": _number(units.size(peak), peak, times, cost if peak is not None else ""),
+        "error": _number(units.relative_error(error), error, hint=main_error(row.panel)),
+        "memory": _number(units.size(peak), peak, times, cost),
         "labels": Field(", ".join(result.labels), hint=_meanings(result.labels)),
     }
 
 
 def _number(text: str, value: float | None, tone: Tone = Tone.PLAIN, hint: str = "") -> Field:
     """A field that sorts by its number; what is no number sorts by nothing."""
-    known = value is not None and not math.isnan(value)
-    return Field(text, value if known else None, tone, hint if text != units.NONE else "")
+    if value is None:
+        return Field(text)
+    return Field(text, None if math.isnan(value) else value, tone, hint)
 
 
 def _word(result: Result) -> str:

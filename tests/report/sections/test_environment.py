@@ -41,11 +41,10 @@ def test_what_is_known_has_a_line_and_nothing_else() -> None:
         "load at start": "1.5 (mean of 1 minute)",
         "commit": "0a1b2c3d with uncommitted changes",
         "started": "2026-01-05 12:00 UTC",
-        "timed": "0 s inside timed slots",
         "cases": "8 measured, 3 skipped, 1 failed",
         "noise floor (A/A)": "gemm +-0.4%",
     }
-    assert set(facts((run, findings))) == {"device cpu", "started", "timed", "cases", "noise floor (A/A)"}
+    assert set(facts((run, findings))) == {"device cpu", "started", "cases", "noise floor (A/A)"}
 
 
 def test_a_gpu_says_what_it_can_do() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Interval, Label, Verdict, Work
 from fp8bench.report.elements import Field, Table, Text, Tone
-from tests.materials import Made, nothing, of_kind, part, strange
+from tests.materials import Made, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
 
 
@@ -45,7 +45,6 @@ def test_a_fact_is_shown_with_its_numbers() -> None:
         "throughput": ("163 GFLOP/s", pytest.approx(2 * 256**3 / 206e-6)),
         "error": ("2.4e-03", 2.4e-3),
         "how": ("native", None),
-        "labels": ("", None),
     }
     assert found["verdict"].tone is Tone.GOOD is found["time vs reference"].tone
     assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"
@@ -118,6 +117,7 @@ def test_the_lead_explains_what_occurs() -> None:
 def test_columns_that_say_nothing_are_left_out() -> None:
     titles = {column.title for column in table(judged((Verdict.FASTER, 0.5))).columns}
     assert not titles & {"run", "device", "throughput", "error", "peak memory"}
+    assert [column.title for column in table(skipped()).columns] == ["suite", "setting", "precision", "verdict", "how"]
     assert "peak memory" in {column.title for column in table(transformer()).columns}
     assert "run" in {column.title for column in table(gemm(), transformer()).columns}
 
