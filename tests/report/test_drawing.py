@@ -15,6 +15,8 @@ import matplotlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import get_data_path
+from matplotlib.font_manager import get_font
 
 from fp8bench.report.drawing import limits
 from fp8bench.report.drawing.draw import draw
@@ -305,6 +307,16 @@ def test_texts_show_as_they_are(text: str) -> None:
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
 
 
+@pytest.mark.parametrize("bold", [False, True])
+def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
+    """No letter of DejaVu Sans, which is wider than what most pages are read in, is wider than it is taken for."""
+    font = get_font(get_data_path() + f"/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf")
+    font.set_size(100, 72)
+    real = {chr(code): font.load_char(code).linearHoriAdvance / 65536 / 100 for code in range(32, 127)}
+    assert {letter: one for letter, one in real.items() if one > width(letter, 1, bold) + 0.005} == {}
+    assert {letter: one for letter, one in real.items() if width(letter, 1, bold) > 1.5 * one} == {}
+
+
 def test_what_xml_cannot_hold_is_replaced() -> None:
     assert escaped("a\x00b\ud800\n<") == "a\ufffdb\ufffd&#10;&lt;"
 
@@ -386,6 +398,28 @@ def test_a_group_without_a_bar_has_no_heading() -> None:
     groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
     texts = texts_of(parsed(draw(Bars("n", "", "", SPEED, groups, 1.0)))[0])
     assert "full" in texts and not {"empty", "nan"} & set(texts)
+
+
+def test_bars_without_a_start_on_the_axis_are_all_seen() -> None:
+    """They begin at the power of ten below the least of them, not at it."""
+    drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=Axis("error", "", log=True), start=0.0))
+    (start, least), _ = spans(drawn, "bar plain")
+    assert least - start > 20 and texts_of(parsed(drawn)[0]).count("1e-7") == 1
+
+
+def test_the_start_is_marked_beside_rows_not_through_headings() -> None:
+    """A line for each group in a window, for each row on a telephone."""
+    for sheet, count in zip(parsed(draw(CHARTS["bars"])), (2, 4), strict=True):
+        line = next(one for one in sheet.iter("path") if one.get("class") == "axis")
+        assert line.get("d", "").count("M") == count
+
+
+def test_shares_are_written_as_such() -> None:
+    """And that they sum to 100% is not."""
+    chart = Stacks("s", "", "", Axis("share", "%"), ("a", "b"), (("row", (97.25, 2.75)),))
+    texts = texts_of(parsed(draw(chart))[0])
+    assert {"0%", "20%", "97%"} <= set(texts) and texts.count("100%") == 1
+    assert marks_of(parsed(draw(chart))[0])[0].get("data-hint") == "row, a: 97.2%"
 
 
 def test_an_interval_without_ends_is_no_whisker() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from fp8bench.report.drawing.figure import Sheet, nothing
 from fp8bench.report.drawing.limits import bars_drawn, described, drawable, left_out, on_ratios
 from fp8bench.report.drawing.marks import ends, hint
-from fp8bench.report.drawing.rows import Row, arranged, foot
+from fp8bench.report.drawing.rows import Row, Rows, arranged, foot
 from fp8bench.report.drawing.scale import Scale, limits, shown
 from fp8bench.report.elements import Bars, Mark
 
@@ -27,12 +29,10 @@ def draw_bars(chart: Bars, narrow: bool) -> str:
     rows = arranged(sheet, labels, 22.0 if narrow else 28.0)
     scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
-    start = scale.at(_start(chart, scale))
+    start = scale.at(_start(chart, scale.low))
     for mark, row in zip(marks, rows.rows, strict=True):
         _bar(sheet, chart, mark, row, scale, start)
-    # On a telephone labels stand above the rows, where the line would cross them.
-    spans = [(row.y - 12, row.y + 12) for row in rows.rows] if narrow else [(rows.top, rows.bottom + 4)]
-    sheet.lines("axis", [[(start, above), (start, below)] for above, below in spans])
+    sheet.lines("axis", [[(start, above), (start, below)] for above, below in _start_lines(rows, narrow)])
     return sheet.svg(end, description)
 
 
@@ -53,7 +53,7 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     """An axis with room for the values at the ends of the bars, on the side to which these point."""
     log = on_ratios(chart)
     values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
-    values += [chart.start] if drawable(chart.start, log) else []
+    values.append(_start(chart, min(values)))
     low, high = limits(values, log, chart.axis.unit)
     room = {True: 0.0, False: 0.0}
     for mark in marks:
@@ -62,8 +62,23 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     return Scale(low, high, left + room[True] + 2, sheet.width - room[False] - 2, log, chart.axis.unit)
 
 
-def _start(chart: Bars, scale: Scale) -> float:
-    return chart.start if drawable(chart.start, scale.log) else scale.low
+def _start(chart: Bars, least: float) -> float:
+    """Where bars begin; without a start on the axis at the power of ten below the least value, so that all are seen."""
+    log = on_ratios(chart)
+    if drawable(chart.start, log):
+        return chart.start
+    return 10.0 ** (math.ceil(math.log10(least)) - 1) if log else min(0.0, least)
+
+
+def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
+    """From where to where the start is marked: along rows, not through the labels and headings above them."""
+    if narrow:
+        return [(row.y - 12, row.y + 12) for row in rows.rows]
+    spans: list[tuple[float, float]] = []
+    for row in rows.rows:
+        together = bool(spans) and spans[-1][1] == row.top
+        spans[-1 if together else len(spans) :] = [(spans[-1][0] if together else row.top, row.top + row.height)]
+    return spans
 
 
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float) -> None:

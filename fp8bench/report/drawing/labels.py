@@ -13,17 +13,20 @@ ELLIPSIS = "\u2026"
 
 # Widths in units of the font's size; what is not named is as wide as a digit.
 _WIDTHS = {
-    **dict.fromkeys("ijlI|'", 0.29),
-    **dict.fromkeys(" .,:;/\\!J", 0.34),
-    **dict.fromkeys('ft()[]{}r-"`', 0.41),
-    **dict.fromkeys("cszLF?_*", 0.57),
-    **dict.fromkeys("ABCKPRVXYZ&", 0.7),
-    **dict.fromkeys("DGHNOQUw", 0.79),
-    **dict.fromkeys("=+<>#~^\u00d7\u00b1", 0.84),
+    **dict.fromkeys("ijl'", 0.3),
+    **dict.fromkeys(" .,:;/\\|IJ", 0.34),
+    **dict.fromkeys("ft()[]r-!", 0.41),
+    **dict.fromkeys('"`*?_', 0.53),
+    **dict.fromkeys("cszLF", 0.58),
+    **dict.fromkeys("ABCKPRVXYZ", 0.7),
+    **dict.fromkeys("DGHNOQU&", 0.79),
+    **dict.fromkeys("w=+<>#~^\u00d7\u00b1", 0.84),
     **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
 }
 _DIGIT = 0.64
-_BOLD = 1.1
+_OTHER = 0.75
+_WIDE = 1.3
+_BOLD = 1.21
 # Control characters, halves of surrogate pairs and non-characters have no place in XML, not even escaped.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _SPACES = re.compile(r"\s+")
@@ -39,7 +42,7 @@ def _letter(letter: str) -> float:
         return _WIDTHS.get(letter, _DIGIT)
     if unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me"):
         return 0.0
-    return 1.3 if unicodedata.east_asian_width(letter) in "WF" else 0.75
+    return _WIDE if unicodedata.east_asian_width(letter) in "WF" else _OTHER
 
 
 def one_line(text: str) -> str:

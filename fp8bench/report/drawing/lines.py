@@ -61,7 +61,7 @@ def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: 
     """Where places stand: between the ticks on the left and the last values on the right."""
     left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
     last = [mark for _, marks in series if (mark := _last(marks))]
-    room = max(sheet.measure(shown(mark.value, chart.axis.unit)) for mark in last) * 1.1 + _GAP + 4
+    room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
     return Scale(-0.5 if places == 1 else 0.0, max(0.5, places - 1.0), left + 4, sheet.width - room)
 
 

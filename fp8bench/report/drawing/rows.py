@@ -13,7 +13,7 @@ from fp8bench.report.drawing.labels import shortened
 from fp8bench.report.drawing.scale import Scale
 from fp8bench.report.elements import Axis
 
-_LABELS_SHARE = 0.34
+_LABELS_SHARE = 0.4
 _GAP = 14.0
 # On a telephone a label stands closer to its own row than to the one above.
 _LABEL_LINE = 22.0

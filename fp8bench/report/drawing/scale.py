@@ -83,6 +83,8 @@ def shown(value: float, unit: str) -> str:
             return units.size(value)
         case "x":
             return units.ratio(value)
+        case "%":
+            return _plain(units.significant(value)) + "%"
     if abs(value) >= 1e18:
         return _plain(f"{units.significant(value)} {unit}".rstrip())
     if value and abs(value) < _EXPONENT_BELOW:
@@ -167,8 +169,8 @@ def _number(text: str) -> float:
 
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
     """One tick, in the unit that suits `size`."""
-    if unit == "x":
-        return _plain(units.significant(value, digits)) + "x"
+    if unit in ("x", "%"):
+        return _plain(units.significant(value, digits)) + unit
     prefixes = _PREFIXES.get(unit, _PREFIXES[""])
     scale, name = next((one for one in prefixes if abs(size) >= one[0] * (1 - _ALIKE)), prefixes[-1])
     if unit not in _PREFIXES:

@@ -30,13 +30,18 @@ def draw_stacks(chart: Stacks, narrow: bool) -> str:
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
     places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if narrow else 30.0, top)
     unit = chart.axis.unit
-    room = max(sheet.measure(shown(one, unit)) for one in sums) + _GAP
+    room = max(sheet.measure(_written(one, unit)) for one in sums) + _GAP
     scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
     for (label, values), place, whole in zip(rows, places.rows, sums, strict=True):
         _row(sheet, chart, label, values, place, scale)
-        sheet.text(scale.at(whole) + _GAP, place.y, shown(whole, unit), "value")
+        sheet.text(scale.at(whole) + _GAP, place.y, _written(whole, unit), "value")
     return sheet.svg(end, description)
+
+
+def _written(whole: float, unit: str) -> str:
+    """What the parts sum to; that shares sum to 100% is no news."""
+    return "" if unit == "%" else shown(whole, unit)
 
 
 def _style(chart: Stacks, number: int) -> str:
@@ -47,17 +52,18 @@ def _style(chart: Stacks, number: int) -> str:
 def _row(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
     """The parts of one whole, side by side, each with its share where it has room for it."""
     whole, before = sum(value for value in values if part_drawable(value)), 0.0
-    top = place.y - _THICK / 2
+    top, unit = place.y - _THICK / 2, chart.axis.unit
     for number, (part, value) in enumerate(zip(chart.parts, values, strict=False)):
         if not part_drawable(value):
             continue
         x, end = scale.at(before), scale.at(before + value)
         before += value
-        share = units.percent(value / whole)
-        hint = worded(f"{label}, {part}", f"{shown(value, chart.axis.unit)} ({share})")
+        said = shown(value, unit)
+        said += "" if unit == "%" else f" ({units.percent(value / whole)})"
+        hint = worded(f"{label}, {part}", said)
         sheet.box(f"mark {_style(chart, number)}", x, top, end - x, _THICK, hint=hint)
         text = units.percent(value / whole, 0)
         if part == _REST:
             sheet.hatch("hatch", x, top, end - x, _THICK, layer=2)
-        elif value / whole >= _LEAST_SHARE and sheet.measure(text) + 6 <= end - x:
+        elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
