@@ -25,6 +25,7 @@ from fp8bench.errors import (
     UnknownName,
     UsageError,
 )
+from fp8bench.export_commands import tell_exports
 from fp8bench.interrupts import ends_are_interrupts, only_once
 from fp8bench.model import Request, Run
 from fp8bench.outputs import check_outputs, how_to_resume, print_run
@@ -32,7 +33,10 @@ from fp8bench.plan import check_names, files_of
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 from fp8bench.streams import complain, make_usable, say, silence
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report"}
+_BESIDE_RESUME = {
+    "--resume", "--store", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
+    "--wandb",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     commands = {
-        "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "history": _history, "selftest": _selftest,
+        "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history, "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -102,6 +106,7 @@ def _suite(arguments: argparse.Namespace) -> int:
         budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed, threads=arguments.threads,
         imports=(*arguments.imports, *files_of(arguments.suite)), isolation=arguments.isolation,
         case_timeout=arguments.case_timeout, grid=arguments.grid,
+        trace=None if arguments.trace is None else str(arguments.trace),
     )  # fmt: skip
     _import(request.imports)
     check_names(request)
@@ -145,7 +150,7 @@ def _resume(words: Sequence[str], arguments: argparse.Namespace) -> int:
         return _ended(run, arguments)
     complain(f"run {run.id} is finished; nothing was missing")
     print_run(run, arguments)
-    return EXIT_OK
+    return EXIT_OK if tell_exports(run, arguments) else EXIT_INTERRUPTED
 
 
 @contextmanager
@@ -188,6 +193,7 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
         code = EXIT_INTERRUPTED
     finally:  # nor is a stdout that takes nothing a reason for a hole in the history
         told = _tell_history(run, arguments.store) and (not arguments.report or tell_report(run, arguments))
+        told = told and tell_exports(run, arguments)
     return code if told else EXIT_INTERRUPTED
 
 
@@ -240,8 +246,9 @@ def _show(arguments: argparse.Namespace) -> int:
     from fp8bench.history.runs import load_named
 
     check_outputs(arguments)
-    print_run(load_named(arguments.run, arguments.store), arguments)
-    return EXIT_OK
+    run = load_named(arguments.run, arguments.store)
+    print_run(run, arguments)
+    return EXIT_OK if tell_exports(run, arguments) else EXIT_INTERRUPTED
 
 
 def _history(arguments: argparse.Namespace) -> int:
