@@ -8,6 +8,8 @@ from pathlib import Path
 from fp8bench.arguments import DEFAULT_STORE, MOST_SECONDS, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
+from fp8bench.exporting.tensorboard import check as check_tensorboard
+from fp8bench.exporting.tensorboard import write as write_tensorboard
 from fp8bench.frames import RunFrames
 from fp8bench.history.runs import find_run, load_named, store_of
 from fp8bench.model import Finding, Request, Run
@@ -38,6 +40,8 @@ def run(
     isolation: bool = True,
     case_timeout: float | None = None,
     grid: bool = False,
+    trace: str | Path | None = None,
+    tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
 ) -> Run:
@@ -58,7 +62,7 @@ def run(
         dtypes=_names("dtypes", dtypes),
         devices=_names("devices", devices),
         reference=reference,
-        axes=tuple((name, _texts(value)) for name, value in (set or {}).items()),
+        axes=tuple((name, _values(name, value)) for name, value in (set or {}).items()),
         precision_map=tuple((precision_map or {}).items()),
         data=None if data is None else str(data),
         quick=quick,
@@ -70,12 +74,13 @@ def run(
         isolation=isolation,
         case_timeout=_seconds("case_timeout", case_timeout),
         grid=grid,
+        trace=None if trace is None else str(_folder("trace", trace)),
     )
-    for name, values in request.axes:
-        if not values:
-            raise UsageError(f"axis {name!r} was given no values. Give at least one, or leave it out of `set`.")
+    board = _board(tensorboard)
     done = execute(request, _store(store), observer or SilentObserver(), command_line())
     update_view(done, _store(store))
+    if board is not None:
+        write_tensorboard(done, findings_of(done), board)
     return done
 
 
@@ -131,9 +136,22 @@ def _seconds(name: str, value: object) -> float | None:
 
 
 def _store(given: object) -> Path:
+    return _folder("store", given)
+
+
+def _folder(name: str, given: object) -> Path:
     if not isinstance(given, str | Path) or not str(given):
-        raise UsageError(f"store cannot be {given!r:.80}: give a folder.")
+        raise UsageError(f"{name} cannot be {given!r:.80}: give a folder.")
     return Path(given)
+
+
+def _board(given: object) -> Path | None:
+    """The folder for TensorBoard, None where none was asked for; raises where nothing can be written there."""
+    if given is None:
+        return None
+    folder = _folder("tensorboard", given)
+    check_tensorboard(folder)
+    return folder
 
 
 def _names(option: str, given: object) -> tuple[str, ...]:
@@ -145,6 +163,13 @@ def _names(option: str, given: object) -> tuple[str, ...]:
     if len(names) != len(found):
         raise UsageError(f"{option} cannot be {given!r:.80}: give a list of names, or leave it out.")
     return names
+
+
+def _values(axis: str, given: object) -> tuple[str, ...]:
+    texts = _texts(given)
+    if not texts:
+        raise UsageError(f"axis {axis!r} was given no values. Give at least one, or leave it out of `set`.")
+    return texts
 
 
 def _texts(value: object) -> tuple[str, ...]:

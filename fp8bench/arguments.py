@@ -13,6 +13,7 @@ from fp8bench import __version__
 from fp8bench.errors import UnknownName, UsageError
 
 DEFAULT_STORE = ".fp8bench"
+DEFAULT_PROJECT = "fp8bench"
 MOST_THREADS = 1024
 MOST_SECONDS = 1e7
 
@@ -88,6 +89,7 @@ def build_parser() -> Parser:
     show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
     show.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_outputs(show)
+    _add_exports(show)
     report = commands.add_parser(
         "report", help="the report of stored runs, side by side if several", allow_abbrev=False
     )
@@ -144,6 +146,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--dry-run", action="store_true", help="print the plan, measure nothing")
     words = "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs"
     add("--case-timeout", type=_seconds, metavar="SECONDS", help=words)
+    words = "also record a few steps of each case there, untimed: traces for Perfetto and for TensorBoard's profiler"
+    add("--trace", type=_path, metavar="DIR", help=words)
     add("--no-isolation", dest="isolation", action="store_false", help="measure in this process, without a worker")
 
 
@@ -158,6 +162,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     _add_pages(group)
     words = "write no report; `fp8bench report RUN` does it later"
     group.add_argument("--no-report", dest="report", action="store_false", help=words)
+    _add_exports(group)
 
 
 def _add_outputs(group: argparse._ActionsContainer) -> None:
@@ -174,6 +179,15 @@ def _add_pages(group: argparse._ActionsContainer) -> None:
     add("--md", type=_path, metavar="PATH", help="also write it there as Markdown")
     add("--csv-wide", action="store_true", help="CSV with one row a case and a column a figure, instead of tidy rows")
     add("--open", action="store_true", help="show the report in the browser")
+
+
+def _add_exports(group: argparse._ActionsContainer) -> None:
+    """Programs that draw curves over runs."""
+    add = group.add_argument
+    words = "also write the figures there as TensorBoard's scalars, a point a run"
+    add("--tensorboard", type=_path, metavar="DIR", help=words)
+    words = f"also send figures and report to Weights & Biases; default project {DEFAULT_PROJECT}"
+    add("--wandb", nargs="?", const=DEFAULT_PROJECT, metavar="PROJECT", help=words)
 
 
 def _add_history(history: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp8bench.arguments import DEFAULT_STORE
 from fp8bench.errors import NotPrinted, UsageError
+from fp8bench.export_commands import check_exports
 from fp8bench.history.runs import store_of
 from fp8bench.model import Finding, Run
 from fp8bench.report.json_text import render as as_json
@@ -28,6 +29,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if why:
             raise UsageError(f"--csv {arguments.csv!r:.200} cannot be written: {why}. Give a file, or '-'.")
     check_pages(arguments)
+    check_exports(arguments)
 
 
 def check_pages(arguments: argparse.Namespace) -> None:

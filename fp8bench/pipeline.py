@@ -27,7 +27,9 @@ from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.stopping import rule_for
+from fp8bench.measure.trace_files import trace_folder
 from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.paths import check_folder
 from fp8bench.plan import check_names, make_plan, reads_corpus
 from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules
@@ -125,6 +127,8 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)
+    if request.trace is not None and write:
+        check_folder("--trace", Path(request.trace))
     if not reads_corpus(request):
         return None
     return prepare_corpus(request.data, store / "data", write)
@@ -179,4 +183,5 @@ def _group(group: Group, run: Run, budget: float | None, worker: Worker, observe
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
     limits = Limits(run.request.case_timeout)
-    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer, limits).run()
+    traces = trace_folder(run)
+    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer, limits, traces).run()

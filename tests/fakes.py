@@ -20,6 +20,7 @@ from fp8bench.model import (
     DeviceFacts,
     Group,
     Level,
+    OperatorTime,
     PlannedCase,
     Record,
     Segments,
@@ -70,6 +71,7 @@ class Script:
     wrong: str = ""
     threads_left: Sequence[str] = ()
     peak: int | None = None
+    operators: tuple[OperatorTime, ...] = ()
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -180,6 +182,12 @@ class FakeWorker(Worker):
         assert not self.held, "memory was measured beside states"
         self._strike("memory", case.mode)
         return self._script(case.mode).peak
+
+    def _trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
+        self.log.append(("trace", case.mode, file))
+        assert not self.held, "a trace was recorded beside states"
+        self._strike("trace", case.mode)
+        return self._script(case.mode).operators
 
     def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         self.log.append(("error", case.mode))

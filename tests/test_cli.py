@@ -42,11 +42,11 @@ OPTIONS = {
     "suite": COMMON | {
         "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
         "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
-        "--config", "--resume", "--json", "--csv", "--grid",
+        "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
-    "show": COMMON | {"RUN", "--store", "--json", "--csv"},
+    "show": COMMON | {"RUN", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--store", "--import"},

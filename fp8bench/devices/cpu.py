@@ -6,12 +6,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts
+from fp8bench.profiler import quiet
 from fp8bench.protocols import Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
@@ -50,7 +50,7 @@ class ProfilerMeter(MemoryMeter):
         from torch.autograd.profiler import profile
 
         one = profile(use_kineto=True, profile_memory=True)
-        with _silent_kineto():
+        with quiet():
             one.__enter__()  # type: ignore[no-untyped-call]
         self._profile = one
 
@@ -106,18 +106,6 @@ def highest(changes: Sequence[Change | None]) -> int | None:
         if change is None or peak is not None:
             peak = max(now, peak or 0)
     return peak
-
-
-@contextmanager
-def _silent_kineto() -> Iterator[None]:
-    """kineto tells stderr when it starts and stops, unless this says otherwise when a process uses it first."""
-    name, before = "KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL")
-    os.environ[name] = before or "6"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
 
 
 @devices.register("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8bench.model import CELL_PHASES, Record, Timing
+from fp8bench.model import CELL_PHASES, OperatorTime, Record, Timing
 
 _LONGEST_NS = 1 << 62
 
@@ -14,8 +14,14 @@ def unsound(record: Record) -> str:
     numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
     if not all(math.isfinite(one) and one >= 0 for one in numbers) or not 0 <= record.work.tokens < 1 << 62:
         return "its work is no count"
+    if not all(_is_share_of_a_step(one) for one in record.operators):
+        return "its operators have no times"
     timings = (record.timing, record.control, record.paired_with)
     return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
+
+
+def _is_share_of_a_step(one: OperatorTime) -> bool:
+    return one.phase in CELL_PHASES and all(0 <= value < math.inf for value in (one.calls, one.seconds))
 
 
 def _unsound(timing: Timing) -> str:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -18,8 +20,10 @@ from fp8bench.measure.answers import errors_of, statistics_of, wrong_of
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
+from fp8bench.measure.operators import operators_of
 from fp8bench.measure.switches import unchanged
-from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
+from fp8bench.measure.tracing import record, write
+from fp8bench.model import Case, DeviceFacts, OperatorTime, Overheads, Scalar, TensorStatistics
 from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 
@@ -209,6 +213,23 @@ class Bench:
             gc.collect(1)
         device.empty_cache()
         return peak
+
+    def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
+        """Record a few steps into a file, and say what takes their time.
+
+        A pass of its own with a state of its own: the profiler makes a step slower, and so do the ranges.
+        """
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with unchanged(), apart(), precision.scope():
+            state = workload.prepare(self._setup(case, facts))
+            trace = record(partial(workload.step, state), facts.kind)
+            del state
+            gc.collect()
+        device.empty_cache()
+        write(trace, Path(file))
+        return operators_of(trace["traceEvents"])
 
     def check(self, key: str) -> str:
         """What is wrong with a state after its steps; '' if nothing is."""

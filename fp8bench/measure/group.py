@@ -18,6 +18,7 @@ from fp8bench.measure.outcome import Outcome, exhausted
 from fp8bench.measure.passes import Passes
 from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
+from fp8bench.measure.trace_files import TraceFolder
 from fp8bench.model import DeviceFacts, Group, Level, Record, Status
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
@@ -36,6 +37,7 @@ class GroupMeasurement:
         seed: int,
         observer: Observer,
         limits: Limits = USUAL,
+        traces: TraceFolder | None = None,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -47,6 +49,7 @@ class GroupMeasurement:
         self._start = time.monotonic()
         self._observer = observer
         self._limits = limits
+        self._traces = traces
         self._outcomes = [Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
@@ -64,6 +67,8 @@ class GroupMeasurement:
         if reference is not None:
             passes.statistics(reference)
         passes.memory(self._alive())
+        if self._traces is not None:
+            passes.traces(self._alive(), self._traces)
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
 
     def _unpair(self) -> None:
@@ -187,4 +192,5 @@ class GroupMeasurement:
             planned.case, planned.support, status, planned.work, is_reference, planned.skip or outcome.failure,
             outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
             outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
+            outcome.trace, outcome.operators,
         )  # fmt: skip

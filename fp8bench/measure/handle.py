@@ -17,7 +17,7 @@ from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import Case, DeviceFacts, Overheads, Scalar, TensorStatistics
+from fp8bench.model import Case, DeviceFacts, OperatorTime, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0
 
@@ -63,6 +63,9 @@ class Worker(ABC):
 
     def memory(self, case: Case, facts: DeviceFacts, limit: float) -> int | None:
         return cast("int | None", self.ask(limit, "memory", case, facts))
+
+    def trace(self, case: Case, facts: DeviceFacts, file: Path, limit: float) -> tuple[OperatorTime, ...]:
+        return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))
 
     def check(self, key: str, limit: float) -> str:
         return cast(str, self.ask(limit, "check", key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.model import Measurement, PlannedCase, TensorStatistics, Timing
+from fp8bench.model import Measurement, OperatorTime, PlannedCase, TensorStatistics, Timing
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Outcome:
     detail: str = ""
     measurements: list[Measurement] = field(default_factory=list)
     statistics: tuple[TensorStatistics, ...] = ()
+    trace: str = ""
+    operators: tuple[OperatorTime, ...] = ()
 
     def lacks(self, why: str) -> None:
         """Something about it could not be had, which does not fail it."""

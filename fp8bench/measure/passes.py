@@ -1,4 +1,4 @@
-"""The passes after the timing, each in states of its own: numerical errors, what the data are, memory."""
+"""The passes after the timing, each in states of its own: numerical errors, what the data are, memory, traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.measure.trace_files import TraceFolder
 from fp8bench.model import DeviceFacts, Measurement, Provenance
 from fp8bench.protocols import Observer
 
@@ -70,6 +71,22 @@ class Passes:
             if peak is not None:
                 measured = Measurement("peak_memory", "B", (float(peak),), description=_PEAK_MEMORY)
                 outcome.measurements.append(measured)
+
+    def traces(self, outcomes: Sequence[Outcome], folder: TraceFolder) -> None:
+        """A few steps of every case into a file of its own; a case without it stands all the same."""
+        for outcome in outcomes:
+            case = outcome.planned.case
+            self._observer.working(case, "recording a trace", 1.0)
+            name, limit = folder.file_of(case), self._limits.numbers(outcome.planned.work)
+            try:
+                outcome.operators = self._worker.trace(case, self._facts[case.device], folder.path / name, limit)
+            except WorkerError as cause:
+                self._missed(outcome, f"no trace: {cause}", cause)
+                continue
+            outcome.trace = name
+        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+            # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
+            self._worker.restart()
 
     def _missed(self, outcome: Outcome, why: str, cause: WorkerError) -> None:
         if not exhausted(cause):

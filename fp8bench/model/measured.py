@@ -39,6 +39,21 @@ class TensorStatistics:
 
 
 @dataclass(frozen=True)
+class OperatorTime:
+    """What one operator, or one kernel of the device, takes of a step in one phase: its own time, without its callees'.
+
+    From a trace, whose recording makes steps longer than they are. `calls` are those of a step, and begin in the phase.
+    `name` is '' for the rest of the phase: operators that are not listed, with the time that lies in none.
+    """
+
+    phase: str
+    name: str
+    calls: float
+    seconds: float
+    on_device: bool = False
+
+
+@dataclass(frozen=True)
 class Segments:
     """The cells of a step: the time one phase took within one stretch of the step.
 
@@ -95,7 +110,8 @@ class Record:
     reference's samples where this case sat with the reference apart from the rest of its group; None means the
     samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
     `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
-    depend on the precision.
+    depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
+    `operators` are what takes most in it, phase by phase.
     """
 
     case: Case
@@ -112,6 +128,8 @@ class Record:
     measurements: tuple[Measurement, ...] = ()
     stopped: str = ""
     statistics: tuple[TensorStatistics, ...] = ()
+    trace: str = ""
+    operators: tuple[OperatorTime, ...] = ()
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -151,7 +151,7 @@ class Request:
 
     `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
     seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
-    is kept, instead of the axes' defaults.
+    is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to.
     """
 
     suite: str
@@ -170,3 +170,4 @@ class Request:
     isolation: bool = True
     case_timeout: float | None = None
     grid: bool = False
+    trace: str | None = None

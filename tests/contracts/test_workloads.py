@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,3 +270,31 @@ print([heavy for heavy in ("torch", "numpy", "pandas", "matplotlib") if heavy in
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Corpus, tmp_path: Path) -> None:
+    """The same phases that are timed, around operators, and none that overlaps with one."""
+    for precision in precisions_of(name, corpus, "bf16", "fp8"):
+        case = smallest(name, precision, corpus)
+        bench.prepare("key", case, CPU)
+        timed = {CELL_PHASES[code] for code in bench.slot("key", 1, 0).steps[0].codes} - {UNATTRIBUTED}
+        bench.release("key")
+        file = tmp_path / f"{precision}.pt.trace.json.gz"
+        told = bench.trace(case, CPU, str(file))
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        spans = [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
+        ranges = {one["name"].removeprefix("fp8bench.") for one in spans if one["name"].startswith("fp8bench.")}
+        assert timed and ranges == timed, precision
+        assert {one.phase for one in told if one.name} & timed, "some operator lies in a phase"
+        assert not overlapping(spans)
+
+
+def overlapping(spans: list[dict[str, Any]]) -> list[str]:
+    """Names of those that end after what they lie in; by more than a clock's tick, to which the file rounds."""
+    wrong, is_open = [], []
+    for span in sorted(spans, key=lambda one: (one["tid"], one["ts"], -one["dur"])):
+        is_open = [one for one in is_open if one["tid"] == span["tid"] and one["ts"] + one["dur"] > span["ts"] + 0.003]
+        wrong += [span["name"] for one in is_open if one["ts"] + one["dur"] < span["ts"] + span["dur"] - 0.003]
+        is_open.append(span)
+    return wrong

@@ -28,6 +28,7 @@ from fp8bench.model import (
     Label,
     Level,
     Measurement,
+    OperatorTime,
     Overheads,
     Phase,
     Plan,
@@ -63,12 +64,12 @@ MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), 
 STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
-    (MEASUREMENT,), "time", (STATISTICS,),
+    (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
 )  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False, 12.5, True,
+    5, ("module",), False, 12.5, True, "traces",
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -94,6 +95,7 @@ VALUES: list[Any] = [
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
+    RECORD.operators[0],
 ]  # fmt: skip
 
 

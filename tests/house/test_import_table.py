@@ -47,15 +47,20 @@ TABLE: dict[str, frozenset[str]] = {
     "renaming": FLOOR | {"history", "identity"},
     "joining": FLOOR | {"history", "rebuilding", "renaming", "telling", "view"},
     "verifying": FLOOR | {"commits", "history", "identity", "telling", "view"},
+    "reporting": ANYONE,
+    "report_commands": ANYONE,
     "report_past": FLOOR | {"course", "followed", "identity", "report", "view"},
     "resuming": FLOOR,
+    "paths": FLOOR,
+    "profiler": FLOOR,
+    "exporting": FLOOR | {"paths"},
     "interrupts": FLOOR,
     "streams": FLOOR,
-    "measure": FLOOR | {"protocols", "registry"},
+    "measure": FLOOR | {"paths", "profiler", "protocols", "registry"},
     "report": FLOOR | {"analysis", "protocols", "registry"},
     "nn": FLOOR | {"formats", "numerics", "protocols"},
     "precisions": LEAF,
-    "devices": LEAF,
+    "devices": LEAF | {"profiler"},
     "workloads": LEAF,
     "pipeline": ANYONE,
     "api": ANYONE,
@@ -67,6 +72,7 @@ TABLE: dict[str, frozenset[str]] = {
     "config": FLOOR,
     "cli": ANYONE,
     "outputs": ANYONE,
+    "export_commands": ANYONE,
     "doctor": ANYONE,
     "selftest": ANYONE,
     "__init__": ANYONE,
@@ -77,7 +83,7 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
-LAZY = HEAVY | {"pynvml", "ctypes"}
+LAZY = HEAVY | {"pynvml", "ctypes", "tensorboard", "wandb"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.stats", frozenset({"numpy"})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,19 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.stopping import StoppingRule
-from fp8bench.model import Case, Label, Level, PlannedCase, Provenance, Record, Status, Verdict
+from fp8bench.measure.trace_files import TraceFolder
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    Label,
+    Level,
+    OperatorTime,
+    PlannedCase,
+    Provenance,
+    Record,
+    Status,
+    Verdict,
+)
 from fp8bench.protocols import SilentObserver
 from tests.fakes import (
     CAST,
@@ -31,6 +44,7 @@ from tests.fakes import (
 
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
+TRACES = TraceFolder(Path("/traces"), 7)
 
 
 class Listener(SilentObserver):
@@ -46,12 +60,13 @@ class Listener(SilentObserver):
 def measure(
     scripts: Mapping[str, Script], *cases: PlannedCase, reference: int = 0, capacity: int = 1000,
     rule: StoppingRule = TEN, seed: int = 0, observer: SilentObserver | None = None,
+    traces: TraceFolder | None = None, facts: DeviceFacts = CPU,
 ) -> tuple[dict[str, Record], FakeWorker]:  # fmt: skip
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
     measured = GroupMeasurement(
-        group(*cases, reference=reference), {"cpu": CPU}, worker, rule, decided, seed,
-        observer or SilentObserver(),
+        group(*cases, reference=reference), {"cpu": facts}, worker, rule, decided, seed,
+        observer or SilentObserver(), traces=traces,
     )  # fmt: skip
     records = measured.run()
     assert [record.case for record in records] == [one.case for one in cases]
@@ -181,13 +196,52 @@ def test_a_case_without_its_memory_stands_all_the_same(error: Exception, restart
     assert worker.restarts == restarts
 
 
+def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
+    """One request a case that is alive by then, each with a file of its own; the record names it."""
+    told = (OperatorTime("gemm", "aten::mm", 1.0, 0.01),)
+    scripts = {"fp32": Script(operators=told, peak=1), "fp16": broken("slot")}
+    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), planned("tf32", skip="no"), traces=TRACES)
+    files = {mode: f"gemm-m=64,n=64,k=64-cpu-{mode}/fp8bench.7.pt.trace.json.gz" for mode in ("fp32", "bf16")}
+    assert worker.log[-2:] == [("trace", mode, f"/traces/{file}") for mode, file in files.items()]
+    assert {mode: record.trace for mode, record in records.items()} == {**files, "fp16": "", "tf32": ""}
+    assert records["fp32"].operators == told and records["bf16"].operators == () and worker.restarts == 1
+    records, worker = measure({}, *native("fp32", "bf16"))
+    assert not [entry for entry in worker.log if entry[0] == "trace"] and not records["fp32"].trace
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [
+        (WorkerFault("OSError", "No space left on device", "the trace"), 1),
+        (WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True), 0),
+        (WorkerLost("it crashed"), 1),
+    ],
+)
+def test_a_case_without_its_trace_stands_all_the_same(error: Exception, restarts: int) -> None:
+    """With everything else, and the reason; the others have theirs."""
+    bf16 = Script(faults=[Fault("trace", error)], peak=1)
+    records, worker = measure({"bf16": bf16}, *native("fp32", "bf16", "fp16"), traces=TRACES)
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
+    assert records["bf16"].detail == f"no trace: {error}" and not records["bf16"].trace
+    assert records["bf16"].timing is not None and records["bf16"].measurement("peak_memory") is not None
+    assert records["fp16"].trace and worker.restarts == restarts
+
+
+def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:
+    """Its profiler stays, and each launch would cost more."""
+    facts = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+    for traces, restarts in ((None, 0), (TRACES, 1)):
+        _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=facts)
+        assert worker.restarts == restarts
+
+
 def test_whatever_a_case_lacks_is_told() -> None:
-    """Errors, statistics and memory, all for want of room: no reason hides another."""
+    """Errors, statistics, memory and trace, all for want of room: no reason hides another."""
     error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
-    lacking = Script(faults=[Fault(name, error) for name in ("error", "statistics", "memory")])
-    records, _ = measure({"fp32": lacking}, *native("fp32", "bf16"))
+    lacking = Script(faults=[Fault(name, error) for name in ("error", "statistics", "memory", "trace")])
+    records, _ = measure({"fp32": lacking}, *native("fp32", "bf16"), traces=TRACES)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
-    lacks = ("numerical error", "statistics of the data", "peak memory")
+    lacks = ("numerical error", "statistics of the data", "peak memory", "trace")
     assert records["fp32"].detail == "; ".join(f"no {what}: {error}" for what in lacks)
 
 
