@@ -7,6 +7,7 @@ import secrets
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import StoreError
@@ -39,7 +40,9 @@ def write_report(
     StoreError with a sentence where a file cannot be written. The same runs give the same bytes.
     """
     found = [findings(run) for run in runs]
-    page = page_of(material_of(runs, found, past_of(runs, store)))
+    past = past_of(runs, store)
+    runs = [replace(run, path=_within(run.path, store)) for run in runs]
+    page = page_of(material_of(runs, found, past))
     text = as_html(page)
     folder = folder_of(runs, store)
     _write(folder / PAGE, text)
@@ -58,6 +61,14 @@ def folder_of(runs: Sequence[Run], store: Path) -> Path:
     stems = [Path(run.path).stem or run.id for run in runs]
     name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
     return store / "reports" / (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{len(runs)}-runs")
+
+
+def _within(path: str, store: Path) -> str:
+    """A run's file as it lies in its store: where the store lies is none of the report's business."""
+    try:
+        return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
+    except ValueError:
+        return Path(path).name
 
 
 def _write(path: Path, text: str) -> None:
