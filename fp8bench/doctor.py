@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
@@ -39,6 +40,7 @@ def examine(calibrate: bool) -> Iterator[str]:
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device"
         yield f"NVML      {nvml_state()}"
+        yield f"boards    {boards()}"
         if calibrate:
             yield ""
             for one in facts:
@@ -88,6 +90,23 @@ def nvml_state() -> str:
     except pynvml.NVMLError as error:
         return f"not there: {error}"
     return f"driver {driver}, {count} device(s)"
+
+
+def boards() -> str:
+    """Which programs that --trace, --tensorboard and --wandb write for are installed, and what they need."""
+    known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
+    words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
+    if not known["torch-tb-profiler"]:
+        return words
+    return f"{words}; the profiler's page in TensorBoard needs internet access in the browser, chrome://tracing none"
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, '' if it is not there. Nothing is imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:

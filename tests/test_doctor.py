@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -39,6 +40,24 @@ def test_versions_machine_and_load_are_named() -> None:
     for word in ("machine ", "cores ", "load ", "clocks ", "NVML "):
         assert word in text
     assert "what looking costs" not in text
+
+
+def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed or not; that the plugin's page stays empty offline only where there is one."""
+    there = {"tensorboard": "2.21.0", "torch-tb-profiler": "0.4.3"}
+    boards, installed = (*there, "wandb"), metadata.version
+
+    def version(package: str) -> str:
+        if package in boards and package not in there:
+            raise metadata.PackageNotFoundError(package)
+        return there.get(package) or installed(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert any(line == f"boards    {doctor.boards()}" for line in examine(False))
+    assert doctor.boards().startswith("tensorboard 2.21.0, torch-tb-profiler 0.4.3, wandb not installed; the profiler")
+    assert "needs internet access in the browser" in doctor.boards()
+    there.clear()
+    assert doctor.boards() == "tensorboard not installed, torch-tb-profiler not installed, wandb not installed"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")

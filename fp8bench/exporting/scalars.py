@@ -30,14 +30,14 @@ def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[Figure]:
 
 
 def _tag(record: Record, name: str) -> str:
-    """'gemm/best_seconds/m=512,n=512@cpu': boards cut long names at their end.
+    """'gemm/best_seconds m=512,n=512@cpu': boards show what follows the last slash, and cut it at its end.
 
     A version of a workload that does not compare with the first has charts of its own.
     """
     case = record.case
     version = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
-    return f"{case.workload}{version}/{name}/{params}@{case.device}"
+    return f"{case.workload}{version}/{name} {params}@{case.device}"
 
 
 def _figures(record: Record, finding: Finding | None) -> Iterator[tuple[str, float | None]]:
@@ -52,7 +52,8 @@ def _figures(record: Record, finding: Finding | None) -> Iterator[tuple[str, flo
             yield "ratio_high", finding.ratio.high
         yield "labels", float(len(finding.labels))
         for phase, seconds in finding.phases:
-            yield f"{kind}phase_{phase}_seconds", seconds
+            if seconds:
+                yield f"{kind}phase_{phase}_seconds", seconds
     for measurement in record.measurements:
         yield _name(measurement), statistics.median(measurement.samples) if measurement.samples else None
 

@@ -17,7 +17,7 @@ from fp8bench.exporting.tensorboard import check, write
 from fp8bench.model import Run
 from tests.runs import gemm, transformer
 
-TAG = "transformer/best_seconds/layers=4,width=256,heads=4,context=256,batch=4@cpu"
+TAG = "transformer/best_seconds layers=4,width=256,heads=4,context=256,batch=4@cpu"
 
 
 @pytest.fixture
