@@ -184,15 +184,13 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
     """Print a run that was measured, say what it did to the history, write its report; returns the exit code."""
-    from fp8bench.report_commands import tell_report
-
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
     finally:  # nor is a stdout that takes nothing a reason for a hole in the history
-        told = _tell_history(run, arguments.store) and (not arguments.report or tell_report(run, arguments))
+        told = _tell_history(run, arguments.store) and _tell_report(run, arguments)
         told = told and tell_exports(run, arguments)
     return code if told else EXIT_INTERRUPTED
 
@@ -211,6 +209,15 @@ def _tell_history(run: Run, store: Path) -> bool:
         )
         return False
     return True
+
+
+def _tell_report(run: Run, arguments: argparse.Namespace) -> bool:
+    """Write the report of a run; False where that was interrupted. Who has interrupted the run waits for nothing."""
+    if not arguments.report or not run.finished:
+        return True
+    from fp8bench.report_commands import tell_report
+
+    return tell_report(run, arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:

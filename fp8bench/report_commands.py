@@ -27,7 +27,7 @@ def tell_report(run: Run, arguments: argparse.Namespace) -> bool:
     except StoreError as error:
         complain(f"report: {error} The run is kept; `fp8bench report {run.id}` writes it again")
         return True
-    complain(f"report: {page}")
+    complain(f"report: {_shown(page)}")
     return True
 
 
@@ -38,8 +38,16 @@ def report(arguments: argparse.Namespace) -> int:
     twice = next((run for place, run in enumerate(runs) if run.path in [one.path for one in runs[:place]]), None)
     if twice is not None:
         raise UsageError(f"the run {twice.id} was named twice. Name each run once.")
-    say(f"{_written(runs, arguments.store, arguments)}\n")
+    say(f"{_shown(_written(runs, arguments.store, arguments))}\n")
     return EXIT_OK
+
+
+def _shown(page: Path) -> str:
+    """A path as short as it can be typed from here."""
+    try:
+        return str(page.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(page)
 
 
 def _written(runs: Sequence[Run], store: Path, arguments: argparse.Namespace) -> Path:

@@ -235,7 +235,15 @@ def test_the_signature_is_the_command_lines_options() -> None:
     """What one door has, the other has too, under the same name and with the same default."""
     suite = commands_of(build_parser())["suite"]
     plain = vars(build_parser().parse_args(["suite"]))
-    of_the_line = {"dry_run", "config", "resume", "json", "csv", "wandb"}  # what a call has other words for, or needs not
+    of_the_line = {
+        "dry_run",
+        "config",
+        "resume",
+        "json",
+        "csv",
+        "wandb",
+    }  # what a call has other words for, or needs not
+    of_the_line |= {"html", "md", "csv_wide", "open", "report"}
     called = {"axes": "set"}
     options = {called.get(one.dest, one.dest) for one in suite._actions if one.dest != "help"} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters

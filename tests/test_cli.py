@@ -42,11 +42,13 @@ OPTIONS = {
     "suite": COMMON | {
         "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
         "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
-        "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb",
+        "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
+        "--csv-wide", "--open", "--no-report",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
     "show": COMMON | {"RUN", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
+    "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--store", "--import"},
@@ -252,11 +254,11 @@ def test_hidden_names_are_not_offered(store: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: the table on stdout, the history's word on stderr, the run stored, and shown again the same."""
+    """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same."""
     assert main(["suite", "gemm", *QUICK, "--no-isolation"]) == 0
     table = capsys.readouterr()
-    assert table.err == NO_HISTORY
     (path,) = run_files(store)
+    assert table.err == f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n"
     run = load_run(path)
     assert run.finished and run.ok and not run.troubles
     assert {record.case.precision: record.status for record in run.records} == dict.fromkeys(
@@ -274,7 +276,7 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
     """The mission's road as a user walks it: `python -m fp8bench suite gemm`."""
     package = str(Path(cli.__file__).resolve().parents[1])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16"],
+        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16", "--no-report"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": package},
     )  # fmt: skip
@@ -283,7 +285,7 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
     run = load_run(path)
     assert run.finished and {record.case.precision for record in run.records} == {"fp8", "bf16"}
     assert "bf16" in done.stdout and run.id in done.stdout
-    assert run.command == "python -m fp8bench suite gemm --set shape=64 --quick --dtypes fp8,bf16"
+    assert run.command == "python -m fp8bench suite gemm --set shape=64 --quick --dtypes fp8,bf16 --no-report"
     assert json.loads(path.read_text().splitlines()[-1]) == {"end": "finished"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import webbrowser
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
     page = write_report([run], store)
     assert page == store / "reports" / Path(run.path).stem / "report.html"
     text = page.read_text()
-    assert text.startswith("<!doctype html>") and "default-src 'none'" in text
+    assert text.startswith("<!doctype html>") and "default-src 'none'" in unescape(text)
     assert not re.search(r"(?:src|href)=[\"']?https?:", text)
     assert (page.parent / "results.csv").read_text().count("\n") > 50
     assert write_report([run], store).read_text() == text

@@ -64,7 +64,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     (tmp_path / "my_suite.py").write_text(example())
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fp8bench", "suite", *way, "--quick", "--set", "experts=64",
-         "--dtypes", "fp8,bf16", "--store", "kept"],
+         "--dtypes", "fp8,bf16", "--store", "kept", "--no-report"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -98,7 +98,17 @@ def test_the_grid_of_the_historys_page_fits_the_example(folder: Path, capsys: py
 def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """fp32 chooses the experts that fp64 does."""
     (folder / "my_suite.py").write_text(example())
-    words = ["suite", "./my_suite.py", "--dtypes", "fp32", "--quick", "--set", "experts=8", "--no-isolation"]
+    words = [
+        "suite",
+        "./my_suite.py",
+        "--dtypes",
+        "fp32",
+        "--quick",
+        "--set",
+        "experts=8",
+        "--no-isolation",
+        "--no-report",
+    ]
     assert main(words) == 0
     assert capsys.readouterr().err == NO_HISTORY
     (path,) = run_files(folder / ".fp8bench")
@@ -161,7 +171,7 @@ class Counting(Workload):
 def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """stdout is JSON and nothing else."""
     (folder / "mine.py").write_text(SUITE)
-    assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json"]) == 0
+    assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) and shown.err == f"a word of the file's own\n{NO_HISTORY}"
 

@@ -52,7 +52,17 @@ def started(
 
 def nap(*places: int) -> tuple[str, ...]:
     axis = ",".join(str(place) for place in places)
-    return ("suite", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16", "--set", f"place={axis}")
+    return (
+        "suite",
+        "./nap_suite.py",
+        "--no-report",
+        "--rounds",
+        "4",
+        "--dtypes",
+        "fp32,bf16",
+        "--set",
+        f"place={axis}",
+    )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -76,7 +86,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
     assert "nap on cpu" in out and "place=0" in out and "stopped early" in out
     told = re.search(r"To do the rest: fp8bench (suite --resume \w+)\n", err)
     assert told and "Traceback" not in err and err.endswith(NO_HISTORY) and err.count("\n") == 2
-    with started(folder, *told[1].split()) as process:
+    with started(folder, *told[1].split(), "--no-report") as process:
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, NO_HISTORY)
     (path,) = run_files(folder / ".fp8bench")
