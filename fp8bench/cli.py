@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     commands = {
-        "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history, "selftest": _selftest,
+        "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
+        "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -191,7 +192,7 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
         code = EXIT_INTERRUPTED
     finally:  # nor is a stdout that takes nothing a reason for a hole in the history
         told = _tell_history(run, arguments.store) and _tell_report(run, arguments)
-        told = told and tell_exports(run, arguments)
+        told = told and (not run.finished or tell_exports(run, arguments))
     return code if told else EXIT_INTERRUPTED
 
 

@@ -182,6 +182,21 @@ def test_an_interrupt_of_the_sending_leaves_the_run(
     assert the_run(here).finished
 
 
+def test_nobody_waits_for_the_boards_after_an_interrupt(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What there is of the run is kept, and `show` takes the same options."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wandb, "check", lambda: None)
+    monkeypatch.setattr(wandb, "send", lambda *arguments: pytest.fail("sent"))
+    monkeypatch.setattr("fp8bench.pipeline._group", interrupted)
+    assert main([*GEMM, "--wandb"]) == 130
+    assert not the_run(here).finished and "wandb" not in capsys.readouterr().err
+
+
 def test_a_run_in_json_has_its_operators(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GEMM, "--trace", "traces", "--json"]) == 0
     for record in json.loads(capsys.readouterr().out)["records"]:
