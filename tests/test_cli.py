@@ -276,7 +276,8 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
     """The mission's road as a user walks it: `python -m fp8bench suite gemm`."""
     package = str(Path(cli.__file__).resolve().parents[1])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16", "--no-report"],
+        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16",
+         "--no-report"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": package},
     )  # fmt: skip

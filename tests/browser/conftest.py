@@ -40,7 +40,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pages: dict[str, Page] = {"whole": whole_page(), "hostile": hostile_page(), "many": whole_page(2000)}
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(render(page))
-    return {name: folder / f"{name}.html" for name in pages}
+    sample = Path(__file__).resolve().parents[2] / "reports" / "sample" / "report.html"
+    return {**{name: folder / f"{name}.html" for name in pages}, "sample": sample}
 
 
 @pytest.fixture

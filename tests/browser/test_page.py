@@ -284,7 +284,7 @@ def test_copying(show: Open, browser: Any) -> None:
     assert text.splitlines()[0].startswith("suite,case,dtype,how,best (s)") and len(text.splitlines()) == 6
 
 
-@pytest.mark.parametrize("name", ["whole", "hostile", "many"])
+@pytest.mark.parametrize("name", ["whole", "hostile", "many", "sample"])
 def test_nothing_is_asked_of_the_network_and_nothing_is_said(show: Open, name: str) -> None:
     """One request, for the file itself; no message, no error, no breach of the policy, whatever is done on the page."""
     tab = show(name)
@@ -319,7 +319,7 @@ def test_the_policy_holds(show: Open) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", ["whole", "hostile"])
+@pytest.mark.parametrize("name", ["whole", "hostile", "sample"])
 def test_the_page_never_scrolls_sideways(show: Open, shot: Callable[[Tab, str], None], name: str, width: int) -> None:
     """Neither on a telephone nor in a window, also with names of 300 characters; wide tables do, in their box."""
     tab = show(name, width)
@@ -406,7 +406,7 @@ def test_the_contents_say_where_one_is(show: Open) -> None:
     tab.until("document.querySelectorAll('nav [aria-current]').length === 1")
 
 
-@pytest.mark.parametrize("name", ["whole", "many"])
+@pytest.mark.parametrize("name", ["whole", "many", "sample"])
 def test_it_is_there_at_once(show: Open, name: str, record_property: Callable[[str, object], None]) -> None:
     """How long until the load event, as a property of the test; only what no machine should need fails."""
     tab = show(name)
