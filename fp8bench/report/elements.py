@@ -153,6 +153,12 @@ class Stacks(Chart):
     parts: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float, ...]], ...]
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The places of the parts that any row has; the others need no legend and no column."""
+        values = [values for _, values in self.rows]
+        return tuple(n for n in range(len(self.parts)) if any(n < len(row) and row[n] != 0 for row in values))
+
 
 @dataclass(frozen=True)
 class Heat(Chart):

@@ -88,3 +88,12 @@ def test_strips() -> None:
         ["none", "0", *["-"] * 5],
         ["broken", "2", *["-"] * 5],
     ]
+
+
+def test_a_part_that_no_row_has_is_no_column() -> None:
+    """Nor is it in the legend: whole pages share one order of phases, and with it their colours."""
+    chart = Stacks(
+        "c", "Title", "words", Axis("time", "s"), ("a", "b", "c"), (("one", (1.0, 0.0, 0.0)), ("two", (2.0, 0.0, 3.0)))
+    )
+    assert chart.present == (0, 2)
+    assert [column.title for column in numbers_table(chart).columns] == ["case", "a", "c"]

@@ -25,8 +25,8 @@ def draw_stacks(chart: Stacks, narrow: bool) -> str:
     if not rows:
         return nothing(chart, description, narrow)
     sheet = Sheet(chart, narrow)
-    top = legend(sheet, [("hatch" if part == _REST else "box", _style(chart, n), part)
-                         for n, part in enumerate(chart.parts)], 0.0)  # fmt: skip
+    keys = [("hatch" if chart.parts[n] == _REST else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
+    top = legend(sheet, keys, 0.0)
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
     places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if narrow else 30.0, top)
     unit = chart.axis.unit
