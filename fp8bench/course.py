@@ -45,13 +45,16 @@ class _Line:
     figures: list[tuple[float, Figure]] = field(default_factory=list)
 
 
-def read_courses(store: Path, wanted: Callable[[str], bool]) -> Courses:
-    """All courses whose name is wanted, sorted. Cells that never had a number and never failed have none."""
+def read_courses(store: Path, wanted: Callable[[str], bool], most: int | None = None) -> Courses:
+    """All courses whose name is wanted, sorted. Cells that never had a number and never failed have none.
+
+    With `most` they are those of so many newest runs.
+    """
     lines: dict[tuple[_Home, str, Cell], _Line] = {}
     homes: list[_Home] = []
     left: Counter[str] = Counter()
     runs = commits = 0
-    for paths in files_by_commit(store).values():
+    for paths in files_by_commit(store, most).values():
         heard = hear(paths)
         left.update(one.why for one in heard.left)
         runs += len(heard.told)

@@ -14,21 +14,22 @@ from fp8bench.model import Course, Figure, Level, Point, Run
 from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.view import Told, tell, why_not
 
+MOST_RUNS = 100
 _UNITS = {"seconds": "s", "bytes": "B"}
 
 
 def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     """The series of the cases that the runs have, on the machines and under the interpreters they ran with.
 
-    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. Every run of
-    the store is read.
+    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. Only the
+    newest runs of the store are read: a report is written after every run, and `fp8bench history show` reads them all.
     """
     told = [one for one in map(_told, runs) if one is not None]
     wanted = {(point.series, point.cell) for one in told for point in one.content.points}
     if not wanted:
         return ()
     suites = {series.partition(".")[0] for series, _ in wanted}
-    found = read_courses(store, lambda name: name.partition(".")[0] in suites).courses
+    found = read_courses(store, lambda name: name.partition(".")[0] in suites, MOST_RUNS).courses
     courses = [course for course in found if (course.series.name, course.cell) in wanted]
     series = [_series(course, [one for one in told if _made_at(one, course)]) for course in courses]
     return tuple(one for one in series if one is not None and one.figures)

@@ -5,6 +5,7 @@ A store holds more samples than fit into memory; those of one commit do.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -53,10 +54,13 @@ def commit_of(path: Path) -> str:
     return str(commit)[:8] if commit else "nocommit"
 
 
-def files_by_commit(store: Path) -> dict[str, list[Path]]:
-    """The run files of each commit, oldest first; the commits in the order of their first runs."""
+def files_by_commit(store: Path, most: int | None = None) -> dict[str, list[Path]]:
+    """The run files of each commit, oldest first; the commits in the order of their first runs.
+
+    Of the whole store, or of so many newest runs.
+    """
     found: dict[str, list[Path]] = {}
-    for path in reversed(list(run_files(store))):
+    for path in reversed(list(itertools.islice(run_files(store), most))):
         found.setdefault(commit_of(path), []).append(path)
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench import report_past
 from fp8bench.history.runs import load_run
 from fp8bench.model import Environment, Request, Run
 from fp8bench.report.material import PastSeries
@@ -93,3 +94,11 @@ def test_runs_that_tell_nothing_have_no_past(tmp_path: Path) -> None:
 
 def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
     assert past_of([run_at(0)], tmp_path / "none") == ()
+
+
+def test_only_the_newest_runs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is written after every run, and must not take longer with every one of them."""
+    monkeypatch.setattr(report_past, "MOST_RUNS", 2)
+    paths = history(tmp_path, 1.0, 2.0, 3.0)
+    series = next(one for one in past_of([load_run(paths[-1])], tmp_path) if one.unit == "s")
+    assert len(series.figures) == 2
