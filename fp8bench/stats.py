@@ -44,7 +44,16 @@ def best_by_segment(samples: Floats) -> Floats:
 
 def best_case(samples: Floats) -> BestCase:
     """The best case of one arm. Arms with equally many rounds draw the same rounds."""
-    return BestCase(math.log(best_by_segment(samples).sum()), np.log(_resampled_sums(samples, _draws(len(samples)))))
+    return _best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
+
+
+@lru_cache(maxsize=32)
+def _best_case(raw: bytes, shape: tuple[int, ...]) -> BestCase:
+    """The same; a reference is held against every case of its group, and needs to be resampled once."""
+    samples = np.frombuffer(raw).reshape(shape)
+    resampled = np.log(_resampled_sums(samples, _draws(len(samples))))
+    resampled.setflags(write=False)
+    return BestCase(math.log(best_by_segment(samples).sum()), resampled)
 
 
 @lru_cache(maxsize=4)

@@ -71,8 +71,9 @@ def _(chart: Scatter) -> _Content:
 
 @_content.register
 def _(chart: Stacks) -> _Content:
-    columns = [Column("case"), *(Column(chart.parts[n], number=True, unit=chart.axis.unit) for n in chart.present)]
-    rows = [(label, [values[n] if n < len(values) else 0.0 for n in chart.present]) for label, values in chart.rows]
+    present = chart.present
+    columns = [Column("case"), *(Column(chart.parts[n], number=True, unit=chart.axis.unit) for n in present)]
+    rows = [(label, [values[n] if n < len(values) else 0.0 for n in present]) for label, values in chart.rows]
     return columns, [(Field(label), *(_field(value, chart.axis) for value in values)) for label, values in rows]
 
 

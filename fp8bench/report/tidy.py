@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from fp8bench.analysis.phase_medians import phase_medians
@@ -53,6 +54,7 @@ def _cleaned(row: TidyRow) -> TidyRow:
     return {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}
 
 
+@lru_cache(maxsize=4096)  # most texts stand in every row of their case
 def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text).strip()
 

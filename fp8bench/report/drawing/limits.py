@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from fp8bench.report.elements import Bars, Chart, Heat, Lines, Mark, Scatter, Stacks, Strips
+from fp8bench.report.elements import Bars, Chart, Heat, Lines, Mark, Point, Scatter, Stacks, Strips
 
 BARS = 25
 ROWS = 25
@@ -14,6 +14,7 @@ PLACES = 200
 SERIES = 8
 DOTS = 40
 LABELS = 12
+POINTS = 400
 # Marks of one drawing that can be pointed at, where lines have more: a page of tab stops helps nobody.
 POINTED = {False: 120, True: 60}
 # Where a map has more cells than this, they can be pointed at, and not tabbed to.
@@ -70,6 +71,20 @@ def strip_rows(chart: Strips) -> tuple[tuple[str, tuple[float, ...], str], ...]:
     return tuple(rows)
 
 
+def _has_place(chart: Scatter, point: Point) -> bool:
+    return drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+
+
+def points_placed(chart: Scatter) -> list[Point]:
+    """The points that have a place on the axes, or in the margin."""
+    return [point for point in chart.points if _has_place(chart, point)]
+
+
+def points_drawn(placed: list[Point]) -> list[Point]:
+    """All of them, or of more than can be told apart each one in so many."""
+    return placed[:: max(1, -(-len(placed) // POINTS))]
+
+
 def left_out(chart: Drawable) -> int:
     """How many bars, rows, cells or marks a drawing has no room for; those without a value are not among them."""
     match chart:
@@ -86,7 +101,8 @@ def left_out(chart: Drawable) -> int:
         case Lines():
             return _marks(chart.series, 0, chart.axis.log) - _marks(chart.series[:SERIES], -PLACES, chart.axis.log)
         case Scatter():
-            return 0
+            placed = points_placed(chart)
+            return len(placed) - len(points_drawn(placed))
 
 
 def _marks(series: Iterable[tuple[str, tuple[Mark | None, ...]]], first: int, log: bool) -> int:

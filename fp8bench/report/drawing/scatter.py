@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fp8bench.report.drawing.figure import SHAPES, Sheet, nothing
 from fp8bench.report.drawing.finish import Hint
 from fp8bench.report.drawing.labels import shortened
-from fp8bench.report.drawing.limits import LABELS, SERIES, described, drawable
+from fp8bench.report.drawing.limits import LABELS, SERIES, described, points_drawn, points_placed
 from fp8bench.report.drawing.marks import worded
 from fp8bench.report.drawing.rows import apart, legend
 from fp8bench.report.drawing.scale import Scale, limits, shown
@@ -45,8 +45,9 @@ class _Frame:
 
 
 def draw_scatter(chart: Scatter, narrow: bool) -> str:
-    points = [point for point in chart.points if _has_place(chart, point)]
-    description = described(chart, len(chart.points) - len(points), 0)
+    placed = points_placed(chart)
+    points = points_drawn(placed)
+    description = described(chart, len(chart.points) - len(placed), len(placed) - len(points))
     if not points:
         return nothing(chart, description, narrow)
     sheet = Sheet(chart, narrow)
@@ -69,10 +70,6 @@ def draw_scatter(chart: Scatter, narrow: bool) -> str:
         sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
     _labels(sheet, points, spots, [box for box in (frame.plot, frame.margin) if box])
     return sheet.svg(end, description)
-
-
-def _has_place(chart: Scatter, point: Point) -> bool:
-    return drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
 
 
 def _look(number: int) -> tuple[str, str]:
