@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
-import tempfile
+import time
 from pathlib import Path
 
 from fp8bench.errors import UsageError
@@ -37,8 +37,9 @@ def check_folder(option: str, folder: Path) -> None:
     """Make the folder if it is not there; raises UsageError where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fp8bench-"):
-            pass
+        probe = folder / f".fp8bench-{os.getpid()}-{time.monotonic_ns()}"
+        probe.touch(exist_ok=False)
+        probe.unlink()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
@@ -53,4 +54,6 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _digest(text: str) -> str:
+    import hashlib
+
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]

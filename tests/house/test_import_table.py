@@ -104,6 +104,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # It brings OpenSSL along, for user modules and long names only: --help does without.
     "fp8bench.registry": frozenset({"hashlib"}),
     "fp8bench.identity": frozenset({"hashlib"}),
+    "fp8bench.paths": frozenset({"hashlib"}),
     # An interrupt may strike while the door is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli"}),
     # A command imports what it needs: help and bad usage start no workers, read no history, show no progress.
