@@ -160,7 +160,10 @@ def _header(content: dict[str, Any], path: Path) -> Run:
         raise StoreError(
             f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
         )
-    return decode(Run, content.get("header"))
+    run = decode(Run, content.get("header"))
+    if not all(0 <= group.reference < len(group.cases) for group in run.plan):
+        raise Malformed("the reference of a group is none of its cases")
+    return run
 
 
 def _record(plain: Any) -> Record:

@@ -16,7 +16,7 @@ from fp8bench.view import results_of, update_view
 from tests.kept import results_files
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITE = ("suite", "gemm", "--set", "shape=512", "--dtypes", "fp32", "--rounds", "2")
+SUITE = ("suite", "--no-report", "gemm", "--set", "shape=512", "--dtypes", "fp32", "--rounds", "2")
 
 
 @pytest.fixture

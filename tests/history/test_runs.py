@@ -38,6 +38,7 @@ from fp8bench.model import (
     Work,
 )  # fmt: skip
 from fp8bench.report.text import render
+from tests.runs import measured
 
 SUPPORT = Support(Level.NATIVE, "a test")
 CASES = [Case("gemm", (("m", side),), "fp32", "cpu") for side in (1, 2, 3)]
@@ -463,3 +464,19 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_runs(
         monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder, usage=usage: usage)
         with pytest.raises(StoreError, match=f"has only {free} bytes left") if refused else contextlib.nullcontext():
             check_store(tmp_path)
+
+
+@pytest.mark.parametrize("place", [-1, 99, 10**30])
+def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Path) -> None:
+    """The records stand alone then, as under any other broken header."""
+    run, _ = measured()
+    writer = start_run(run, tmp_path)
+    writer.append(run.records)
+    writer.finish("finished")
+    lines = writer.path.read_text().splitlines()
+    header = json.loads(lines[0])
+    header["header"]["plan"]["groups"][0]["reference"] = place
+    writer.path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    read = load_run(writer.path)
+    assert len(read.records) == len(run.records)
+    assert "the reference of a group is none of its cases" in read.troubles[0]
