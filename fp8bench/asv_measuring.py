@@ -51,7 +51,7 @@ def measured_by_asv(
     why = _not_of(commit, run) if asked.commit else ""
     others = _others(run, store, commit, asked.appending) if why or not why_not(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
-    for (name, cell), point in merged(others if why else [*others, *own.points]).items():
+    for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
     for point in own.points:
         if why:
