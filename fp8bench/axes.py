@@ -1,4 +1,4 @@
-"""Parameters of a workload that `--set` varies, and parsers for their values."""
+"""Parameters of a workload that `--set` varies, options of a precision, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -28,6 +28,24 @@ class Axis:
             except ValueError as error:
                 raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
         return list(parsed)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a precision, as in `fp8-delayed:history=16`. `aliases` are other words for its name."""
+
+    name: str
+    description: str
+    default: str
+    parse: Callable[[str], Scalar]
+    aliases: tuple[str, ...] = ()
+
+    def value(self, mode: str, given: str) -> Scalar:
+        """The value of what was given to a mode; errors name both."""
+        try:
+            return self.parse(given)
+        except ValueError as error:
+            raise UsageError(f"{mode}: {self.name} cannot be {given!r}: {error}.") from None
 
 
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:

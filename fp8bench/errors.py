@@ -3,6 +3,7 @@
     Fp8benchError                 2
     |-- UsageError                2   the command line or a call asks for something that cannot be
     |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
+    |   |-- RecipeRefused         2   a low-precision recipe that cannot be
     |   `-- ImportFailed          2   a module given to --import does not import
     |-- NotPrinted                2   stdout takes nothing
     |-- StoreError                2   the store cannot be read or written
@@ -53,6 +54,10 @@ class UnknownName(UsageError):
         self.given = given
         self.known = names
         self.nearest = near[0] if near else None
+
+
+class RecipeRefused(UsageError):
+    """Formats, scalings or factors that do not make a recipe."""
 
 
 class ImportFailed(UsageError):

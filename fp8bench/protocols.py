@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from fp8bench.axes import Axis
+from fp8bench.axes import Axis, Option
 from fp8bench.model import (
     PHASES,
     Case,
@@ -115,6 +115,10 @@ class Arithmetic(ABC):
     casts: bool = True
     keeps_source: bool = False
 
+    def layer(self, name: str) -> Arithmetic:
+        """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
+        return self
+
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         """`tensor` (2-D, contraction last) in this precision."""
@@ -143,6 +147,8 @@ class Arithmetic(ABC):
 class Precision(ABC):
     """A mode, not a dtype: formats by role, a scaling, and what a device makes of it.
 
+    `options` are what may stand behind its name (`fp8-delayed:history=16`); an instance holds them as `chosen`, all of
+    them, by name. Whoever cannot be with what was chosen raises RecipeRefused when it is made.
     `rank` orders precisions from the highest down: the default reference is the lowest rank of a run. `loss_scale`
     multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
     precision in which values travel between products, where it is not this one: all that is no product runs in it.
@@ -158,6 +164,18 @@ class Precision(ABC):
     float32_products: ClassVar[str] = "highest"
     # Dimensions a native product needs as multiples: (of the contraction, of the columns).
     multiples: ClassVar[tuple[int, int]] = (1, 1)
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+        defaults = {one.name: one.parse(one.default) for one in self.options}
+        self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
+
+    @property
+    def mode(self) -> str:
+        """Its name with the options that differ from their defaults: one word for one meaning."""
+        given = [(one, self.chosen[one.name]) for one in self.options]
+        words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
+        return ":".join([self.name, *words])
 
     @abstractmethod
     def support(self, facts: DeviceFacts) -> Support:

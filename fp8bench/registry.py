@@ -12,12 +12,13 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fp8bench.errors import Fp8benchError, ImportFailed, UnknownName
+from fp8bench.errors import Fp8benchError, ImportFailed, UnknownName, UsageError
+from fp8bench.model import Scalar
 from fp8bench.protocols import Device, Precision, Workload
 
 T = TypeVar("T")
@@ -130,12 +131,48 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{found.name}")
 
 
+class PrecisionRegistry(Registry[Precision]):
+    """Precisions by name, with their options behind it: `fp8-delayed:history=16:margin=1`."""
+
+    def canonical(self, word: str) -> str:
+        """The one word for a mode: its own name, options in their own order, none that says what is so anyway."""
+        return self.get(word).mode if ":" in word else super().canonical(word)
+
+    def get(self, word: str) -> Precision:
+        """A precision with the options of the word; raises UsageError for those it cannot have."""
+        name, *pairs = word.split(":")
+        leaf = self._leaves[super().canonical(name)]
+        return leaf(self._chosen(word, leaf, pairs))
+
+    def _chosen(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
+        chosen: dict[str, Scalar] = {}
+        known = {key: one for one in leaf.options for key in (one.name, *one.aliases)}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not key or not equals or not value:
+                raise UsageError(
+                    f"the dtype {word!r} has no OPTION=VALUE behind a colon but {pair!r}. {_options(leaf)}"
+                )
+            if key not in known:
+                raise UnknownName(f"option of dtype {leaf.name}", key, known)
+            option = known[key]
+            if option.name in chosen:
+                raise UsageError(f"the dtype {word!r} gives {option.name} twice. Keep one of the two.")
+            chosen[option.name] = option.value(leaf.name, value)
+        return chosen
+
+
+def _options(leaf: type[Precision]) -> str:
+    words = ", ".join(one.name for one in leaf.options)
+    return f"{leaf.name} takes {words}." if words else f"{leaf.name} takes no options."
+
+
 def _address(leaf: type) -> str:
     return f"{leaf.__module__}.{leaf.__qualname__}"
 
 
 workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary", "version"))
-precisions: Registry[Precision] = Registry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
+precisions = PrecisionRegistry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
 devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))
 
 

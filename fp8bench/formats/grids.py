@@ -7,15 +7,28 @@ with evenly spaced subnormals below.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Overflow(StrEnum):
+    """What becomes of a value whose nearest neighbour, with exponents without end, lies beyond the largest.
+
+    SATURATE gives the largest one, to infinities too (as the hardware's satfinite conversions do).
+    """
+
+    SATURATE = "saturate"
+    INFINITY = "infinity"
+    NAN = "nan"
 
 
 @dataclass(frozen=True)
 class Format:
     """A binary floating-point format.
 
-    `largest` is the largest finite value, which is not always the one the exponent bits suggest: E4M3 gives its
-    last code to NaN, E2M1 has neither NaN nor infinity. `saturates` says what fp8bench makes of larger values:
-    the largest one, infinities included (as the hardware's satfinite conversions do), or else infinity.
+    `largest` is the largest finite value, which is not always the one the exponent bits suggest: e4m3fn gives its
+    last code to NaN, e2m1 has neither NaN nor infinity. `signed` covers the sign of numbers, `signed_zero` that of
+    zero: fnuz formats have one zero, and -0's code is their only NaN. Without `zeros` a format has neither zero nor
+    subnormals: e8m0 is the powers of two alone.
     """
 
     name: str
@@ -23,14 +36,29 @@ class Format:
     mantissa_bits: int
     bias: int
     largest: float
-    has_infinity: bool
-    has_nan: bool
-    saturates: bool = True
+    has_infinity: bool = False
+    has_nan: bool = False
+    signed: bool = True
+    signed_zero: bool = True
+    zeros: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Of a code, sign included."""
+        return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number, and of the spacing of the subnormals."""
-        return 1 - self.bias
+        return 1 - self.bias if self.zeros else -self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest value."""
+        exponent, value = 0, self.largest
+        while value >= 2:
+            exponent, value = exponent + 1, value / 2
+        return exponent
 
     @property
     def smallest_normal(self) -> float:
@@ -38,53 +66,42 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
+        """The smallest normal where there are no subnormals."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
+    @property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """The ways of overflowing that the format has codes for."""
+        found = [Overflow.SATURATE]
+        if self.has_infinity:
+            found.append(Overflow.INFINITY)
+        elif self.has_nan:
+            found.append(Overflow.NAN)
+        return tuple(found)
 
-# The OCP 8-bit formats, as NVIDIA has them ("e4m3fn"). AMD's MI300 has others of the same names ("fnuz").
-E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0, has_infinity=False, has_nan=True)
-E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0, has_infinity=True, has_nan=True)
-# The OCP 4-bit format: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-E2M1 = Format("e2m1", exponent_bits=2, mantissa_bits=1, bias=1, largest=6.0, has_infinity=False, has_nan=False)
-# IEEE half precision and bfloat16, which torch itself rounds to: here for their range.
-FP16 = Format(
-    "fp16",
-    exponent_bits=5,
-    mantissa_bits=10,
-    bias=15,
-    largest=65504.0,
-    has_infinity=True,
-    has_nan=True,
-    saturates=False,
-)
-BF16 = Format(
-    "bf16",
-    exponent_bits=8,
-    mantissa_bits=7,
-    bias=127,
-    largest=(2 - 2.0**-7) * 2.0**127,
-    has_infinity=True,
-    has_nan=True,
-    saturates=False,
-)
-# What a TF32 tensor core keeps of a float32: all of the exponent, ten bits of the mantissa. A stand-in for float32,
-# so it overflows as float32 does.
-TF32 = Format(
-    "tf32",
-    exponent_bits=8,
-    mantissa_bits=10,
-    bias=127,
-    largest=(2 - 2.0**-10) * 2.0**127,
-    has_infinity=True,
-    has_nan=True,
-    saturates=False,
-)
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, TF32)}
+# The OCP 8-bit formats, as NVIDIA has them; "fn" is finite: all codes but NaN's are numbers.
+E4M3 = Format("e4m3fn", 4, 3, bias=7, largest=448.0, has_nan=True)
+E5M2 = Format("e5m2", 5, 2, bias=15, largest=57344.0, has_infinity=True, has_nan=True)
+# AMD's MI300 has others: "uz" is an unsigned zero.
+E4M3FNUZ = Format("e4m3fnuz", 4, 3, bias=8, largest=240.0, has_nan=True, signed_zero=False)
+E5M2FNUZ = Format("e5m2fnuz", 5, 2, bias=16, largest=57344.0, has_nan=True, signed_zero=False)
+# The OCP 6- and 4-bit formats: every code is a number.
+E3M2 = Format("e3m2", 3, 2, bias=3, largest=28.0)
+E2M3 = Format("e2m3", 2, 3, bias=1, largest=7.5)
+E2M1 = Format("e2m1", 2, 1, bias=1, largest=6.0)
+# The scale of the MX formats: the powers of two from 2^-127 (code 0) to 2^127 (code 254), and a NaN (code 255).
+E8M0 = Format("e8m0", 8, 0, bias=127, largest=2.0**127, has_nan=True, signed=False, signed_zero=False, zeros=False)
+FP16 = Format("fp16", 5, 10, bias=15, largest=65504.0, has_infinity=True, has_nan=True)
+BF16 = Format("bf16", 8, 7, bias=127, largest=(2 - 2.0**-7) * 2.0**127, has_infinity=True, has_nan=True)
+# What a TF32 tensor core keeps of a float32: all of the exponent, ten bits of the mantissa.
+TF32 = Format("tf32", 8, 10, bias=127, largest=(2 - 2.0**-10) * 2.0**127, has_infinity=True, has_nan=True)
+
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt for fmt in (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0, BF16, FP16, TF32)
+}
 # The formats whose range the data of a run are held against, widest first.
 RANGES = (BF16, FP16, E5M2, E4M3, E2M1)
 
-# E8M0, the scale of the MX formats, is no Format: it has neither sign, mantissa nor zero, only the powers of two
-# from 2^-127 to 2^127 (code + bias) and a NaN (code 255).
 E8M0_BIAS = 127
 E8M0_LARGEST_CODE = 254

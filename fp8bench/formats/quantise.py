@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8bench.formats.grids import Format
+from fp8bench.formats.grids import Format, Overflow
 
 _EXPONENT_MASK = 0x7F800000
 _HALF_MANTISSA = 0x00400000
@@ -13,15 +13,15 @@ _FLOAT32_BIAS = 127
 _FLOAT32_MANTISSA_BITS = 23
 
 
-def round_to(x: Tensor, fmt: Format, out: Tensor | None = None) -> Tensor:
+def round_to(x: Tensor, fmt: Format, out: Tensor | None = None, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
     """`x` rounded to the nearest value of `fmt`, ties to even, as float32 (or into `out`).
 
-    Subnormals, the sign of zero and NaN are kept; what is too large becomes the largest value (infinity where
-    the format does not saturate). float32, bfloat16 and float16 input of any shape; no gradient flows.
+    Subnormals, the sign of zero and NaN are kept; what is too large becomes the largest value.
+    float32, bfloat16 and float16 input of any shape; no gradient flows.
     torch's own casts are not used because their overflow differs between torch versions and between formats.
     """
     values = x.detach().to(torch.float32)
-    rounded = _saturating(values, fmt) if fmt.saturates else _short_mantissa(values, fmt)
+    rounded = _short_mantissa(values, fmt) if overflow is Overflow.INFINITY else _saturating(values, fmt)
     return rounded if out is None else out.copy_(rounded)
 
 

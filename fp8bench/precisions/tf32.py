@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8bench.formats import hardware
-from fp8bench.formats.grids import TF32
+from fp8bench.formats.grids import TF32, Overflow
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.protocols import Arithmetic, Precision, Role
 from fp8bench.registry import precisions
@@ -44,6 +44,6 @@ class Tf32(Precision):
             return PlainArithmetic(torch.float32)
 
         def rounded(tensor: Tensor, role: Role) -> Tensor:
-            return round_to(tensor, TF32)
+            return round_to(tensor, TF32, overflow=Overflow.INFINITY)
 
         return EmulatedArithmetic(torch.float32, rounded)

@@ -91,6 +91,8 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.", HEAVY - {"torch"}),
     ("fp8bench.formats.grids", frozenset()),
     ("fp8bench.formats.hardware", frozenset()),
+    ("fp8bench.formats.scalings", frozenset()),
+    ("fp8bench.formats.recipes", frozenset()),
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.sizes", frozenset()),
