@@ -1,0 +1,46 @@
+"""Random numbers that depend on a seed and an element's index alone, in integer torch operations.
+
+The same ones come out eagerly and fused, on a CPU and on a GPU, however a tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+RANDOM_BITS = 24
+
+_GOLDEN = -0x61C88647
+_WORD = 32
+
+
+def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
+    """int32 numbers uniform below 2^24, one for each element in row-major order.
+
+    `seed` is an int64 tensor of one element. Elements 2^32 apart have keys of their own, so that nothing repeats.
+    """
+    index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
+    seed = seed.reshape(())
+    key = _mixed(_low(index.bitwise_right_shift(_WORD)) * _GOLDEN + _low(seed.bitwise_right_shift(_WORD)))
+    key = _mixed(key + _low(seed))
+    return _shifted(_mixed(_mixed(_low(index) + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
+
+
+def _low(wide: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers."""
+    return wide.to(torch.int32)
+
+
+def _shifted(word: Tensor, by: int) -> Tensor:
+    """Shifted to the right as if unsigned."""
+    return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD - by)) - 1)
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A bijection of 32 bits in which every bit depends on every other: C. Wellons' low-bias constants, 2018."""
+    word = (word ^ _shifted(word, 16)) * 0x7FEB352D
+    word = (word ^ _shifted(word, 15)) * -0x7B935975
+    return word ^ _shifted(word, 16)

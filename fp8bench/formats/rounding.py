@@ -1,0 +1,119 @@
+"""Rounding float32 values onto a format's grid, exactly, in plain torch operations that can be traced.
+
+Overflow is judged after rounding: what rounds back to the largest value has not overflowed. NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E8M0, Format, Overflow
+from fp8bench.formats.random_bits import RANDOM_BITS
+
+_EXPONENT_MASK = 0x7F800000
+_HALF_MANTISSA = 0x00400000
+_SMALLEST_NORMAL_BITS = 0x00800000
+_FLOAT32_BIAS = 127
+_MANTISSA_BITS = 23
+_MIN_EXPONENT = 1 - _FLOAT32_BIAS
+
+
+def nearest(values: Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE) -> Tensor:
+    """float32 `values` rounded to nearest even; e8m0's ties, between powers of two, go up."""
+    if fmt is E8M0:
+        return _power_of_two(values, overflow, None)
+    if fmt.min_exponent == _MIN_EXPONENT:
+        return _ended(_cut(values, fmt, None), fmt, overflow)
+    return _ended(_lifted(_bounded(values, fmt, overflow), fmt), fmt, overflow)
+
+
+def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow = Overflow.SATURATE) -> Tensor:
+    """float32 `values` rounded to one of their two neighbours, so that the expectation is the value.
+
+    `random` holds int32 numbers, uniform below 2^24. What lies nearer to a neighbour than 2^-25 of the distance
+    between the two, as only subnormals of the format can, is rounded to it.
+    """
+    if fmt is E8M0:
+        return _power_of_two(values, overflow, random)
+    if fmt.min_exponent == _MIN_EXPONENT:
+        return _ended(_cut(values, fmt, random), fmt, overflow)
+    return _ended(_drawn(_bounded(values, fmt, overflow), fmt, random), fmt, overflow)
+
+
+def _bounded(values: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    """Clamped so far out that rounding still shows whether they overflow, and no sum becomes infinite."""
+    bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+    return values.clamp(-bound, bound)
+
+
+def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    """Overflow, for values that were rounded as if exponents had no end (or, with float32's, carried to infinity)."""
+    if overflow is Overflow.SATURATE:
+        # Those that could grow beyond were bounded before.
+        return rounded.clamp(-fmt.largest, fmt.largest) if fmt.min_exponent == _MIN_EXPONENT else rounded
+    beyond = rounded.abs() > fmt.largest
+    end = float("inf") if overflow is Overflow.INFINITY else float("nan")
+    return torch.where(beyond, torch.full_like(rounded, end).copysign(rounded), rounded)
+
+
+def _lifted(values: Tensor, fmt: Format) -> Tensor:
+    """Add and subtract, for each value, the constant whose last float32 bit is worth one grid step."""
+    lift = (_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS
+    constant = (_exponent(values, fmt) + lift).bitwise_or(_HALF_MANTISSA).view(torch.float32)
+    return _signed((values + constant) - constant, values, fmt)
+
+
+def _drawn(values: Tensor, fmt: Format, random: Tensor) -> Tensor:
+    """To the neighbour below in magnitude, or above with the probability that the rest is of the step."""
+    exponent = _exponent(values, fmt)
+    to_step = fmt.mantissa_bits << _MANTISSA_BITS
+    step = (exponent - to_step).view(torch.float32)
+    inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
+    steps = values.abs() * inverse
+    whole = steps.floor()
+    # Not compared as rest > random: that would round the tiniest up as often as 2^-24 itself.
+    up = ((steps - whole) * float(1 << RANDOM_BITS)).round() > random
+    return _signed((whole + up.to(torch.float32)) * step, values, fmt)
+
+
+def _exponent(values: Tensor, fmt: Format) -> Tensor:
+    """Bits of the power of two at or below each magnitude, at least the smallest normal of the format."""
+    smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
+    return values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest)
+
+
+def _signed(rounded: Tensor, values: Tensor, fmt: Format) -> Tensor:
+    """With the sign of the value, which a sum of zero loses; fnuz formats have +0 alone."""
+    if fmt.signed_zero:
+        return rounded.copysign(values)
+    return torch.where(rounded == 0, 0.0, rounded.copysign(values))
+
+
+def _cut(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
+    """Round the bits themselves, for formats with float32's own exponents: overflow carries into infinity."""
+    dropped = _MANTISSA_BITS - fmt.mantissa_bits
+    bits = values.view(torch.int32)
+    if random is None:
+        addend = bits.bitwise_right_shift(dropped).bitwise_and(1) + ((1 << (dropped - 1)) - 1)
+    else:
+        addend = random.bitwise_and((1 << dropped) - 1)
+    rounded = (bits + addend).bitwise_and(-(1 << dropped)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values)  # a carry out of NaN's mantissa would give -0
+
+
+def _power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
+    """e8m0: code and fraction in one integer, to which a half or a random number is added.
+
+    float32 keeps the octave from 2^-127 to 2^-126 with one bit less, without its leading one.
+    """
+    bits = values.view(torch.int32)
+    lowest = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
+    scale = torch.where(bits < _SMALLEST_NORMAL_BITS, lowest, bits)
+    addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
+    rounded = (scale + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
+    powers = rounded.clamp(max=E8M0.largest)
+    if overflow is Overflow.NAN:
+        powers = torch.where(rounded > E8M0.largest, torch.nan, powers)
+    # Of NaN, and of what the format has no code for: zero and everything negative.
+    return torch.where(values > 0, powers, torch.nan)
