@@ -1,4 +1,4 @@
-"""Error metrics: how far a result is from its reference, and how much of it is gone."""
+"""Error metrics of results: how far one is from its reference, and how much of it is gone. Sums are in fp64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8bench.numerics.tiles import as_rows, tiles
+
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
     """||value - reference|| / ||reference||, Frobenius norms, sums in fp64.
@@ -15,25 +17,17 @@ def relative_frobenius(value: Tensor, reference: Tensor) -> float:
     Against a zero reference: 0 where the value is zero too, infinity where it is not. NaN where the difference has
     one. Shapes must agree: broadcasting would give a number that means nothing.
     """
-    if value.shape != reference.shape:
-        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
-    exact = reference.detach().to(torch.float64)
-    difference = float(torch.linalg.vector_norm(value.detach().to(torch.float64) - exact))
-    size = float(torch.linalg.vector_norm(exact))
-    if size == 0:
-        return math.nan if math.isnan(difference) else (math.inf if difference else 0.0)
-    return difference / size
+    return joint_relative_frobenius([value], [reference])
 
 
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """The relative Frobenius error of many tensors taken as one long vector, without joining them in memory."""
     difference = size = 0.0
     for value, reference in zip(values, references, strict=True):
-        exact = reference.detach().to(torch.float64)
-        difference += float(torch.linalg.vector_norm(value.detach().to(torch.float64) - exact)) ** 2
-        size += float(torch.linalg.vector_norm(exact)) ** 2
+        noise, signal = _squares(value, reference)
+        difference, size = difference + noise, size + signal
     if size == 0:
-        return math.inf if difference else 0.0
+        return math.nan if math.isnan(difference) else (math.inf if difference else 0.0)
     return math.sqrt(difference / size)
 
 
@@ -44,8 +38,24 @@ def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> fl
     """
     gone = count = 0
     for value, reference in zip(values, references, strict=True):
-        if value.shape != reference.shape:
-            raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
+        _check_shapes(value, reference)
         gone += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
         count += value.numel()
     return gone / count if count else 0.0
+
+
+def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
+    """The sums of the squares of the difference and of the reference."""
+    _check_shapes(value, reference)
+    given, wanted = as_rows(value), as_rows(reference)
+    difference = size = torch.zeros((), dtype=torch.float64, device=reference.device)
+    for place in tiles(*wanted.shape):
+        exact = wanted[place].to(torch.float64)
+        difference = difference + (given[place].to(torch.float64) - exact).square().sum()
+        size = size + exact.square().sum()
+    return float(difference), float(size)
+
+
+def _check_shapes(value: Tensor, reference: Tensor) -> None:
+    if value.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")

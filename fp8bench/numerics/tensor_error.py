@@ -1,0 +1,246 @@
+"""What rounding a tensor has cost: all figures of one tensor and its rounded self, from one pass over both.
+
+x is the tensor, y what is left of it, e = y - x; sums are in fp64. Values of x that are not finite, and those that y
+has lost (finite in x and not in y), are counted apart and stand in no other figure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import Format
+from fp8bench.numerics.factors import Factors, Place, in_blocks
+from fp8bench.numerics.tiles import as_rows, tiles
+
+# The same for all scalings, so that they compare: an MX block.
+BLOCK = 32
+# What an SQNR is shown as where nothing was lost, and the most that any is shown as: 1e-10 of the norm.
+EXACT_DB = 200.0
+# A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
+_SLACK = 1 + 2.0**-21
+_FLOAT64_BIAS = 1023
+_FLOAT64_MANTISSA_BITS = 52
+
+
+@dataclass(frozen=True)
+class Spread:
+    """SQNR of many parts of a tensor in dB: the middle one, and the one that 1% are worse than (or as bad).
+
+    Parts that are zero in x have none. Nearest ranks from below; infinite where a part is exact.
+    """
+
+    median_db: float
+    p1_db: float
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """Figures of a tensor and its rounded self. A share is of all `count` values, in percent.
+
+    Of a tensor that is empty or zero there is no ratio: SQNR, error, cosine, slope and spreads are None, shares 0.
+    What needs the grid (ulp, saturation, subnormals, utilisation) is None where no format was given.
+    """
+
+    count: int
+    nonzero: int
+    nan: int
+    infinite: int
+    lost: int
+    vanished: int
+    signal: float
+    noise: float
+    cross: float
+    output: float
+    amax: float
+    smallest: float
+    rows: Spread | None
+    blocks: Spread | None
+    saturated: int | None = None
+    subnormal: int | None = None
+    max_ulp: float | None = None
+    utilisation: float | None = None
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(sum x^2 / sum e^2): infinite where nothing was lost."""
+        return decibels(self.signal, self.noise) if self.signal else None
+
+    @property
+    def relative(self) -> float | None:
+        """||e|| / ||x||, Frobenius norms: 10^(-SQNR / 20)."""
+        return math.sqrt(self.noise / self.signal) if self.signal else None
+
+    @property
+    def cosine(self) -> float | None:
+        """<x, y> / (||x|| ||y||); 0 where all of y is zero."""
+        if not self.signal:
+            return None
+        return self.cross / math.sqrt(self.signal * self.output) if self.output else 0.0
+
+    @property
+    def slope(self) -> float | None:
+        """<x, y> / <x, x>: 1 where rounding does not shrink or stretch (stochastic rounding: 1 +- k / sqrt(n))."""
+        return self.cross / self.signal if self.signal else None
+
+    @property
+    def underflow_percent(self) -> float:
+        """Values that are not zero in x and zero in y."""
+        return self._percent(self.vanished)
+
+    @property
+    def underflow_nonzero_percent(self) -> float:
+        """The same, of the values that are not zero in x."""
+        return 100 * self.vanished / self.nonzero if self.nonzero else 0.0
+
+    @property
+    def saturation_percent(self) -> float | None:
+        """Magnitudes above the largest of the format, times the scale: before any clamp."""
+        return None if self.saturated is None else self._percent(self.saturated)
+
+    @property
+    def subnormal_percent(self) -> float | None:
+        """Magnitudes below the smallest normal of the format, times the scale, and not zero."""
+        return None if self.subnormal is None else self._percent(self.subnormal)
+
+    @property
+    def not_finite_percent(self) -> float:
+        """Values that are finite in x and not in y: an infinity of fp16, the NaN of a whole MX block."""
+        return self._percent(self.lost)
+
+    @property
+    def dynamic_range_octaves(self) -> float | None:
+        """log2(amax / smallest magnitude that is not zero) of x."""
+        return math.log2(self.amax / self.smallest) if self.nonzero else None
+
+    def _percent(self, number: int) -> float:
+        return 100 * number / self.count if self.count else 0.0
+
+
+def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Factors | None = None) -> TensorError:
+    """The figures of x and y, tensors of one shape and any dtypes.
+
+    `fmt` is the elements' format and `factors` what scales them, if anything does: max_ulp is the largest |e| over the
+    distance of the format's neighbours at x, values that saturate left out (nearest rounding has at most 0.5,
+    stochastic rounding less than 1). `utilisation` is the largest magnitude over that of the format times the factor;
+    with several factors, that of the middle block (zero blocks left out).
+    """
+    if x.shape != y.shape:
+        raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
+    given, left = as_rows(x), as_rows(y)
+    values = _Values(given)
+    grid = None if fmt is None else _Grid(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
+    for place in tiles(*given.shape):
+        exact, rounded = given[place].to(torch.float64), left[place].to(torch.float64)
+        finite = exact.isfinite()
+        kept = finite & rounded.isfinite()
+        values.count_strange(exact, finite, kept)
+        exact = torch.where(finite, exact, 0.0)
+        if grid is not None:
+            grid.add(exact, rounded, kept, place)
+        values.add(exact, rounded, kept, place)
+    return values.error(x.numel(), grid)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise) of two sums of squares, infinite without noise."""
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+class _Values:
+    """Sums and counts that need no format, as tensors on the device: nothing is read before the end."""
+
+    def __init__(self, like: Tensor) -> None:
+        height, width = like.shape
+        device = like.device
+        parts = (height, -(-width // BLOCK))
+        self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
+        self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
+        self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
+        # Of values that are: not zero, NaN, infinite, lost, vanished.
+        self._counts = torch.zeros(5, dtype=torch.int64, device=device)
+
+    def count_strange(self, exact: Tensor, finite: Tensor, kept: Tensor) -> None:
+        """What is not finite in x, or not in y alone."""
+        self._counts[1] += exact.isnan().sum()
+        self._counts[2] += exact.isinf().sum()
+        self._counts[3] += (finite & ~kept).sum()
+
+    def add(self, exact: Tensor, rounded: Tensor, kept: Tensor, place: Place) -> None:
+        """A piece of x, what is not finite taken for zero, and of y."""
+        there = exact != 0
+        self._counts[0] += there.sum()
+        self._counts[4] += (there & (rounded == 0)).sum()
+        magnitudes = exact.abs()
+        self._amax = torch.maximum(self._amax, magnitudes.amax())
+        self._smallest = torch.minimum(self._smallest, torch.where(there, magnitudes, math.inf).amin())
+        exact, rounded = torch.where(kept, exact, 0.0), torch.where(kept, rounded, 0.0)
+        self._cross += (exact * rounded).sum()
+        self._output += rounded.square().sum()
+        left = place[1].start // BLOCK
+        for sums, squares in ((self._signal, exact.square()), (self._noise, (rounded - exact).square())):
+            found = in_blocks(squares, BLOCK).sum(-1)
+            sums[place[0], left : left + found.shape[1]] += found
+
+    def error(self, count: int, grid: _Grid | None) -> TensorError:
+        """All figures, read from the device."""
+        nonzero, nan, infinite, lost, vanished = self._counts.tolist()
+        saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
+        return TensorError(
+            count, nonzero, nan, infinite, lost, vanished,
+            float(self._signal.sum()), float(self._noise.sum()), float(self._cross), float(self._output),
+            float(self._amax), float(self._smallest) if nonzero else 0.0,
+            _spread(self._signal.sum(1), self._noise.sum(1)), _spread(self._signal, self._noise),
+            saturated, subnormal, max_ulp, utilisation,
+        )  # fmt: skip
+
+
+class _Grid:
+    """What depends on the elements' format: x is looked at in units of its block's factor."""
+
+    def __init__(self, fmt: Format, factors: Factors) -> None:
+        self._fmt, self._factors = fmt, factors
+        self._peaks = factors.none()
+        self._max_ulp = torch.zeros((), dtype=torch.float64, device=self._peaks.device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=self._peaks.device)
+
+    def add(self, exact: Tensor, rounded: Tensor, kept: Tensor, place: Place) -> None:
+        """A piece of x, what is not finite taken for zero, and of y."""
+        factor = self._factors.over(place)
+        sound = factor.isfinite() & (factor > 0)
+        divisor = torch.where(sound, factor, 1.0)
+        elements = torch.where(sound, exact, 0.0) / divisor
+        magnitudes = elements.abs()
+        beyond = magnitudes > self._fmt.largest * _SLACK
+        self._counts[0] += beyond.sum()
+        self._counts[1] += ((magnitudes > 0) & (magnitudes < self._fmt.smallest_normal)).sum()
+        self._factors.raise_to_peaks(self._peaks, magnitudes, place)
+        errors = (rounded / divisor - elements).abs() / self._neighbours(magnitudes)
+        told = kept & sound & ~beyond
+        self._max_ulp = torch.maximum(self._max_ulp, torch.where(told, errors, 0.0).amax())
+
+    def figures(self) -> tuple[int, int, float, float | None]:
+        """Saturated, subnormal, the largest error in ulp, and the utilisation (None of zeros)."""
+        peaks = self._peaks[self._peaks > 0]
+        used = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
+        saturated, subnormal = self._counts.tolist()
+        return saturated, subnormal, float(self._max_ulp), used
+
+    def _neighbours(self, magnitudes: Tensor) -> Tensor:
+        """The distance of the format's neighbours at each magnitude, by the bits: a logarithm would round."""
+        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
+        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
+        return spacing.add_(_FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
+
+
+def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
+    """Of the parts that are not zero."""
+    told = signal > 0
+    ratios = (signal[told] / noise[told]).log10().mul(10).sort().values
+    if not ratios.numel():
+        return None
+    last = ratios.numel() - 1
+    return Spread(float(ratios[last // 2]), float(ratios[last // 100]))

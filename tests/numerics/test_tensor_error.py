@@ -1,0 +1,300 @@
+"""Every figure of a rounded tensor: against its definition written out in numpy, by hand, and at the edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FP16, TF32, Format
+from fp8bench.formats.quantise import round_to
+from fp8bench.numerics import tiles
+from fp8bench.numerics.factors import Factors
+from fp8bench.numerics.tensor_error import BLOCK, Spread, TensorError, tensor_error
+
+GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
+EVERY_GRID = pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
+Array = NDArray[np.float64]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scaled(x: torch.Tensor, fmt: Format, steps: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest in units of `steps`."""
+    return round_to(x / steps, fmt) * steps
+
+
+def decibels(x: Array, y: Array) -> float:
+    return float(10 * np.log10((x**2).sum() / ((y - x) ** 2).sum()))
+
+
+def ranked(parts: list[tuple[Array, Array]]) -> tuple[float, float]:
+    """The middle and the first percentile, by nearest rank from below."""
+    found = sorted(decibels(x, y) for x, y in parts if np.any(x))
+    return found[(len(found) - 1) // 2], found[(len(found) - 1) // 100]
+
+
+def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, Any]:
+    """All figures of finite x and y, element by element where that is the definition."""
+    e = y - x
+    size = np.broadcast_to(steps, x.shape)
+    ulps = [
+        abs(b - a) / (2.0 ** (max(math.floor(math.log2(abs(a / s))), fmt.min_exponent) - fmt.mantissa_bits) * s)
+        for a, b, s in zip(x.flat, y.flat, size.flat, strict=True)
+        if a != 0 and abs(a / s) <= fmt.largest
+    ]
+    rows = list(zip(x, y, strict=True))
+    cuts = range(BLOCK, x.shape[1], BLOCK)
+    blocks = [pair for a, b in rows for pair in zip(np.split(a, cuts), np.split(b, cuts), strict=True)]
+    nonzero = np.abs(x[x != 0])
+    return {
+        "sqnr_db": decibels(x, y),
+        "relative": np.linalg.norm(e) / np.linalg.norm(x),
+        "cosine": (x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()),
+        "slope": (x * y).sum() / (x**2).sum(),
+        "underflow_percent": 100 * np.count_nonzero((x != 0) & (y == 0)) / x.size,
+        "underflow_nonzero_percent": 100 * np.count_nonzero((x != 0) & (y == 0)) / np.count_nonzero(x),
+        "saturation_percent": 100 * np.count_nonzero(np.abs(x) > fmt.largest * size) / x.size,
+        "subnormal_percent": 100 * np.count_nonzero((x != 0) & (np.abs(x) < fmt.smallest_normal * size)) / x.size,
+        "max_ulp": max(ulps),
+        "amax": np.abs(x).max(),
+        "dynamic_range_octaves": np.log2(nonzero.max() / nonzero.min()),
+        "rows": ranked(rows),
+        "blocks": ranked(blocks),
+    }
+
+
+def check(found: TensorError, wanted: dict[str, Any]) -> None:
+    """Every figure, to the last digits of fp64 sums."""
+    for name, value in wanted.items():
+        given = getattr(found, name)
+        given = (given.median_db, given.p1_db) if isinstance(given, Spread) else given
+        assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
+@EVERY_GRID
+def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""
+    monkeypatch.setattr(tiles, "TILE", tile)
+    x = normal(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
+    x[:, ::7] = 0
+    x[4] = 0
+    steps = torch.logspace(-3, 3, 9, base=2).unsqueeze(1) * (1 if fmt in (BF16, TF32) else 12 / fmt.largest)
+    y = scaled(x, fmt, steps)
+    found = tensor_error(x, y, fmt, Factors(steps, rows=1))
+    check(found, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
+    assert found.count == 900 and found.nan == found.infinite == found.lost == 0
+    if fmt not in (BF16, TF32):
+        assert found.saturated and found.saturated < 450
+
+
+def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, blocks along rows, squares that pieces cut, the whole."""
+    monkeypatch.setattr(tiles, "TILE", 96)
+    x = normal(40, 72)
+    for rows, columns in ((1, 0), (1, 16), (16, 16), (128, 128), (0, 0)):
+        shape = (-(-40 // rows) if rows else 1, -(-72 // columns) if columns else 1)
+        steps = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
+        wide = steps.repeat_interleave(rows or 40, 0).repeat_interleave(columns or 72, 1)[:40, :72]
+        y = scaled(x, E2M1, wide)
+        found = tensor_error(x, y, E2M1, Factors(steps, rows, columns))
+        check(found, by_definition(x.double().numpy(), y.double().numpy(), E2M1, wide.double().numpy()))
+        peaks = [
+            float(
+                (x / wide)[slice(i * rows, (i + 1) * rows or None), slice(j * columns, (j + 1) * columns or None)]
+                .abs()
+                .max()
+            )
+            for i in range(shape[0])
+            for j in range(shape[1])
+        ]
+        assert found.utilisation == pytest.approx(sorted(peaks)[(len(peaks) - 1) // 2] / 6, rel=1e-6)
+
+
+def test_by_hand() -> None:
+    """Three and four onto the integers' even ones."""
+    found = tensor_error(torch.tensor([3.0, 4.0, 0.0, 0.1]), torch.tensor([4.0, 4.0, 0.0, 0.0]))
+    assert found.relative == pytest.approx(math.sqrt(1.01 / 25.01))
+    assert found.sqnr_db == pytest.approx(10 * math.log10(25.01 / 1.01))
+    assert found.slope == pytest.approx(28 / 25.01) and found.cosine == pytest.approx(28 / math.sqrt(25.01 * 32))
+    assert (found.underflow_percent, found.underflow_nonzero_percent) == (25.0, pytest.approx(100 / 3))
+    assert (found.amax, found.dynamic_range_octaves) == (4.0, pytest.approx(math.log2(40)))
+    assert found.saturation_percent is found.subnormal_percent is found.max_ulp is found.utilisation is None
+
+
+def test_gaussian_sqnr_is_that_of_the_literature() -> None:
+    """Facts measured apart from this code, within 0.05 dB: formats on their own grid, scaled to the largest."""
+    x = normal(1024, 4096)
+    for fmt, wanted in ((E4M3, 31.56), (E5M2, 25.57)):
+        steps = (x.abs().max() / fmt.largest).reshape(1, 1)
+        found = tensor_error(x, scaled(x, fmt, steps), fmt, Factors(steps))
+        assert found.sqnr_db == pytest.approx(wanted, abs=0.05)
+        assert found.utilisation == pytest.approx(1) and found.saturated == 0
+        assert found.relative == pytest.approx(10 ** (-found.sqnr_db / 20))
+
+
+@EVERY_GRID
+def test_nearest_rounding_is_within_half_an_ulp(fmt: Format) -> None:
+    """Exactly, over the whole range of float32; ties and the last value before saturation included."""
+    generator = torch.Generator().manual_seed(2)
+    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=generator, dtype=torch.int64)
+    x = bits.to(torch.int32).view(torch.float32)
+    ties = torch.arange(1, 1 << 12, dtype=torch.float32) * (fmt.smallest_subnormal / 2)
+    for values in (x[x.isfinite()], normal(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
+        found = tensor_error(values, round_to(values, fmt), fmt)
+        assert found.max_ulp is not None and found.max_ulp <= 0.5
+    # Of the ties half lie in the middle exactly.
+    assert tensor_error(ties, round_to(ties, fmt), fmt).max_ulp == 0.5
+
+
+@EVERY_GRID
+def test_stochastic_rounding_is_within_an_ulp(fmt: Format) -> None:
+    """And has no bias: the slope is 1 within four standard errors."""
+    x = normal(1 << 16) * min(fmt.largest / 8, 2.0**40)
+    y = round_to(x, fmt, seed=torch.tensor([7]))
+    found = tensor_error(x, y, fmt)
+    assert found.max_ulp is not None and 0.5 < found.max_ulp < 1
+    deviation = float(((y - x) * x).double().std()) * math.sqrt(x.numel()) / found.signal
+    assert found.slope is not None and abs(found.slope - 1) < 4 * deviation
+
+
+def test_a_wrong_neighbour_shows_in_ulp() -> None:
+    """One value of many that went to the neighbour next to the right one."""
+    x = normal(1000)
+    y = round_to(x, E4M3)
+    assert tensor_error(x, y, E4M3).max_ulp <= 0.5  # type: ignore[operator]
+    y[500] = float(round_to(y[500] * 1.2, E4M3))
+    assert tensor_error(x, y, E4M3).max_ulp > 0.5  # type: ignore[operator]
+
+
+def test_sums_are_in_double_precision() -> None:
+    """In fp32 this norm is wrong: ones that follow a large number are lost, and small errors squared underflow."""
+    x = torch.ones(1 << 20)
+    x[0] = 2.0**13
+    y = x.clone()
+    y[1::2] += 2.0**-23
+    signal, noise = 2.0**26 + (1 << 20) - 1, (1 << 19) * 2.0**-46
+    found = tensor_error(x, y)
+    assert (found.signal, found.noise) == (signal, noise)
+    total = torch.zeros(())
+    for part in x.square():
+        total += part  # what an fp32 accumulator makes of it
+        if total >= 2.0**26:
+            break
+    assert float(total + 1) == 2.0**26, "fp32 has no room for the ones"
+    tiny = torch.full((64,), 1e-30)
+    assert float(tiny.square().sum()) == 0 and tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
+
+
+def test_no_copy_of_a_whole_tensor_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows longer than a piece are cut too, and figures stay the same."""
+    x = normal(3, 1000)
+    y = round_to(x, E4M3)
+    whole = tensor_error(x, y, E4M3)
+    monkeypatch.setattr(tiles, "TILE", 96)
+    places = list(tiles.tiles(3, 1000))
+    assert max((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places) == 96
+    covered = torch.zeros(3, 1000)
+    for place in places:
+        covered[place] += 1
+    assert torch.equal(covered, torch.ones(3, 1000))
+    check(tensor_error(x, y, E4M3), {name: getattr(whole, name) for name in ("sqnr_db", "slope", "max_ulp", "amax")})
+
+
+def test_a_zero_tensor_has_no_ratios() -> None:
+    """And nothing else is wrong with it."""
+    for y in (torch.zeros(2, 3), torch.full((2, 3), -0.0)):
+        found = tensor_error(torch.zeros(2, 3), y, E4M3)
+        assert found.sqnr_db is found.relative is found.cosine is found.slope is None
+        assert found.rows is found.blocks is found.dynamic_range_octaves is found.utilisation is None
+        assert (found.amax, found.smallest, found.max_ulp, found.underflow_percent) == (0, 0, 0, 0)
+        assert found.underflow_nonzero_percent == found.saturation_percent == found.subnormal_percent == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
+def test_an_empty_tensor_has_no_figures(shape: tuple[int, ...]) -> None:
+    """Shares of nothing are none."""
+    found = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
+    assert found.count == 0 and found.sqnr_db is None and found.rows is None and found.not_finite_percent == 0
+    assert found.saturation_percent == 0 == found.underflow_percent
+
+
+def test_what_is_exact_has_an_infinite_sqnr() -> None:
+    """In all parts; a tensor with one wrong value has one part that is not."""
+    x = normal(200, 64).to(torch.bfloat16)
+    found = tensor_error(x, x.float(), BF16)
+    assert found.sqnr_db == math.inf and found.rows == found.blocks == Spread(math.inf, math.inf)
+    assert found.relative == 0 and found.slope == 1 and found.max_ulp == 0
+    y = x.float()
+    y[7, 3] = 0
+    found = tensor_error(x, y, BF16)
+    assert found.rows is not None and found.blocks is not None
+    assert found.sqnr_db is not None and found.sqnr_db < math.inf
+    assert (found.rows.median_db, found.blocks.p1_db) == (math.inf, math.inf)
+
+
+def test_what_is_gone_has_lost_its_direction() -> None:
+    """All zeros: an SQNR of 0 dB, a slope and a cosine of 0."""
+    found = tensor_error(normal(4, 4) * 1e-9, torch.zeros(4, 4), E4M3)
+    assert (found.sqnr_db, found.slope, found.cosine) == (0, 0, 0)
+    assert found.underflow_percent == found.underflow_nonzero_percent == found.subnormal_percent == 100
+
+
+def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
+    """All of it: 448 is what is left of every value."""
+    x = torch.full((4, 4), 1e4)
+    found = tensor_error(x, round_to(x, E4M3), E4M3)
+    assert found.saturation_percent == 100 and found.max_ulp == 0
+    assert found.utilisation == pytest.approx(1e4 / 448) and found.slope == pytest.approx(448 / 1e4)
+    largest = torch.tensor([448.0, -448.0])
+    assert tensor_error(largest, largest, E4M3).saturated == 0
+
+
+def test_a_current_scale_saturates_nothing() -> None:
+    """Although its inverse, rounded, may put the largest value a little above the format's."""
+    for seed in range(50):
+        x = normal(1, 64, seed=seed)
+        step = (448 / x.abs().max()).reciprocal().reshape(1, 1)
+        assert tensor_error(x, scaled(x, E4M3, step), E4M3, Factors(step)).saturated == 0
+
+
+def test_numbers_that_are_none_are_counted_apart() -> None:
+    """They are in no other figure; a value that y has lost is, as magnitude."""
+    x = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 1e6, -3.0])
+    y = torch.tensor([1.0, math.nan, 448.0, -math.inf, 2.5, math.inf, math.nan])
+    found = tensor_error(x, y, FP16)
+    assert (found.count, found.nonzero, found.nan, found.infinite, found.lost) == (7, 4, 1, 2, 2)
+    assert found.not_finite_percent == pytest.approx(200 / 7)
+    assert (found.signal, found.noise, found.cross, found.output) == (5.0, 0.25, 6.0, 7.25)
+    assert found.amax == 1e6 and found.saturated == 1 and found.vanished == 0
+
+
+def test_a_factor_of_nothing_leaves_nothing() -> None:
+    """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost: neither saturates."""
+    x = torch.ones(1, 48)
+    y = torch.cat([torch.zeros(16), torch.full((16,), math.nan), torch.ones(16)]).unsqueeze(0)
+    found = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
+    assert (found.vanished, found.lost, found.saturated, found.subnormal) == (16, 16, 0, 0)
+    assert found.max_ulp == 0 and found.utilisation == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 40)])
+def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None:
+    """And any strides."""
+    x = normal(*shape) if shape else torch.tensor(1.3)
+    found = tensor_error(x, round_to(x, E4M3), E4M3)
+    assert found.count == x.numel() and found.rows is not None
+    turned = x.t() if x.dim() == 2 else x.movedim(0, -1) if x.dim() > 2 else x
+    assert tensor_error(turned, round_to(turned, E4M3), E4M3).sqnr_db == pytest.approx(found.sqnr_db)
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="shapes differ"):
+        tensor_error(torch.ones(3, 1), torch.ones(3))
