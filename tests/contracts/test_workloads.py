@@ -216,7 +216,7 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def measured(grids: Run, name: str) -> tuple[Grid, list[Record]]:
     """What a workload declares, and what came of it."""
     grid = workloads.get(name).history
-    assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols.py"
+    assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols/workload.py"
     return grid, [record for record in grids.records if record.case.workload == name and record.status is Status.OK]
 
 

@@ -1,0 +1,31 @@
+"""The interfaces a leaf implements, and the small values that pass through them.
+
+Each has at most four abstract methods. torch appears in annotations only: a leaf imports it inside its methods, so
+that every name can be listed without it.
+"""
+
+from fp8bench.protocols.arithmetic import Arithmetic, Operand, Role
+from fp8bench.protocols.device import Device, MemoryMeter, Stamper
+from fp8bench.protocols.observer import Observer, SilentObserver
+from fp8bench.protocols.phases import Phases, SilentMarker, SilentPhases
+from fp8bench.protocols.precision import Precision, float32_products
+from fp8bench.protocols.workload import Grid, Setup, Workload
+
+__all__ = [
+    "Arithmetic",
+    "Device",
+    "Grid",
+    "MemoryMeter",
+    "Observer",
+    "Operand",
+    "Phases",
+    "Precision",
+    "Role",
+    "Setup",
+    "SilentMarker",
+    "SilentObserver",
+    "SilentPhases",
+    "Stamper",
+    "Workload",
+    "float32_products",
+]

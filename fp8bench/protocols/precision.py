@@ -1,0 +1,76 @@
+"""What a precision is: a mode, with its options and the switches of the process that it needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar
+
+from fp8bench.axes import Option
+from fp8bench.model import DeviceFacts, Scalar, Support
+from fp8bench.protocols.arithmetic import Arithmetic
+
+
+class Precision(ABC):
+    """A mode, not a dtype: formats by role, a scaling, and what a device makes of it.
+
+    `options` are what may stand behind its name (`fp8-delayed:history=16`); an instance holds them as `chosen`, all of
+    them, by name. Whoever cannot be with what was chosen raises RecipeRefused when it is made.
+    `rank` orders precisions from the highest down: the default reference is the lowest rank of a run. `loss_scale`
+    multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
+    precision in which values travel between products, where it is not this one: all that is no product runs in it.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    summary: ClassVar[str]
+    rank: ClassVar[int]
+    loss_scale: ClassVar[float] = 1.0
+    carried_by: ClassVar[str] = ""
+    # torch's float32 matmul precision while it runs; a switch of the process, so one case cannot mix two.
+    float32_products: ClassVar[str] = "highest"
+    # Dimensions a native product needs as multiples: (of the contraction, of the columns).
+    multiples: ClassVar[tuple[int, int]] = (1, 1)
+    options: ClassVar[tuple[Option, ...]] = ()
+
+    def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+        defaults = {one.name: one.parse(one.default) for one in self.options}
+        self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
+
+    @property
+    def mode(self) -> str:
+        """Its name with the options that differ from their defaults: one word for one meaning."""
+        given = [(one, self.chosen[one.name]) for one in self.options]
+        words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
+        return ":".join([self.name, *words])
+
+    @abstractmethod
+    def support(self, facts: DeviceFacts) -> Support:
+        """Native, emulated or refused on that device, and why."""
+
+    @abstractmethod
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        """The operations for that device; only called where `support` does not refuse."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Global switches this precision needs, set and restored; plain IEEE fp32 products by default."""
+        with float32_products(self.float32_products):
+            yield
+
+
+@contextmanager
+def float32_products(setting: str) -> Iterator[None]:
+    """torch's float32 matmul precision for the body, cuDNN's convolutions included; restored also if it raises."""
+    import torch
+
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(setting)
+    # A switch of its own, and on unless told otherwise: fp32 convolutions would be TF32's.
+    torch.backends.cudnn.allow_tf32 = setting != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions

@@ -1,0 +1,112 @@
+"""What a workload is, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fp8bench.axes import Axis
+from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.protocols.arithmetic import Arithmetic
+from fp8bench.protocols.phases import Phases
+from fp8bench.protocols.precision import Precision
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a workload gets to prepare a case.
+
+    `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
+    `layers` the exceptions of the precision map by layer kind; `corpus` is the token file, where the workload reads
+    one.
+    """
+
+    case: Case
+    facts: DeviceFacts
+    seed: int
+    arithmetic: Arithmetic
+    high: Arithmetic
+    layers: Mapping[str, Arithmetic]
+    loss_scale: float = 1.0
+    corpus: str | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The few cases of a workload whose history is kept, and what is told of each.
+
+    `cpu` and `gpu` map axes to the values that are measured on that class of device; other axes have their defaults.
+    Some axis has no value in common: a machine that loses its GPU must not go on in the GPU's series. `phases` and
+    `errors` are those that a step has, beside its time; `per` is the count of Work that time is told per, if any:
+    'flops', 'tokens' or 'bytes'.
+    """
+
+    cpu: Mapping[str, tuple[str, ...]]
+    gpu: Mapping[str, tuple[str, ...]]
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp8")
+    phases: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    per: str = ""
+
+
+class Workload(ABC):
+    """Something to measure. State lives in the worker; `step` is what is timed.
+
+    `layer_kinds` are the names a precision map may use, `dtypes` the precisions of a run that names none, `history` the
+    cases whose numbers are followed from commit to commit. `error`, `statistics` and `check` run apart from any timing.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    version: ClassVar[str] = "1"
+    uses_corpus: ClassVar[bool] = False
+    layer_kinds: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8")
+    history: ClassVar[Grid | None] = None
+
+    @abstractmethod
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        """The parameters, with defaults for that class of device."""
+
+    @abstractmethod
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """What one step does, by count."""
+
+    @abstractmethod
+    def prepare(self, setup: Setup) -> Any:
+        """Tensors and models for one case, from the seed alone."""
+
+    @abstractmethod
+    def step(self, state: Any, phase: Phases) -> None:
+        """One step, its parts under their phases."""
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        """The cases one combination of axis values stands for."""
+        return (tuple(params.items()),)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        """How a device does these parameters in that precision: never better than the precision itself.
+
+        Worse where a shape does not fit, an operation has no such kernel, or the precision would change nothing.
+        """
+        return precision.support(facts)
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """The same for a layer kind that a precision map gives another precision, in a case of its own."""
+        return self.support(params, precision, facts)
+
+    def error(self, setup: Setup) -> Mapping[str, float]:
+        """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""
+        return {}
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """The values that a step works on, before any scaling; asked once a group, in its reference's precision."""
+        return ()
+
+    def check(self, state: Any) -> str:
+        """What is wrong with a state after all its steps ('the loss is NaN'); '' if nothing is."""
+        return ""
