@@ -59,7 +59,7 @@ class Gemm(Workload):
     history = Grid(
         cpu={"shape": ("512", "256x2048x512"), "product": ("forward",), "operands": ("cast",)},
         gpu={"shape": ("4096", "16384x2048x4096"), "product": ("forward",), "operands": ("cast",)},
-        phases=("cast", "gemm"), errors=("product_error",), per="flops",
+        phases=("cast", "gemm"), errors=("product_error", "kernel_error"), per="flops",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -129,18 +129,19 @@ class Gemm(Workload):
             del a, b  # giving memory back takes time too, and belongs to a phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Against the fp64 product of the unrounded operands, on as many rows as a few GFLOP of fp64 allow."""
-        from fp8bench.numerics.errors import relative_frobenius
-        from fp8bench.numerics.products import exact_product, rows_within
+        """Against the fp64 products of the unrounded operands and of the cast ones, on rows that fp64 can afford."""
+        import torch
+
+        from fp8bench.numerics.product_error import product_error
+        from fp8bench.numerics.products import rows_within
 
         a, b, roles = _operands(setup)
         arithmetic = setup.arithmetic
-        low = tuple(
-            arithmetic.cast(tensor.to(arithmetic.carrier), role) for tensor, role in zip((a, b), roles, strict=True)
-        )
+        low = [arithmetic.cast(tensor.to(arithmetic.carrier), role) for tensor, role in zip((a, b), roles, strict=True)]
         product = arithmetic.product(low[0], low[1], arithmetic.carrier)
-        rows = rows_within(a.shape[0], b.shape[0], a.shape[1])
-        return {"product_error": relative_frobenius(product[list(rows)], exact_product(a, b, rows))}
+        values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
+        found = product_error(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
+        return {"product_error": found.total, "kernel_error": found.kernel}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of both operands, as they come."""

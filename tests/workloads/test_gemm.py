@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -139,6 +140,20 @@ def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: fl
     wanted = np.linalg.norm(product.float().numpy().astype(np.float64) - exact) / np.linalg.norm(exact)
     assert found == pytest.approx(wanted, rel=1e-9)
     assert low <= found < high
+
+
+def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
+    """Nothing but fp32 sums in fp32; in bf16 and emulated fp8 the result rounded to bf16, and no more."""
+    found = {precision: Gemm().error(setup_for(precision)) for precision in ("fp32", "bf16", "fp8")}
+    assert found["fp32"]["kernel_error"] == found["fp32"]["product_error"] < 1e-6
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 64, generator=generator).to(torch.bfloat16).double() for rows in (24, 40))
+    exact = (a @ b.t()).numpy()
+    rounded = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
+    wanted = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert found["bf16"]["kernel_error"] == pytest.approx(wanted, rel=0.01)
+    assert found["fp8"]["kernel_error"] == pytest.approx(wanted, rel=0.1)
+    assert found["bf16"]["product_error"] > 1.5 * wanted and found["fp8"]["product_error"] > 10 * wanted
 
 
 def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
