@@ -32,6 +32,11 @@ class Setup:
     loss_scale: float = 1.0
     corpus: str | None = None
 
+    @property
+    def settles(self) -> bool:
+        """Whether errors are those of a second pass: the first one fills what an arithmetic remembers."""
+        return any(one.settles for one in (self.arithmetic, *self.layers.values()))
+
 
 @dataclass(frozen=True)
 class Grid:
