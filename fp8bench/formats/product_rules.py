@@ -1,0 +1,144 @@
+"""Which low-precision products a class of devices takes, which it refuses, and why. Nothing here knows torch.
+
+torch's kernels for processors take what its kernels for GPUs refuse, so that no processor can be asked: the rules are
+written down here, each with whose it is. They were read off torch 2.13 (scaled_mm for CUDA and ROCm in ScaledBlas.cpp,
+its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8bench.formats.device_classes import B200, H100, MI300X, MI350X, DeviceClass
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.formats.recipes import Treatment
+from fp8bench.formats.scaled_products import FNUZ, FP8, MX, Objection, Product, Scheme, Sides, Source, uneven
+
+ADA = (8, 9)
+BLACKWELL = (10, 0)
+
+
+def missing(product: Product, device: DeviceClass) -> Objection | None:
+    """Why a class of devices has no such product, whatever its shape; None if it has."""
+    scheme = product.scheme
+    if scheme is None:
+        pair = " and ".join(dict.fromkeys(_words(one) for one in (product.a, product.b)))
+        return Objection(Source.HARDWARE, f"no units multiply {pair}")
+    without = _without_units(scheme, device) or _other_formats(product, device)
+    if without:
+        return Objection(Source.HARDWARE, without)
+    lacking = _lacking_in_torch(scheme, device)
+    return Objection(Source.TORCH, lacking) if lacking else None
+
+
+def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
+    """What torch's scaled_mm, and what it calls, have against a product that the class has."""
+    return (*_of_kind(product, device), *_of_shape(product, device))
+
+
+def conditions(scheme: Scheme, device: DeviceClass) -> tuple[str, ...]:
+    """What such a product needs besides its shape: versions, layouts of its scales, output types."""
+    found = []
+    if scheme is Scheme.BLOCK:
+        found.append("CUDA 12.9")
+    if scheme is Scheme.ROW and device is H100:
+        found.append("before CUDA 12.9 an output in bf16 or fp16")
+    if scheme is Scheme.ROW and device is not H100:
+        found.append(f"an output in {_row_outputs(device)}")
+    if scheme in MX and device.is_amd:
+        found += ["ROCm 7.0", "an output in bf16 or fp16"]
+    if scheme in (*MX, Scheme.NVFP4) and device.is_nvidia:
+        found += ["CUDA 12.8", "scales swizzled in tiles of 128 x 4"]
+    if scheme is Scheme.MXFP4 and device.is_nvidia:
+        found.append("a torch built with FBGEMM's kernels")
+    return tuple(found)
+
+
+def _words(treatment: Treatment) -> str:
+    return f"{treatment.fmt.name} {f'scaled by {treatment.scaling.name}' if treatment.scaling else 'without a scale'}"
+
+
+def _without_units(scheme: Scheme, device: DeviceClass) -> str:
+    """Why no unit of the device multiplies so; '' if some do."""
+    if not device.is_nvidia and not device.is_amd:
+        return "no processor has units for it: emulated, in any shape"
+    if scheme in FP8:
+        return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
+    if device.is_amd and scheme is Scheme.NVFP4:
+        return "AMD has no units for NVFP4's scales"
+    if device.is_amd:
+        return "" if device is MI350X else "AMD's units for MX blocks begin with gfx950, the MI350"
+    words = "MX blocks" if scheme in MX else "NVFP4"
+    return "" if device.at_least(BLACKWELL) else f"NVIDIA's units for {words} begin at compute capability 10.0"
+
+
+def _other_formats(product: Product, device: DeviceClass) -> str:
+    """Why its units have another FP8 than the product; '' if theirs is the same."""
+    fnuz = [one.fmt in FNUZ for one in (product.a, product.b)]
+    if device is MI300X and not all(fnuz):
+        return "its FP8 is e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2"
+    if device is not MI300X and any(fnuz):
+        return "its FP8 is e4m3fn and e5m2, not fnuz"
+    return ""
+
+
+def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
+    """Why torch has no such product for units that are there; '' if it has one."""
+    if scheme is Scheme.MXFP6:
+        return "it has units for FP6, but torch has neither the format nor the product"
+    if scheme is Scheme.BLOCK and device is not H100:
+        # cuBLAS, which does it, has these scales for compute capability 9.0 alone; ROCm's libraries have none.
+        return "scaled_mm takes scales of 128 elements on compute capability 9.0 only"
+    if scheme is Scheme.MXFP4 and device.is_nvidia and device is not B200:
+        return "its kernel for MXFP4, FBGEMM's, is for compute capability 10.0 only"
+    return ""
+
+
+def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
+    """Layout and types: what padding does not mend."""
+    if product.row_major:
+        yield Objection(Source.TORCH, "the second operand lies row by row, and its contraction must be innermost")
+    if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
+        # A restriction of cuBLASLt's that torch asks for; AMD's libraries do not have it.
+        yield Objection(Source.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
+    if product.scheme is Scheme.ROW:
+        yield from _of_rows(product, device)
+    if product.scheme in MX and device.is_amd and product.output == "fp32":
+        yield Objection(Source.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
+
+
+def _of_rows(product: Product, device: DeviceClass) -> Iterator[Objection]:
+    """Since 12.9 cuBLAS scales rows on Hopper; CUTLASS's kernel, which does elsewhere, and hipBLASLt are narrower."""
+    if device is H100:
+        return
+    if product.b.fmt not in (E4M3, FNUZ[0]):
+        yield Objection(Source.TORCH, f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}")
+    if product.output not in _row_outputs(device).split(" or "):
+        yield Objection(Source.TORCH, f"with a scale a row the output is {_row_outputs(device)}, not {product.output}")
+
+
+def _row_outputs(device: DeviceClass) -> str:
+    return "bf16" if device.is_amd else "bf16 or fp16"
+
+
+def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
+    """Sides that are no multiples. The widest rules come first: one objection a side is enough."""
+    said: set[str] = set()
+    for source, multiples in _multiples(product.scheme, device):
+        for objection in uneven(product, source, multiples):
+            side = objection.why.partition("=")[0]
+            if side not in said:
+                said.add(side)
+                yield objection
+
+
+def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[tuple[Source, Sides]]:
+    if scheme in MX and device.is_amd:
+        # scaled_mm asks for 32s; hipBLASLt's kernels go by 128 along K, as torch's tests and its older entry say.
+        yield Source.TORCH, (32, 32, 128)
+    elif scheme in MX:
+        yield Source.HARDWARE, (1, 1, 32)  # a block is multiplied as a whole: torch tests no other
+    elif scheme is Scheme.NVFP4:
+        yield Source.CUBLAS, (1, 1, 32)  # two codes a byte, and rows begin at 16 bytes
+    # Of every scaled product: cuBLASLt wants the rows of both operands and of the output to begin at 16 bytes.
+    yield Source.TORCH, (1, 16, 16)

@@ -1,0 +1,218 @@
+"""The rules of native products: the cases that torch's own sources and tests name, device by device."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.errors import UnknownName
+from fp8bench.formats.device_classes import (
+    A100,
+    B200,
+    CLASSES,
+    CPU,
+    H100,
+    L40S,
+    MI300X,
+    MI350X,
+    RTX5090,
+    DeviceClass,
+    device_class,
+)
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from fp8bench.formats.product_rules import conditions, missing, objections
+from fp8bench.formats.recipes import Treatment
+from fp8bench.formats.scaled_products import Product, Scheme, Source
+from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
+from fp8bench.formats.te_rules import te_objections
+
+
+def product(
+    m: int,
+    n: int,
+    k: int,
+    fmt: Format = E4M3,
+    scaling: Scaling | None = TENSOR,
+    output: str = "bf16",
+    rows: bool = False,
+) -> Product:
+    """One whose operands are rounded alike."""
+    one = Treatment(fmt, scaling)
+    return Product(m, n, k, one, one, output, rows)
+
+
+SCHEMES = {
+    Scheme.TENSOR: (E4M3, TENSOR),
+    Scheme.ROW: (E4M3, ROW),
+    Scheme.BLOCK: (E4M3, BLOCK),
+    Scheme.MXFP8: (E4M3, MX),
+    Scheme.MXFP6: (E3M2, MX),
+    Scheme.MXFP4: (E2M1, MX),
+    Scheme.NVFP4: (E2M1, NVFP4),
+}
+# Which class of devices has which product in torch; what is not here is missing.
+THERE = {
+    A100: set(),
+    L40S: {Scheme.TENSOR, Scheme.ROW},
+    H100: {Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK},
+    B200: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4, Scheme.NVFP4},
+    RTX5090: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.NVFP4},
+    MI300X: set(),
+    MI350X: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4},
+    CPU: set(),
+}
+
+
+@pytest.mark.parametrize("device", CLASSES, ids=lambda one: one.name)
+@pytest.mark.parametrize("scheme", Scheme, ids=lambda one: one.name)
+def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) -> None:
+    """The table above, and a reason wherever there is none."""
+    fmt, scaling = SCHEMES[scheme]
+    one = product(512, 512, 512, fmt, scaling)
+
+    assert one.scheme is scheme
+    found = missing(one, device)
+    assert (found is None) == (scheme in THERE[device])
+    assert found is None or (found.why and found.multiples is None)
+
+
+def test_who_says_that_a_product_is_missing() -> None:
+    """No units is the hardware's word; units without a kernel is torch's."""
+    block, mxfp6 = product(512, 512, 512, E4M3, BLOCK), product(512, 512, 512, E2M3, MX)
+
+    for one, device, source in [
+        (block, A100, Source.HARDWARE),
+        (block, B200, Source.TORCH),
+        (mxfp6, H100, Source.HARDWARE),
+        (mxfp6, B200, Source.TORCH),
+        (mxfp6, MI350X, Source.TORCH),
+    ]:
+        found = missing(one, device)
+        assert found is not None and found.source is source
+
+
+def test_fnuz_formats_are_those_of_mi300_alone() -> None:
+    """The other way round neither."""
+    fnuz = Treatment(E4M3FNUZ, TENSOR), Treatment(E5M2FNUZ, TENSOR)
+    one = Product(512, 512, 512, *fnuz)
+
+    assert missing(one, MI300X) is None and not objections(one, MI300X)
+    assert missing(one, H100) is not None and missing(product(512, 512, 512), MI300X) is not None
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scaling"),
+    [(E4M3, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)],
+)
+def test_pairs_that_no_library_multiplies(fmt: Format, scaling: Scaling | None) -> None:
+    """They are emulated everywhere, and the reason names them."""
+    one = product(512, 512, 512, fmt, scaling)
+
+    assert one.scheme is None
+    found = missing(one, B200)
+    assert found is not None and fmt.name in found.why
+
+
+def test_operands_of_two_kinds_are_no_product_but_blocks_and_squares_are() -> None:
+    """DeepSeek's forward product: 1x128 by 128x128. NVFP4's: 1x16 by 16x16."""
+    assert Product(256, 256, 256, Treatment(E4M3, TENSOR), Treatment(E4M3, ROW)).scheme is None
+    assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is Scheme.BLOCK
+    assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
+
+
+# torch's own tests of mxfp8 and nvfp4 (test_scaled_matmul_cuda.py): M, K, N that they run on CUDA.
+RUN_BY_TORCH = [
+    (128, 128, 128), (128, 256, 512), (65, 96, 112), (197, 224, 272), (1023, 64, 48), (31, 1024, 64), (45, 96, 1024),
+    (2, 1024, 128), (127, 96, 1024), (1025, 128, 96),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
+@pytest.mark.parametrize(("m", "k", "n"), RUN_BY_TORCH)
+def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
+    """And what it skips, K that is no multiple of 32, is refused; on ROCm M, N in 16s and K in 128s at least."""
+    fmt, scaling = SCHEMES[scheme]
+
+    assert not objections(product(m, n, k, fmt, scaling), B200)
+    assert objections(product(m, n, k + 16, fmt, scaling), B200)
+    if k % 128 and scheme is not Scheme.NVFP4:
+        assert objections(product(m, n, k, fmt, scaling), MI350X)
+
+
+@pytest.mark.parametrize("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
+def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
+    """Of K and N, as scaled_mm checks; not of M."""
+    assert not objections(product(17, 48, 32), device)
+    columns, contraction = objections(product(17, 50257, 40), device)
+
+    assert "N=50257 is no multiple of 16" in columns.why and columns.multiples == (1, 16, 1)
+    assert "K=40 is no multiple of 16" in contraction.why and contraction.multiples == (1, 1, 16)
+    assert columns.source is contraction.source is Source.TORCH
+
+
+def test_one_objection_a_side_and_the_widest() -> None:
+    """K=40 is neither a multiple of 32 nor of 16: padding to 32 mends both."""
+    (found,) = objections(product(64, 64, 40, E2M1, NVFP4), B200)
+    assert found.multiples == (1, 1, 32) and found.source is Source.CUBLAS
+    sides = [one.multiples for one in objections(product(40, 40, 40, E4M3, MX), MI350X)]
+    assert sides == [(32, 1, 1), (1, 32, 1), (1, 1, 128)]
+
+
+def test_types_that_padding_does_not_mend() -> None:
+    """Two E5M2 on NVIDIA, an E5M2 second operand or an fp32 output with row scales, a second operand by rows."""
+    twice = product(64, 64, 64, E5M2)
+    mixed = Product(64, 64, 64, Treatment(E5M2, ROW), Treatment(E4M3, ROW))
+    turned = Product(64, 64, 64, Treatment(E4M3, ROW), Treatment(E5M2, ROW))
+    wide = product(64, 64, 64, E4M3, ROW, output="fp32")
+
+    assert [one.multiples for one in objections(twice, H100)] == [None] and not objections(twice, MI350X)
+    assert not objections(mixed, B200) and not objections(turned, H100)
+    assert "second operand is E4M3" in objections(turned, B200)[0].why
+    assert "not fp32" in objections(wide, L40S)[0].why and not objections(wide, H100)
+    assert objections(product(64, 64, 64, E4M3, ROW, output="fp16"), MI350X)
+    assert "innermost" in objections(product(64, 64, 64, rows=True), H100)[0].why
+    assert objections(product(256, 256, 256, E4M3, MX, output="fp32"), MI350X)
+
+
+def test_transformer_engine_has_rules_of_its_own() -> None:
+    """Rows in 8s where torch takes any; no MXFP8 on the desk; nothing to say of a scale a row."""
+    one_token = product(1, 4096, 4096)
+    assert not objections(one_token, H100)
+    assert [one.why for one in te_objections(one_token, H100) or ()] == ["M=1 is no multiple of 8"]
+
+    mxfp8 = product(64, 64, 64, E4M3, MX)
+    assert missing(mxfp8, RTX5090) is None
+    assert [one.source for one in te_objections(mxfp8, RTX5090) or ()] == [Source.TE]
+    assert te_objections(mxfp8, B200) == ()
+    assert te_objections(product(48, 64, 64, E4M3, MX), B200) != ()
+    assert te_objections(product(64, 64, 64, E4M3, ROW), H100) is None
+    assert te_objections(product(64, 64, 64), MI350X) is None and te_objections(product(64, 64, 64), CPU) is None
+    assert "E5M2 in every role" in (te_objections(product(64, 64, 64, E5M2), H100) or ())[0].why
+    assert te_objections(product(64, 64, 64, E4M3, BLOCK), L40S) != ()
+
+
+def test_conditions_name_versions_and_outputs() -> None:
+    """What no shape shows."""
+    assert conditions(Scheme.BLOCK, H100) == ("CUDA 12.9",)
+    assert conditions(Scheme.TENSOR, H100) == ()
+    assert any("FBGEMM" in one for one in conditions(Scheme.MXFP4, B200))
+    assert "ROCm 7.0" in conditions(Scheme.MXFP8, MI350X)
+    assert any("bf16" in one for one in conditions(Scheme.ROW, MI350X))
+
+
+def test_bytes_count_codes_scales_and_the_output() -> None:
+    """By hand: two FP4 codes a byte, a scale for sixteen, and one of the tensor."""
+    one = product(32, 64, 128, E2M1, NVFP4)
+    operands = [rows * 128 / 2 + rows * 128 / 16 + 4 for rows in (32, 64)]
+    assert one.bytes_of(one.sides) == sum(operands) + 32 * 64 * 2
+    block = Product(130, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE), "fp32")
+    assert block.bytes_of(block.sides) == 130 * 256 + 130 * 2 * 4 + 256 * 256 + 2 * 2 * 4 + 130 * 256 * 4
+    assert product(8, 8, 8).bytes_of((8, 8, 16)) == 2 * 8 * 16 + 2 * 4 + 8 * 8 * 2
+
+
+def test_classes_answer_to_the_names_people_use() -> None:
+    """In any case; a slip gets the nearest."""
+    assert device_class("Hopper") is H100 and device_class("sm120") is RTX5090 and device_class("gfx950") is MI350X
+    names = [name for one in CLASSES for name in (one.name, *one.aliases)]
+    assert len(names) == len(set(names))
+    with pytest.raises(UnknownName, match="Did you mean 'hopper'"):
+        device_class("hoper")
