@@ -17,6 +17,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import precisions, workloads
+from fp8bench.units import unit_of
 
 # Raised when the same samples would give other figures: numbers of different methods do not compare.
 METHOD = "1"
@@ -67,7 +68,7 @@ def metrics_of(grid: Grid) -> tuple[Metric, ...]:
         found.append(Metric(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
     found.append(Metric(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
     found.append(Metric(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
-    found += [Metric(name, "ratio", "against the reference that the workload names") for name in grid.errors]
+    found += [Metric(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]
     return tuple(found)
 
 

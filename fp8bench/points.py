@@ -40,7 +40,8 @@ from fp8bench.model import (
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 
-# Ratios are shown by asv with all their digits.
+# Other units' numbers are shown by asv with all their digits.
+_PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
 # Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
 _CONDITIONS = (
@@ -219,7 +220,7 @@ def _points(
     samples = dict(_samples(workload, grid, record, reference)) if record.status is Status.OK else {}
     for metric in _metrics(type(workload)):
         values = samples.get(metric.name, ())
-        if metric.unit == "ratio":
+        if metric.unit not in _PRINTED_UNITS:
             values = (float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
             title + metric.name, cell, version, tuple(values), record.status, record.reason,

@@ -15,7 +15,7 @@ from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.view import Told, tell, why_not
 
 MOST_RUNS = 100
-_UNITS = {"seconds": "s", "bytes": "B"}
+_UNITS = {"seconds": "s", "bytes": "B", units.RATIO: ""}
 
 
 def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
@@ -59,7 +59,7 @@ def _series(course: Course, told: Sequence[Told]) -> PastSeries | None:
     figures = [*_figures(kept), *(figure for one in told for figure in _unkept(one, course))]
     precision, *values = course.cell
     pairs = zip(course.series.param_names[1:], values, strict=True)
-    unit = "x" if course.series.metric == RELATIVE else _UNITS.get(course.series.unit, "")
+    unit = "x" if course.series.metric == RELATIVE else _UNITS.get(course.series.unit, course.series.unit)
     return PastSeries(
         course.name, unit, tuple(figures), course.series.workload, course.series.metric, str(precision),
         " ".join(f"{name}={value}" for name, value in pairs), str(course.machine.get("machine")),

@@ -13,6 +13,16 @@ _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
+RATIO = "ratio"
+# What the end of a metric's name says of its unit.
+_ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves"}
+# The SQNR of what has lost nothing, and the most that any is told as: an error of 1e-10.
+EXACT_DB = 200.0
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a workload's number by the end of its name: 'sqnr_db' is in dB; a plain ratio if it says nothing."""
+    return next((unit for end, unit in _ENDS.items() if metric.endswith(end)), RATIO)
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -114,6 +124,28 @@ def ratio(value: float | None) -> str:
 def speed_up(value: float | None) -> str:
     """How many times as fast: 1.6197 -> '1.62x'; as many digits as one reads in a sentence."""
     return NONE if value is None else f"{significant(value)}x"
+
+
+def percentage(value: float | None) -> str:
+    """What is counted in percent already: 0.64 -> '0.64%', 0 -> '0%', a trace of it '<0.01%'."""
+    if value is None:
+        return NONE
+    return share(value / 100) if value else "0%"
+
+
+def decibels(value: float | None) -> str:
+    """A ratio of powers: 31.56 -> '31.6 dB', 'exact' where there is no noise."""
+    if value is None:
+        return NONE
+    return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0: never '-0.0 dB'
+
+
+def measured(value: float | None, unit: str) -> str:
+    """A number in a unit that a measurement may have."""
+    if value is None:
+        return NONE
+    known = {"s": seconds, "B": size, "dB": decibels, "%": percentage}
+    return known[unit](value) if unit in known else count(value, unit)
 
 
 def relative_error(value: float | None) -> str:

@@ -61,16 +61,16 @@ FP32 = Record(
     case("fp32"), NATIVE, Status.OK, WORK, is_reference=True,
     timing=rounds(("gemm", "unattributed"), [(3, 2), (4, 1)], [(8, 0), (9, 1)]),
     control=rounds(("gemm", "unattributed"), [(16, 0), (17, 0)], [(2, 0), (3, 0)]),
-    measurements=(error("product_error", 1.23456789e-7), error("peak_memory", 4096.0)),
+    measurements=(error("product_error", 1.23456789e-7), error("kernel_error", 1e-7), error("peak_memory", 4096.0)),
 )  # fmt: skip
 BF16 = Record(
     case("bf16"), NATIVE, Status.OK, WORK,
     timing=rounds(("cast", "gemm", "cast", "unattributed"), [(1, 2, 1, 0), (2, 1, 1, 1)], [(0, 1, 0, 0), (1, 5, 0, 1)]),
-    measurements=(error("product_error", 0.002), error("peak_memory", 2048.0)),
+    measurements=(error("product_error", 0.002), error("kernel_error", 0.0016), error("peak_memory", 2048.0)),
 )  # fmt: skip
 FP8 = Record(
     case("fp8"), EMULATED, Status.OK, WORK, timing=rounds(("cast", "gemm"), [(7, 3), (8, 2)]),
-    measurements=(error("product_error", 0.03),),
+    measurements=(error("product_error", 0.03), error("kernel_error", 0.0017)),
 )  # fmt: skip
 RECORDS = [FP32, BF16, FP8]
 
@@ -98,7 +98,7 @@ def test_every_metric_of_a_native_case() -> None:
     assert found.pop("seconds_per_tflop") == pytest.approx((6e-3, 2e-3))
     assert found.pop("relative_time") == (0.375, 0.25)
     assert found.pop("peak_memory") == (2048.0,)
-    assert found.pop("product_error") == (0.002,)
+    assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
     assert not found
 
 
@@ -107,7 +107,8 @@ def test_every_metric_of_the_reference() -> None:
     found = samples(run(), "fp32")
     assert found.pop("time") == pytest.approx((4e-3, 8e-3)) and found.pop("time_gemm") == pytest.approx((3e-3, 8e-3))
     assert found.pop("seconds_per_tflop") == pytest.approx((8e-3, 16e-3))
-    assert found.pop("product_error") == (1.23457e-7,) and found.pop("peak_memory") == (4096.0,)
+    assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
+    assert found.pop("peak_memory") == (4096.0,)
     assert set(found) == {"time_cast", "relative_time"} and not any(found.values())
 
 
@@ -116,7 +117,7 @@ def test_an_emulated_case_has_a_time_and_no_speed() -> None:
     found = samples(run(), "fp8")
     assert found.pop("time") == pytest.approx((9e-3,))
     assert found.pop("time_cast") == pytest.approx((7e-3,)) and found.pop("time_gemm") == pytest.approx((2e-3,))
-    assert found.pop("product_error") == (0.03,)
+    assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
     assert set(found) == {"seconds_per_tflop", "relative_time", "peak_memory"} and not any(found.values())
 
 
@@ -302,7 +303,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     """Times are; errors and memory do not depend on rounds."""
     by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
-    assert by_metric.pop("product_error") is by_metric.pop("peak_memory") is False
+    assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert set(by_metric.values()) == {hasty}
 
 

@@ -141,6 +141,32 @@ def test_clock(value: float, text: str) -> None:
     assert units.clock(value) == text
 
 
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [
+        ("sqnr_db", "dB"), ("underflow_percent", "%"), ("max_ulp", "ulp"), ("scale_lag_octaves", "octaves"),
+        ("product_error", "ratio"), ("gradient_vanished", "ratio"), ("db", "ratio"), ("percent_of_it", "ratio"),
+    ],
+)  # fmt: skip
+def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
+    """And is a plain ratio if it says nothing."""
+    assert units.unit_of(metric) == unit
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (31.5567, "dB", "31.6 dB"), (-0.04, "dB", "0.0 dB"), (-3.0, "dB", "-3.0 dB"), (200.0, "dB", "exact"),
+        (math.inf, "dB", "exact"), (None, "dB", "-"),
+        (0.6412, "%", "0.64%"), (0.0, "%", "0%"), (1e-5, "%", "<0.01%"), (12.34, "%", "12.3%"), (None, "%", "-"),
+        (0.5, "ulp", "0.500 ulp"), (2.5, "octaves", "2.50 octaves"), (0.024, "s", "24.0 ms"), (2048.0, "B", "2.00 KiB"),
+        (None, "ulp", "-"),
+    ],
+)  # fmt: skip
+def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: str, text: str) -> None:
+    assert units.measured(value, unit) == text
+
+
 def test_unknown_is_never_a_number() -> None:
     """A dash, in every unit."""
     functions = (
@@ -151,6 +177,8 @@ def test_unknown_is_never_a_number() -> None:
         units.ratio,
         units.speed_up,
         units.relative_error,
+        units.percentage,
+        units.decibels,
     )
     assert {function(None) for function in functions} == {"-"}
 

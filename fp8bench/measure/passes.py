@@ -12,6 +12,7 @@ from fp8bench.measure.outcome import Outcome, exhausted
 from fp8bench.measure.trace_files import TraceFolder
 from fp8bench.model import DeviceFacts, Measurement, Provenance
 from fp8bench.protocols import Observer
+from fp8bench.units import unit_of
 
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
 
@@ -46,7 +47,7 @@ class Passes:
                 continue
             outcome.failure = _not_finite(errors)
             outcome.measurements += [
-                Measurement(name, "ratio", (value,), Provenance.MEASURED) for name, value in errors.items()
+                Measurement(name, unit_of(name), (value,), Provenance.MEASURED) for name, value in errors.items()
             ]
 
     def statistics(self, reference: Outcome) -> None:

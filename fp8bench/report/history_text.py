@@ -43,7 +43,7 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
         return units.ratio(number)
     if metric.endswith(_SHARE):
         return units.share(number) if number else "0%"
-    return units.relative_error(number)
+    return units.relative_error(number) if unit == units.RATIO else units.measured(number, unit)
 
 
 def render_courses(

@@ -47,8 +47,9 @@ class PastFigure:
 class PastSeries:
     """The history of one case's metric on one machine, oldest first.
 
-    `unit` is an axis's ('s', 'B', 'x', '' for a relative error). `place` are the parameters that tell the case from its
-    suite's others. `incomparable` counts figures of other versions of the suite, which are left out.
+    `unit` is an axis's ('s', 'B', 'x', '' for a relative error) or a metric's ('%', 'dB'). `place` are the parameters
+    that tell the case from its suite's others. `incomparable` counts figures of other versions of the suite, which are
+    left out.
     """
 
     name: str

@@ -50,11 +50,7 @@ def show_value(measurement: Measurement) -> str:
         return units.relative_error(value)
     if measurement.metric.endswith(_SHARE_SUFFIX) and value is not None:
         return units.share(value) if value else "0%"
-    if measurement.unit == "s":
-        return units.seconds(value)
-    if measurement.unit == "B":
-        return units.size(value)
-    return units.count(value, measurement.unit)
+    return units.measured(value, measurement.unit)
 
 
 def main_table(panel: Panel, width: int, paint: Paint) -> list[str]:

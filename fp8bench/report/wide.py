@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fp8bench.report.tidy import STEP, Cell, TidyRow
+from fp8bench.units import unit_of
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
@@ -30,7 +31,8 @@ def _figures(row: Mapping[str, Cell]) -> TidyRow:
     """The best and the median of one figure, where it has them."""
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
     name = "_".join(str(part) for part in (*parts, row["metric"]) if part)
-    unit = f"_{_word(str(row['unit']))}" if row["unit"] and row["unit"] not in ("ratio", "count") else ""
+    named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
+    unit = "" if named else f"_{_word(str(row['unit']))}"
     values = {"best": row["best_in_unit"], "median": row["median_in_unit"]}
     if row["best_in_unit"] is None:
         return {f"{name}{unit}": row["median_in_unit"]}

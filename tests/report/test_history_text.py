@@ -159,6 +159,7 @@ def test_hasty_figures_are_marked_in_the_list() -> None:
         ("ratio", "gradient_vanished", 0.0, "0%"),
         ("ratio", "gradient_vanished", 0.123, "12.3%"),
         ("ratio", "gradient_vanished", None, "-"),
+        ("%", "underflow_percent", 0.6412, "0.64%"),
     ],
 )
 def test_numbers_have_their_units(unit: str, metric: str, number: float | None, shown: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
+from fp8bench.model import Measurement
 from fp8bench.report.csv_text import render, render_all
 from fp8bench.report.tidy import rows
 from fp8bench.report.wide import widened
@@ -26,6 +28,17 @@ def test_one_row_a_case_and_every_figure_in_a_column_of_its_own() -> None:
     assert first["product_error"] == of_it["step", "product_error"]["median_in_unit"]
     assert first["ratio_to_reference"] == of_it["step", "time"]["ratio_to_reference"]
     assert first["flops_per_second_best_FLOP_per_s"] == of_it["step", "flops_per_second"]["best_in_unit"]
+
+
+def test_a_unit_that_a_metric_names_is_not_named_twice() -> None:
+    """'sqnr_db' is a column, and 'peak_memory_B'."""
+    run, findings = measured()
+    record = run.records[0]
+    units = (("sqnr_db", "dB"), ("underflow_percent", "%"), ("slope", "ratio"), ("peak_memory", "B"), ("heat", "%"))
+    more = tuple(Measurement(name, unit, (1.0,)) for name, unit in units)
+    run = replace(run, records=(replace(record, measurements=more), *run.records[1:]))
+    columns, _ = widened(rows(run, findings))
+    assert {"sqnr_db", "underflow_percent", "slope", "peak_memory_B", "heat_%"} <= set(columns)
 
 
 def test_data_stand_with_the_reference_under_their_kind_and_role() -> None:

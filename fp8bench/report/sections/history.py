@@ -118,8 +118,9 @@ def _last(marks: Sequence[Mark | None]) -> float | None:
 
 def _show(series: PastSeries, value: float) -> str:
     """A figure by the unit of its series."""
-    shown = {"s": units.seconds, "B": units.size, "x": units.ratio}.get(series.unit, units.relative_error)
-    return shown(value)
+    if series.unit == "x":
+        return units.ratio(value)
+    return units.relative_error(value) if not series.unit else units.measured(value, series.unit)
 
 
 def _table(known: Sequence[PastSeries]) -> Table:
