@@ -119,15 +119,17 @@ def _value(code: int, fmt: Format) -> float:
 
 def _encoded(values: Tensor, fmt: Format) -> Tensor:
     """Codes of values on the grid; of any other, anything. Nothing here depends on what a cast makes of overflow."""
-    if fmt.has_nan:  # one NaN for all: what a cast keeps of its sign differs between devices
+    values = values.to(torch.float32)
+    if fmt.has_nan:  # one NaN for all: what a cast keeps of it differs between devices, and between lengths
         values = values.nan_to_num(torch.nan, torch.inf, -torch.inf)
-    if fmt in _HALVES:
-        return values.to(_HALVES[fmt]).view(torch.int16)
+    if fmt is BF16:  # its cast makes several NaNs of one
+        return values.view(torch.int32).bitwise_right_shift(16).to(torch.int16)
+    if fmt is FP16:
+        return values.to(torch.float16).view(torch.int16)
     if fmt in _BYTES:
         return values.to(_BYTES[fmt]).view(torch.uint8)
     if fmt is E5M2:  # the upper half of fp16, whose cast keeps infinities wherever it runs
         return values.to(torch.float16).view(torch.int16).bitwise_right_shift(8).to(torch.uint8)
-    values = values.to(torch.float32)
     if fmt is E8M0:
         return values.view(torch.int32).bitwise_right_shift(_FLOAT32_MANTISSA_BITS).to(torch.uint8)
     if fmt is TF32:
@@ -170,7 +172,9 @@ def _off_grid(values: Tensor, fmt: Format) -> str:
     flat = values.detach().to(torch.float32).flatten()
     wrong = _wrong(_decoded(_encoded(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
-    if not fmt.has_nan and bool(flat.isnan().any()):
-        return f"{fmt.name} has no NaN, and {int(flat.isnan().sum())} of {flat.numel()} values are NaN: keep them out."
+    nans = int(flat.isnan().sum())
+    if nans and not fmt.has_nan:
+        verb = "is" if nans == 1 else "are"
+        return f"{fmt.name} has no NaN, and {nans} of {flat.numel()} values {verb} NaN: keep them out."
     verb = "is no number" if count == 1 else "are no numbers"
     return f"{count} of {flat.numel()} values {verb} of {fmt.name}, {first:g} the first: round them to it."

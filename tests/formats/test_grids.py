@@ -1,41 +1,116 @@
-"""The formats' numbers against ml_dtypes' and numpy's."""
+"""The formats' numbers against their definitions', ml_dtypes', numpy's and gfloat's."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import ml_dtypes
+import numpy as np
 import pytest
 
-from fp8bench.formats.grids import E2M1, E4M3, E5M2, FORMATS, TF32, Format
+from fp8bench.formats.grids import E8M0, FORMATS, RANGES, TF32, Format, Overflow
+from tests.formats.oracles import ALL, DEFINITIONS, GFLOAT, ML_DTYPES, ladder, numbers
+
+each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "dtype"),
-    [(E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2), (E2M1, ml_dtypes.float4_e2m1fn)],
-    ids=lambda value: value.name if isinstance(value, Format) else "",
-)
-def test_limits_agree_with_ml_dtypes(fmt: Format, dtype: type) -> None:
-    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+@each_format
+def test_limits_are_those_of_all_the_codes(fmt: Format) -> None:
+    """Every derived number, from nothing but what each code stands for."""
+    values = numbers(fmt.name)
+    finite = values[np.isfinite(values)]
+    positive = np.unique(finite[finite > 0])
+    assert fmt.bits == DEFINITIONS[fmt.name].bits
+    assert fmt.largest == positive[-1]
+    assert fmt.smallest_subnormal == positive[0]
+    assert 2.0**fmt.max_exponent <= fmt.largest < 2.0 ** (fmt.max_exponent + 1)
+    assert fmt.has_infinity == bool(np.isinf(values).any())
+    assert fmt.has_nan == bool(np.isnan(values).any())
+    assert fmt.signed == bool((finite < 0).any())
+    assert fmt.zeros == bool((finite == 0).any())
+    assert fmt.signed_zero == bool((np.signbit(finite) & (finite == 0)).any())
+
+
+@each_format
+def test_the_smallest_normal_has_a_full_mantissa_above_it(fmt: Format) -> None:
+    """An octave holds as many numbers as the mantissa has values; below the smallest normal steps stay the same."""
+    rungs = ladder(fmt.name)
+    start = int(np.searchsorted(rungs, fmt.smallest_normal))
+    assert rungs[start] == fmt.smallest_normal
+    assert rungs[start + (1 << fmt.mantissa_bits)] == 2 * fmt.smallest_normal
+    assert set(np.diff(rungs[: start + 1])) <= {fmt.smallest_subnormal}
+    assert fmt.smallest_normal == 2.0**fmt.min_exponent
+
+
+@each_format
+def test_limits_agree_with_ml_dtypes_and_numpy(fmt: Format) -> None:
+    if fmt is TF32:
+        pytest.skip("ml_dtypes has no tf32")
+    dtype = ML_DTYPES[fmt.name]
+    info = np.finfo(np.float16) if dtype is np.float16 else ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     assert fmt.largest == float(info.max)
     assert fmt.smallest_normal == float(info.smallest_normal)
-    assert fmt.smallest_subnormal == float(info.smallest_subnormal)
-    assert fmt.mantissa_bits == info.nmant
-    assert 1 + fmt.exponent_bits + fmt.mantissa_bits == info.bits
+    assert fmt.bits == info.bits
+    if fmt is not E8M0:  # of which ml_dtypes says that it has a subnormal, 2^-127, and no mantissa at all
+        assert fmt.smallest_subnormal == float(info.smallest_subnormal)
+        assert fmt.mantissa_bits == info.nmant
+
+
+@each_format
+def test_limits_agree_with_gfloat(fmt: Format) -> None:
+    info = GFLOAT[fmt.name]
+    assert fmt.bits == info.bits
+    assert fmt.bias == info.bias
+    assert fmt.largest == info.max
+    assert fmt.smallest_normal == info.smallest_normal
+    assert fmt.smallest_subnormal == info.smallest
+    assert fmt.signed == info.is_signed
+    assert fmt.zeros == info.has_zero
+    assert fmt.signed_zero == info.has_nz
+    assert fmt.has_nan == (info.num_nans > 0)
+    assert fmt.has_infinity == (info.num_infs > 0)
+
+
+def test_ways_of_overflowing_are_those_there_are_codes_for() -> None:
+    saturate, infinity, nan = Overflow
+    assert {fmt.name: fmt.overflows for fmt in ALL} == {
+        "e4m3fn": (saturate, nan),
+        "e4m3fnuz": (saturate, nan),
+        "e5m2": (saturate, infinity),
+        "e5m2fnuz": (saturate, nan),
+        "e3m2": (saturate,),
+        "e2m3": (saturate,),
+        "e2m1": (saturate,),
+        "e8m0": (saturate, nan),
+        "bf16": (saturate, infinity),
+        "fp16": (saturate, infinity),
+        "tf32": (saturate, infinity),
+    }
 
 
 def test_tf32_has_the_exponents_of_float32() -> None:
     assert TF32.smallest_normal == 2.0**-126
     assert TF32.smallest_subnormal == 2.0**-136
     assert TF32.largest < 2.0**128
+    assert TF32.bits == 19
 
 
 def test_names_lead_to_formats() -> None:
     assert all(FORMATS[name].name == name for name in FORMATS)
+    assert set(RANGES) < set(ALL)
 
 
-def test_grids_and_hardware_need_no_torch() -> None:
-    code = "import sys, fp8bench.formats.grids, fp8bench.formats.hardware; print('torch' in sys.modules)"
+def test_a_format_is_a_value() -> None:
+    """It stays as it is, may be a key, and goes into another process as the same one."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TF32.bias = 1  # type: ignore[misc]
+    assert len({*ALL, *(dataclasses.replace(fmt) for fmt in ALL)}) == len(ALL)
+
+
+def test_values_need_no_torch() -> None:
+    names = ("grids", "hardware", "recipes", "scalings")
+    code = f"import sys, {', '.join(f'fp8bench.formats.{name}' for name in names)}; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

@@ -1,149 +1,240 @@
-"""Rounding against ml_dtypes and against a second witness in float64, bit by bit, signs of zero included.
+"""Rounding against three witnesses, bit by bit, signs of zero included: no tolerance, no mismatch.
 
-ml_dtypes differs by design where a value is too large (E4M3 gives NaN, E5M2 infinity; here both saturate), so its
-input is clamped first. Its E2M1 turns NaN into -0 and is only asked about numbers. It has no TF32.
+Where one of them differs by design, a test here says what it does instead.
 """
 
 from __future__ import annotations
 
-import ml_dtypes
+import gfloat
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from fp8bench.formats.grids import E2M1, E4M3, E5M2, FORMATS, TF32, Format
+from fp8bench.errors import UsageError
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format, Overflow
 from fp8bench.formats.quantise import round_to
+from tests.formats.oracles import (
+    ALL,
+    EDGES,
+    EVERY_OVERFLOW,
+    GFLOAT,
+    ML_DTYPES,
+    ML_DTYPES_OVERFLOW,
+    Floats,
+    by_definition,
+    by_gfloat,
+    by_ml_dtypes,
+    every_pattern,
+    ladder,
+    mismatches,
+    random_patterns,
+)
 
-Floats = npt.NDArray[np.float32]
-ORACLES = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-}
-EIGHT_BITS_AND_LESS = [E4M3, E5M2, E2M1]
-ALL = list(FORMATS.values())
-LARGEST32 = float(np.finfo(np.float32).max)
-
-
-def every_finite(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite bit pattern of a 16-bit dtype."""
-    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    return values[values.isfinite()]
-
-
-def random_bits(count: int = 1 << 20) -> Floats:
-    """float32 numbers with every exponent equally likely, subnormals and huge ones among them."""
-    bits = np.random.default_rng(1).integers(0, 1 << 32, count, dtype=np.uint32)
-    values = bits.view(np.float32)
-    return values[np.isfinite(values)]
+Mask = npt.NDArray[np.bool_]
+FINITE = [E3M2, E2M3, E2M1]
+NEVER_MINUS_ZERO = [E4M3FNUZ, E5M2FNUZ]
 
 
-def around_halfway(fmt: Format) -> Floats:
-    """Every midpoint between neighbours of the grid (some, for TF32), and the float32 numbers beside it."""
-    if fmt is TF32:
-        bits = (np.random.default_rng(2).integers(0, 1 << 18, 20_000, dtype=np.uint32) << 13) | 0x1000
-        middles = bits.view(np.float32)
-    else:
-        step = fmt.smallest_subnormal
-        octaves = range(int(np.log2(fmt.largest / fmt.smallest_normal)) + 1)
-        starts = [fmt.smallest_normal * 2.0**octave for octave in octaves]
-        ticks = np.arange(1 << fmt.mantissa_bits) + 0.5
-        grid = [(np.arange(1 << fmt.mantissa_bits) + 0.5) * step]
-        grid += [start * (1 + ticks / (1 << fmt.mantissa_bits)) for start in starts]
-        middles = np.concatenate(grid).astype(np.float32)
-    middles = middles[np.isfinite(middles)]
-    up, down = np.nextafter(middles, np.float32(LARGEST32)), np.nextafter(middles, np.float32(0))
-    positive = np.concatenate([middles, up, down])
-    return np.concatenate([positive, -positive])
+def name_of(value: object) -> str | None:
+    return value.name if isinstance(value, Format) else str(value)
 
 
-EDGES = np.array([0.0, -0.0, 1e-45, -1e-45, LARGEST32, -LARGEST32, 2.0**106, 2.0**109, -(2.0**126)], np.float32)
+each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
+each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 
 
-def oracle(values: Floats, fmt: Format) -> Floats:
-    """What ml_dtypes makes of it."""
-    clamped = np.clip(values, -fmt.largest, fmt.largest).astype(np.float32)
-    result: Floats = clamped.astype(ORACLES[fmt.name]).astype(np.float32)
-    return result
+def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
+    """No mismatch with any witness that has the format and that way of overflowing."""
+    assert mismatches(ours, by_definition(values, fmt.name, overflow)) == 0
+    asked = numbers_for_gfloat(values, fmt)
+    assert mismatches(ours.numpy()[asked], by_gfloat(values[asked], fmt.name, overflow)) == 0
+    if fmt.name in ML_DTYPES and overflow in (Overflow.SATURATE, ML_DTYPES_OVERFLOW[fmt.name]):
+        asked = numbers_for_ml_dtypes(values, fmt)
+        assert mismatches(ours.numpy()[asked], by_ml_dtypes(values[asked], fmt.name, overflow)) == 0
 
 
-def witness(values: Floats, fmt: Format) -> Floats:
-    """The definition in float64: the nearest multiple of the step at the value's exponent."""
-    exact = values.astype(np.float64)
-    if fmt.saturates:
-        exact = np.clip(exact, -fmt.largest, fmt.largest)
-    _, exponent = np.frexp(exact)
-    step = np.ldexp(1.0, np.maximum(exponent - 1, fmt.min_exponent) - fmt.mantissa_bits)
-    rounded = np.rint(exact / step) * step
-    if not fmt.saturates:
-        rounded = np.where(np.abs(rounded) > fmt.largest, np.copysign(np.inf, exact), rounded)
-    result: Floats = np.copysign(rounded, exact).astype(np.float32)
-    return result
+def numbers_for_gfloat(values: Floats, fmt: Format) -> Mask:
+    """Its e8m0 differs by design at ties, below the smallest number and where there is no code."""
+    if fmt is not E8M0:
+        return np.ones(values.shape, bool)
+    tie = np.frexp(values)[0] == 0.75
+    return (values >= fmt.smallest_normal) & ~tie
 
 
-def mismatches(ours: torch.Tensor, expected: Floats) -> int:
-    """How many float32 numbers differ in any bit."""
-    assert ours.dtype == torch.float32
-    return int((ours.contiguous().numpy().view(np.uint32) != expected.view(np.uint32)).sum())
+def numbers_for_ml_dtypes(values: Floats, fmt: Format) -> Mask:
+    """No NaN in FP4 and FP6, and not the half octave above e8m0's smallest number, which it rounds up."""
+    if fmt in FINITE:
+        return ~np.isnan(values)
+    if fmt is E8M0:
+        return (values <= fmt.smallest_normal) | (values >= 1.5 * fmt.smallest_normal) | np.isnan(values)
+    return np.ones(values.shape, bool)
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+@each_overflow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_16_bit_number(fmt: Format, dtype: torch.dtype) -> None:
-    values = every_finite(dtype)
-    wide = values.to(torch.float32).numpy()
-    assert mismatches(round_to(values, fmt), witness(wide, fmt)) == 0
-    if fmt.name in ORACLES:
-        assert mismatches(round_to(values, fmt), oracle(wide, fmt)) == 0
+def test_every_16_bit_pattern(fmt: Format, overflow: Overflow, dtype: torch.dtype) -> None:
+    values = every_pattern(dtype)
+    check(values.to(torch.float32).numpy(), round_to(values, fmt, overflow=overflow), fmt, overflow)
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
-def test_random_and_awkward_float32(fmt: Format) -> None:
-    near_range = np.random.default_rng(3).standard_normal(1 << 18).astype(np.float32) * np.float32(fmt.largest / 8)
-    values = np.concatenate([random_bits(), near_range, around_halfway(fmt), EDGES])
-    rounded = round_to(torch.from_numpy(values), fmt)
-    assert mismatches(rounded, witness(values, fmt)) == 0
-    if fmt.name in ORACLES:
-        assert mismatches(rounded, oracle(values, fmt)) == 0
+@each_overflow
+def test_four_million_random_float32_patterns(fmt: Format, overflow: Overflow) -> None:
+    values = random_patterns(fmt.name)
+    assert len(values) > 4_000_000 and np.isnan(values).any() and np.isinf(values).any()
+    check(values, round_to(torch.from_numpy(values), fmt, overflow=overflow), fmt, overflow)
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
-def test_nan_stays_and_infinity_saturates_or_stays(fmt: Format) -> None:
-    all_ones = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # a carry would overflow
-    assert round_to(all_ones, fmt).isnan().all()
-    assert round_to(torch.tensor([float("nan")]), fmt).isnan().all()
-    end = fmt.largest if fmt.saturates else float("inf")
-    assert round_to(torch.tensor([float("inf"), -float("inf")]), fmt).tolist() == [end, -end]
+@each_format
+def test_ways_of_overflowing_that_a_format_has_no_code_for(fmt: Format) -> None:
+    for overflow in set(Overflow) - set(fmt.overflows):
+        with pytest.raises(UsageError, match=f"{fmt.name} has no {overflow} to overflow to. Give saturate"):
+            round_to(torch.ones(1), fmt, overflow=overflow)
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+def test_the_first_value_that_overflows_lies_halfway() -> None:
+    """Halfway to the next number, had there been one, is rounded to even like all else."""
+    for fmt in ALL:
+        largest, following = ladder(fmt.name)[-2:]
+        middle = np.float32(largest / 2 + following / 2)
+        before = np.nextafter(middle, np.float32(0))
+        even = fmt is not E8M0 and (len(ladder(fmt.name)) - 2) % 2 == 0
+        for overflow in fmt.overflows:
+            at, below = round_to(torch.tensor([middle, before]), fmt, overflow=overflow).tolist()
+            assert below == largest
+            assert (at == largest) == (even or overflow is Overflow.SATURATE)
+
+
+@pytest.mark.parametrize("fmt", FINITE, ids=name_of)
+def test_ml_dtypes_makes_minus_zero_of_nan_in_fp4_and_fp6(fmt: Format) -> None:
+    """Silently; here a NaN stays one, for a product to show, and has no code."""
+    nan = np.array([np.nan], np.float32)
+    assert str(by_ml_dtypes(nan, fmt.name, Overflow.SATURATE)[0]) == "-0.0"
+    assert round_to(torch.from_numpy(nan), fmt).isnan().all()
+
+
+def test_ml_dtypes_overflows_to_nan_infinity_or_the_largest() -> None:
+    """One way a format, also of infinities: those are compared with that way here."""
+    huge = np.array([2.0**127, np.inf], np.float32)
+    for name, overflow in ML_DTYPES_OVERFLOW.items():
+        if name not in ("bf16", "e8m0"):  # which hold 2^127
+            expected = by_definition(huge, name, overflow)
+            assert mismatches(by_ml_dtypes(huge, name, overflow), expected) == 0
+
+
+def test_ml_dtypes_rounds_up_just_above_the_smallest_number_of_e8m0() -> None:
+    """1.02 x 2^-127 becomes 2^-126 (ml_dtypes 0.6.0): no rule of rounding, so this half octave is not compared."""
+    values = np.array([1.0, 1.02, 1.48, 1.5], np.float64).astype(np.float32) * np.float32(2.0**-127)
+    assert (by_ml_dtypes(values, "e8m0", Overflow.NAN) / E8M0.smallest_normal).tolist() == [1, 2, 2, 2]
+    assert (round_to(torch.from_numpy(values), E8M0) / E8M0.smallest_normal).tolist() == [1, 1, 1, 2]
+
+
+def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
+    """As in ml_dtypes. torch's cast makes 2^-127 of zero and drops the sign; gfloat's ties go to even codes."""
+    values = torch.tensor([0.0, -0.0, -1.0, -torch.inf, torch.nan, 1.5, 3.0, 1e-45])
+    rounded = round_to(values, E8M0)
+    assert rounded[:5].isnan().all()
+    assert rounded[5:].tolist() == [2.0, 4.0, 2.0**-127]
+    cast = values.to(torch.float8_e8m0fnu).to(torch.float32)
+    assert cast[:3].tolist() == [2.0**-127, 2.0**-127, 1.0]
+    assert cast[5:].tolist() == rounded[5:].tolist()
+    ties = gfloat.round_ndarray(GFLOAT["e8m0"], np.array([1.5, 3.0]))
+    assert ties.tolist() == [2.0, 2.0]
+
+
+def test_gfloat_leaves_what_is_below_the_smallest_power_of_e8m0() -> None:
+    assert gfloat.round_ndarray(GFLOAT["e8m0"], np.array([2.0**-140])).tolist() == [2.0**-140]
+
+
+@each_format
+def test_nan_stays_whatever_its_payload(fmt: Format) -> None:
+    """A carry out of the mantissa would make -0 of a NaN of ones."""
+    nan = torch.from_numpy(EDGES[np.isnan(EDGES)])
+    assert len(nan) == 6
+    for overflow in fmt.overflows:
+        assert round_to(nan, fmt, overflow=overflow).isnan().all()
+
+
+@each_format
+def test_infinity_saturates_by_default(fmt: Format) -> None:
+    up, down = round_to(torch.tensor([torch.inf, -torch.inf]), fmt).tolist()
+    assert up == fmt.largest
+    assert down == -fmt.largest or (np.isnan(down) and fmt is E8M0)
+
+
+@pytest.mark.parametrize("fmt", NEVER_MINUS_ZERO, ids=name_of)
+def test_fnuz_has_one_zero(fmt: Format) -> None:
+    for values in (torch.tensor([-0.0, -1e-30, -fmt.smallest_subnormal / 2]), -every_pattern(torch.float16).abs()):
+        rounded = round_to(values, fmt)
+        assert not (rounded.signbit() & (rounded == 0)).any()
+        assert (rounded == 0).any()
+
+
+@each_format
 def test_shapes_and_strides(fmt: Format) -> None:
-    base = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 3
+    base = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).abs() * 3
     assert torch.equal(round_to(base.t(), fmt), round_to(base, fmt).t())
     assert torch.equal(round_to(base[::2, 1::3], fmt), round_to(base, fmt)[::2, 1::3])
     assert torch.equal(round_to(base[:1].expand(4, 10), fmt), round_to(base[:1], fmt).expand(4, 10))
+    assert torch.equal(round_to(base.view(2, 3, 5, 2), fmt), round_to(base, fmt).view(2, 3, 5, 2))
     assert round_to(torch.empty(0, 3), fmt).shape == (0, 3)
-    assert round_to(torch.tensor(1.0), fmt).item() == 1.0
+    scalar = round_to(torch.tensor(1.0), fmt)
+    assert (scalar.shape, scalar.item()) == ((), 1.0)
+
+
+@each_format
+def test_overlapping_input_and_strided_halves(fmt: Format) -> None:
+    """Views of every input dtype, as slices of activations are."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        base = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).to(dtype).abs()
+        plain = round_to(base.float(), fmt)
+        assert torch.equal(round_to(base.t()[1::2], fmt), plain.t()[1::2])
+        windows = base.view(-1).unfold(0, 5, 3)
+        assert torch.equal(round_to(windows, fmt), plain.view(-1).unfold(0, 5, 3))
 
 
 def test_input_is_left_alone_and_no_gradient_flows() -> None:
     values = torch.full((8,), 1000.3, requires_grad=True)
     for fmt in ALL:
-        assert not round_to(values, fmt).requires_grad
+        for overflow in fmt.overflows:
+            assert not round_to(values, fmt, overflow=overflow).requires_grad
     assert values.tolist() == torch.full((8,), 1000.3).tolist()
 
 
 def test_out_is_filled_and_may_be_the_input() -> None:
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     expected = round_to(values, E4M3)
-    narrow = torch.empty(5, 7, dtype=torch.bfloat16)
-    assert round_to(values, E4M3, out=narrow) is narrow
-    assert torch.equal(narrow.float(), expected)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        other = torch.empty(5, 7, dtype=dtype)
+        assert round_to(values, E4M3, out=other) is other
+        assert torch.equal(other.float(), expected)
+    turned = torch.empty(7, 5).t()
+    assert torch.equal(round_to(values, E4M3, out=turned), expected)
     assert round_to(values, E4M3, out=values) is values
     assert torch.equal(values, expected)
+
+
+def test_bf16_may_be_written_over_itself() -> None:
+    values = every_pattern(torch.bfloat16)
+    expected = round_to(values, E5M2)
+    assert round_to(values, E5M2, out=values) is values
+    assert mismatches(values.float(), expected.numpy()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)
+def test_what_holds_no_such_numbers_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"cannot quantise {dtype}: give a tensor of float32, bfloat16 or float16"):
+        round_to(torch.ones(3, dtype=dtype), BF16)
 
 
 def test_e2m1_has_eight_magnitudes() -> None:
     grid = set(round_to(torch.linspace(0, 10, 4001), E2M1).tolist())
     assert sorted(grid) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+@pytest.mark.gpu
+@each_overflow
+def test_a_gpu_rounds_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
+    values = torch.from_numpy(random_patterns(fmt.name))
+    found = round_to(values.cuda(), fmt, overflow=overflow).cpu()
+    assert mismatches(found, round_to(values, fmt, overflow=overflow).numpy()) == 0

@@ -1,0 +1,269 @@
+"""Every code of every format, both ways, against the definition, ml_dtypes (numpy for fp16) and gfloat."""
+
+from __future__ import annotations
+
+import gfloat
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.codes import code_dtype, decode, encode, pack, unpack
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
+from fp8bench.formats.quantise import round_to
+from tests.formats.oracles import ALL, GFLOAT, ML_DTYPES, every_pattern, exactly, mismatches, numbers, random_patterns
+
+each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+WITHOUT_NAN = [E3M2, E2M3, E2M1]
+TORCH_BYTES = {
+    E4M3: torch.float8_e4m3fn,
+    E4M3FNUZ: torch.float8_e4m3fnuz,
+    E5M2: torch.float8_e5m2,
+    E5M2FNUZ: torch.float8_e5m2fnuz,
+    E8M0: torch.float8_e8m0fnu,
+}
+
+
+def every_code(fmt: Format) -> torch.Tensor:
+    """In ascending order as numbers without a sign."""
+    return torch.arange(1 << fmt.bits, dtype=torch.int32).to(code_dtype(fmt))
+
+
+@each_format
+def test_every_code_decodes_as_its_definition_says(fmt: Format) -> None:
+    assert mismatches(decode(every_code(fmt), fmt), exactly(fmt, numbers(fmt.name))) == 0
+
+
+@each_format
+def test_every_code_decodes_as_ml_dtypes_and_numpy_say(fmt: Format) -> None:
+    if fmt is TF32:
+        pytest.skip("ml_dtypes has no tf32")
+    bits = np.arange(1 << fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
+    with np.errstate(invalid="ignore"):
+        expected = bits.view(ML_DTYPES[fmt.name]).astype(np.float32)
+    assert mismatches(decode(every_code(fmt), fmt), expected) == 0
+
+
+@each_format
+def test_every_code_decodes_as_gfloat_says(fmt: Format) -> None:
+    """fnuz and tf32, which it has no names for, from its parameters."""
+    expected = gfloat.decode_ndarray(GFLOAT[fmt.name], np.arange(1 << fmt.bits, dtype=np.int64))
+    assert mismatches(decode(every_code(fmt), fmt), exactly(fmt, expected)) == 0
+
+
+@pytest.mark.parametrize("fmt", TORCH_BYTES, ids=lambda fmt: fmt.name)
+def test_bytes_are_those_of_torch_s_own_dtypes(fmt: Format) -> None:
+    codes = every_code(fmt)
+    assert mismatches(decode(codes, fmt), codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
+
+
+@each_format
+def test_values_encode_to_the_codes_they_came_from(fmt: Format) -> None:
+    codes = every_code(fmt)
+    values = decode(codes, fmt)
+    numbers = ~values.isnan()
+    assert torch.equal(encode(values, fmt)[numbers], codes[numbers])
+    assert encode(values, fmt).dtype == code_dtype(fmt)
+
+
+NAN_CODES = {
+    "e4m3fn": 0x7F,
+    "e4m3fnuz": 0x80,
+    "e5m2": 0x7E,
+    "e5m2fnuz": 0x80,
+    "e8m0": 0xFF,
+    "bf16": 0x7FC0,
+    "fp16": 0x7E00,
+    "tf32": 0x1FF << 9,
+}
+
+
+@pytest.mark.parametrize("name", NAN_CODES)
+def test_every_nan_has_one_code(name: str) -> None:
+    """Whatever its sign and payload: what a cast keeps of them differs between devices."""
+    fmt = next(fmt for fmt in ALL if fmt.name == name)
+    bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF])
+    nans = bits.to(torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    for checked in (True, False):
+        assert set(encode(nans, fmt, checked=checked).tolist()) == {NAN_CODES[name]}
+    assert decode(encode(nans, fmt), fmt).isnan().all()
+
+
+@each_format
+def test_random_values_survive(fmt: Format) -> None:
+    """What rounding makes of awkward numbers, of each overflow, and encoded without the check too."""
+    source = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
+    if not fmt.has_nan:
+        source = source.nan_to_num(0.0)
+    for overflow in fmt.overflows:
+        values = round_to(source, fmt, overflow=overflow)
+        codes = encode(values, fmt)
+        assert mismatches(decode(codes, fmt), values.numpy()) == 0
+        assert torch.equal(encode(values, fmt, checked=False), codes)
+        assert torch.equal(decode(codes, fmt, checked=False), decode(codes, fmt)) or fmt.has_nan
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> None:
+    """All patterns of the dtype that are numbers of the format."""
+    patterns = every_pattern(dtype)
+    wide = patterns.to(torch.float32)
+    rounded = round_to(patterns, fmt)
+    on_grid = (rounded == wide) | (wide.isnan() & fmt.has_nan)
+    assert torch.equal(encode(patterns[on_grid], fmt), encode(wide[on_grid], fmt))
+    assert on_grid.any()
+
+
+@each_format
+def test_a_value_between_two_numbers_is_refused(fmt: Format) -> None:
+    largest, smallest = fmt.largest, fmt.smallest_subnormal
+    beside = np.nextafter(np.float32(largest), np.float32(0)).item()
+    for wrong in (beside, smallest * 1.5, -largest * 0.99, largest * 0.9999, 1.0001 * fmt.smallest_normal):
+        with pytest.raises(UsageError, match=rf"1 of 3 values is no number of {fmt.name}, .* round them to it"):
+            encode(torch.tensor([smallest, wrong, largest]), fmt)
+
+
+@each_format
+def test_what_is_too_large_is_refused(fmt: Format) -> None:
+    for wrong in (2.0**127.99, torch.inf, -torch.inf):
+        if fmt.has_infinity and abs(wrong) == torch.inf:
+            continue
+        with pytest.raises(UsageError, match=f"2 of 2 values are no numbers of {fmt.name}"):
+            encode(torch.tensor([wrong, wrong]), fmt)
+
+
+@pytest.mark.parametrize("fmt", WITHOUT_NAN, ids=lambda fmt: fmt.name)
+def test_nan_is_refused_where_there_is_none(fmt: Format) -> None:
+    values = torch.zeros(1 << 17)
+    values[-1] = torch.nan
+    with pytest.raises(UsageError, match=f"{fmt.name} has no NaN, and 1 of 131072 values is NaN: keep them out"):
+        encode(values, fmt)
+
+
+def test_zero_and_signs_have_no_code_in_e8m0() -> None:
+    for wrong in (0.0, -0.0, -1.0):
+        with pytest.raises(UsageError, match="1 of 1 values is no number of e8m0"):
+            encode(torch.tensor([wrong]), E8M0)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
+def test_fnuz_encodes_either_zero_as_its_own(fmt: Format) -> None:
+    assert encode(torch.tensor([0.0, -0.0]), fmt).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("fmt", [E3M2, E2M3, E2M1, TF32], ids=lambda fmt: fmt.name)
+def test_codes_with_more_bits_are_refused(fmt: Format) -> None:
+    """Six-bit codes lie one in a byte, the two bits above them zero."""
+    over = 1 << fmt.bits
+    wrong = torch.tensor([0, over], dtype=code_dtype(fmt))
+    with pytest.raises(UsageError, match=f"{fmt.name} has codes from 0 to {over - 1}, and {over} is not one of them"):
+        decode(wrong, fmt)
+    assert decode(wrong - 1 if fmt is TF32 else wrong[:1], fmt, checked=False).numel()
+
+
+def test_a_negative_code_of_tf32_is_refused() -> None:
+    with pytest.raises(UsageError, match="and -1 is not one of them"):
+        decode(torch.tensor([5, -1], dtype=torch.int32), TF32)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot quantise torch\.int64"):
+        encode(torch.ones(3, dtype=torch.int64), E4M3)
+    for fmt, wrong in ((E4M3, torch.int8), (BF16, torch.uint8), (FP16, torch.float16), (TF32, torch.int64)):
+        with pytest.raises(TypeError, match=rf"codes of {fmt.name} are torch\.\w+, not {wrong}"):
+            decode(torch.ones(3, dtype=wrong), fmt)
+
+
+@each_format
+def test_shapes_strides_and_gradients(fmt: Format) -> None:
+    base = round_to(torch.rand(6, 10, generator=torch.Generator().manual_seed(0)) + 0.5, fmt)
+    codes = encode(base, fmt)
+    assert torch.equal(encode(base.t()[::2], fmt), codes.t()[::2])
+    assert torch.equal(encode(base[:1].expand(4, 10), fmt), codes[:1].expand(4, 10))
+    assert torch.equal(decode(codes.t()[:, 1::2], fmt), base.t()[:, 1::2])
+    assert encode(torch.empty(0, 3), fmt).shape == decode(torch.empty(0, 3, dtype=code_dtype(fmt)), fmt).shape == (0, 3)
+    assert encode(torch.tensor(1.0), fmt).shape == decode(encode(torch.tensor(1.0), fmt), fmt).shape == ()
+    tracked = base.clone().requires_grad_()
+    assert torch.equal(encode(tracked, fmt), codes)
+
+
+@each_format
+def test_long_tensors_are_the_same_as_their_parts(fmt: Format) -> None:
+    """A processor works on pieces."""
+    values = decode(every_code(fmt), fmt)
+    values = values[~values.isnan()]
+    many = values.repeat((200_000 // len(values)) + 1)[:200_000]
+    codes = encode(many, fmt)
+    for part in (slice(0, 100), slice(65_500, 65_600), slice(-100, None)):
+        assert torch.equal(codes[part], encode(many[part], fmt))
+        assert torch.equal(decode(codes, fmt)[part], many[part])
+
+
+def test_the_first_of_two_e2m1_codes_lies_in_the_lower_half() -> None:
+    """1.0 is code 2, -6.0 code 15."""
+    codes = encode(torch.tensor([1.0, -6.0, 0.5]), E2M1)
+    assert codes.tolist() == [2, 15, 1]
+    assert pack(codes, E2M1).tolist() == [0xF2, 0x01]
+    assert unpack(pack(codes, E2M1), E2M1, 3).tolist() == [2, 15, 1]
+    assert unpack(pack(codes, E2M1), E2M1).tolist() == [2, 15, 1, 0]
+
+
+def test_packed_bytes_may_be_viewed_as_torch_s_pairs() -> None:
+    packed = pack(torch.tensor([[2, 15]], dtype=torch.uint8), E2M1)
+    assert packed.view(torch.float4_e2m1fn_x2).view(torch.uint8).tolist() == [[0xF2]]
+
+
+@given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=3), seed=st.integers(0, 100))
+def test_packing_is_undone_by_unpacking(shape: list[int], seed: int) -> None:
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = pack(codes, E2M1)
+    assert packed.shape == (*shape[:-1], (shape[-1] + 1) // 2)
+    assert torch.equal(unpack(packed, E2M1, shape[-1]), codes)
+    if len(shape) > 1:
+        turned = codes.transpose(0, -1)
+        assert torch.equal(unpack(pack(turned, E2M1), E2M1, turned.shape[-1]), turned)
+
+
+def test_all_pairs_of_codes_pack() -> None:
+    first, second = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
+    pairs = torch.stack((first, second), dim=-1).to(torch.uint8)
+    packed = pack(pairs, E2M1)
+    assert torch.equal(packed.squeeze(-1).int(), first + 16 * second)
+    assert torch.equal(unpack(packed, E2M1), pairs)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt is not E2M1], ids=lambda fmt: fmt.name)
+def test_other_codes_are_stored_as_they_are(fmt: Format) -> None:
+    codes = every_code(fmt)
+    assert pack(codes, fmt) is codes
+    assert unpack(codes, fmt) is codes
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot pack torch\.int16 codes of 1 dimensions"):
+        pack(torch.zeros(4, dtype=torch.int16), E2M1)
+    with pytest.raises(TypeError, match="of 0 dimensions"):
+        pack(torch.tensor(1, dtype=torch.uint8), E2M1)
+    with pytest.raises(TypeError, match=r"cannot unpack torch\.int8"):
+        unpack(torch.zeros(4, dtype=torch.int8), E2M1)
+    for columns in (6, 9, -1):
+        with pytest.raises(UsageError, match=f"4 bytes hold 7 or 8 e2m1 codes, not {columns}"):
+            unpack(torch.zeros(4, dtype=torch.uint8), E2M1, columns)
+
+
+@pytest.mark.gpu
+@each_format
+def test_a_gpu_encodes_and_decodes_as_the_processor_does(fmt: Format) -> None:
+    values = round_to(torch.from_numpy(random_patterns(fmt.name, 1 << 18)), fmt)
+    if not fmt.has_nan:
+        values = values.nan_to_num(0.0)
+    codes = encode(values, fmt)
+    assert torch.equal(encode(values.cuda(), fmt).cpu(), codes)
+    assert mismatches(decode(codes.cuda(), fmt).cpu(), values.numpy()) == 0
+    assert torch.equal(pack(codes.cuda(), fmt).cpu(), pack(codes, fmt))
+    with pytest.raises(UsageError):
+        encode(torch.tensor([fmt.largest * 0.9999], device="cuda"), fmt)
