@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.layer_sizes import MODELS, PRODUCTS, sides_of
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -15,21 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Layer: (output features, input features). Attention's input products are fused, as are gate and up.
-MODELS: dict[str, dict[str, tuple[int, int]]] = {
-    "gpt2": {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)},
-    "llama3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    "llama3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
-    "deepseek-v3": {
-        "q_a_kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512), "out": (7168, 16384),
-        "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048),
-    },
-}  # fmt: skip
-PRODUCTS = {
-    "forward": (Role.INPUT, Role.WEIGHT),
-    "input-gradient": (Role.GRADIENT, Role.WEIGHT),
-    "weight-gradient": (Role.GRADIENT, Role.INPUT),
-}
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
@@ -83,7 +69,7 @@ class Gemm(Workload):
         return tuple(
             (
                 ("layer", f"{shape}/{layer}"),
-                *_params(*_sides(one, int(params["tokens"]), outputs, inputs), one, operands),
+                *_params(*sides_of(one, int(params["tokens"]), outputs, inputs), one, operands),
             )
             for layer, (outputs, inputs) in MODELS[shape].items()
             for one in products
@@ -169,15 +155,6 @@ def parse_shape(text: str) -> str:
 
 def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
     return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
-
-
-def _sides(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """M, N, K of a linear layer's product."""
-    if product == "forward":
-        return tokens, outputs, inputs
-    if product == "input-gradient":
-        return tokens, inputs, outputs
-    return outputs, inputs, tokens
 
 
 def _operands(setup: Setup) -> tuple[Tensor, Tensor, tuple[Role, Role]]:

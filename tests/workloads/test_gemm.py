@@ -10,10 +10,11 @@ import torch
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.nn.layer_sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.gemm import LARGEST, MODELS, PRODUCTS, Gemm, parse_shape
+from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -46,7 +47,12 @@ def test_shapes_that_cannot(text: str) -> None:
 
 
 def expand(shape: str, product: str = "auto", tokens: int = 512, operands: str = "cast") -> list[dict[str, Scalar]]:
-    params = {"shape": parse_shape(shape), "product": product, "tokens": tokens, "operands": operands}
+    params: dict[str, Scalar] = {
+        "shape": parse_shape(shape),
+        "product": product,
+        "tokens": tokens,
+        "operands": operands,
+    }
     return [dict(one) for one in Gemm().expand(params)]
 
 
