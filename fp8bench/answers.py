@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import Level, Params, Support, Work
-from fp8bench.protocols import Workload
+from fp8bench.protocols import Layer, Workload
 from fp8bench.registry import own_words
 
 _MOST_TOKENS = 1 << 62
@@ -68,6 +68,25 @@ def sound_support(workload: Workload, support: Support) -> Support:
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):
         raise _cannot(workload, f"support() gave {support!r:.120}, and must give a Support of a Level and a text")
     return support
+
+
+def sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
+    """The layers, if each has a name of its own and a kind that a precision map can be written with."""
+    if not isinstance(layers, tuple):
+        raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")
+    for one in layers:
+        if not isinstance(one, Layer) or type(one.high) is not bool or not all(map(_word, (one.name, one.kind))):
+            words = "name and kind must be text without commas, blanks, '=' and empty parts between points"
+            raise _cannot(workload, f"layers() gave {one!r:.120}, which is no Layer, or whose {words}")
+    if len({one.name for one in layers}) < len(layers):
+        raise _cannot(workload, "two of its layers have the same name")
+    return layers
+
+
+def _word(text: object) -> bool:
+    if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
+        return False
+    return all(text.split("."))
 
 
 def _plain(text: str) -> bool:

@@ -44,13 +44,13 @@ class UsageError(Fp8benchError):
 
 
 class UnknownName(UsageError):
-    """A name nobody registered."""
+    """A name nobody registered. `shown` is what the sentence lists, where all that are known would be too many."""
 
-    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}.")
+        super().__init__(f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}.")
         self.given = given
         self.known = names
         self.nearest = near[0] if near else None

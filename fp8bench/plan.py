@@ -7,39 +7,46 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fp8bench.answers import answering, sound_params, sound_support, sound_work
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.layering import PrecisionMap, check_map, layers_of, mapped_support
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
-from fp8bench.protocols import Precision, Workload
+from fp8bench.protocols import Layer, Precision, Workload, keys_of
 from fp8bench.registry import devices, precisions, user_module, workloads
 from fp8bench.units import size
 
 ALL = "all"
 MOST_CASES = 20_000
+# What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
+_CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One suite of a request: its workload, the precisions it gets with the reference first, and its map."""
+    """One suite of a request: its workload, the precisions it gets with the reference first, and its map.
+
+    `layers` holds those keys of the map that name a layer of some case of the suite.
+    """
 
     workload: Workload
     modes: tuple[str, ...]
     reference: str
-    layers: tuple[tuple[str, str], ...]
+    layers: PrecisionMap
 
 
 def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None) -> Plan:
     """All groups of a request, in order of suite, device and parameters. Raises UsageError for what cannot be meant."""
-    parts = _parts(request)
+    chosen = _devices(request, facts)
+    parts = _parts(request, chosen)
     groups = []
     for part in parts:
         with answering(part.workload):
             groups += [
                 _group(part, params, device, request.reference is not None)
-                for device in _devices(request, facts)
+                for device in chosen
                 for params in _parameters(request, part.workload, device, corpus)
             ]
     notes = []
@@ -101,29 +108,36 @@ def check_names(request: Request) -> None:
             "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be ended. "
             "Leave one out."
         )
-    parts = _parts(request)
+    parts = _parts(request, _CLASSES)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])
     # Names and parsers of axes are the same on every device, only their defaults differ.
-    nowhere = DeviceFacts("cpu", 0, "", 0, "")
     for part in parts:
         with answering(part.workload):
-            for params in _parameters(request, part.workload, nowhere, None):
+            for params in _parameters(request, part.workload, _CLASSES[0], None):
                 sound_work(part.workload, part.workload.work(dict(params)))
 
 
-def _parts(request: Request) -> list[_Part]:
+def _parts(request: Request, facts: Sequence[DeviceFacts]) -> list[_Part]:
     chosen = [workloads.get(name) for name in suites_of(request)]
     _check_axes(request, chosen)
-    _check_kinds(request, chosen)
+    layers = {workload.name: _layers(request, workload, facts) for workload in chosen}
+    check_map(request, [one for found in layers.values() for one in found])
     parts = []
     for workload in chosen:
         with answering(workload):
-            parts.append(_part(request, workload))
+            parts.append(_part(request, workload, keys_of(layers[workload.name])))
     return parts
 
 
-def _part(request: Request, workload: Workload) -> _Part:
+def _layers(request: Request, workload: Workload, facts: Sequence[DeviceFacts]) -> list[Layer]:
+    """The layers of all cases of a suite; none is asked for where there is no map."""
+    if not request.precision_map:
+        return []
+    return layers_of(workload, [params for one in facts for params in _parameters(request, workload, one, None)])
+
+
+def _part(request: Request, workload: Workload, keys: Collection[str]) -> _Part:
     """Precisions of one suite: those asked for, else its own; the reference first."""
     own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
     names = [precisions.canonical(word) for word in (request.dtypes or own)]
@@ -133,7 +147,7 @@ def _part(request: Request, workload: Workload) -> _Part:
     else:
         lead = min(names, key=lambda name: precisions.get(name).rank)
     modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
-    return _Part(workload, modes, lead, _precision_map(request, workload, modes, lead))
+    return _Part(workload, modes, lead, _precision_map(request, keys, modes, lead))
 
 
 def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
@@ -148,23 +162,9 @@ def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
             raise UnknownName(f"axis of suite {request.suite}", name, known)
 
 
-def _check_kinds(request: Request, chosen: Sequence[Workload]) -> None:
-    known: set[str] = set()
-    for workload in chosen:
-        with answering(workload):
-            known |= set(workload.layer_kinds)
-    for kind, _ in request.precision_map:
-        if kind not in known:
-            raise UnknownName(f"layer kind of suite {request.suite}", kind, known)
-
-
-def _precision_map(
-    request: Request, workload: Workload, modes: Sequence[str], reference: str
-) -> tuple[tuple[str, str], ...]:
-    """Layer kinds and their precisions. Cases other than the reference take it; the reference stays pure."""
-    layers = [
-        (kind, precisions.canonical(word)) for kind, word in request.precision_map if kind in workload.layer_kinds
-    ]
+def _precision_map(request: Request, keys: Collection[str], modes: Sequence[str], reference: str) -> PrecisionMap:
+    """Layers and their precisions. Cases other than the reference take it; the reference stays pure."""
+    layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
     if layers and all(name == reference for name in modes):
         raise UsageError(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
@@ -225,13 +225,10 @@ def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group
     return Group(cases, lead)
 
 
-def _case(
-    workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: tuple[tuple[str, str], ...]
-) -> PlannedCase:
+def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
     named = dict(params)
-    answers = [workload.support(named, precisions.get(name), facts)]
-    answers += [workload.layer_support(kind, named, precisions.get(word), facts) for kind, word in layers]
+    answers = [workload.support(named, precisions.get(name), facts), *mapped_support(workload, named, facts, layers)]
     support = _worst([sound_support(workload, answer) for answer in answers])
     work = sound_work(workload, workload.work(named))
     skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)

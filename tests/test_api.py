@@ -132,7 +132,7 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
         ({"quick": "no"}, "quick cannot be 'no': give True or False"),
         ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
         ({"dtypes": ""}, "unknown dtype ''"),
-        ({"precision_map": {"mlp": "fp8"}}, "unknown layer kind"),
+        ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
     ],
 )
 def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -229,6 +229,41 @@ def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
     assert reference(group) == "fp32"
 
 
+def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_names() -> None:
+    """The case keeps it as it was given, modes with options by their one word."""
+    given = (("attn", "fp8"), ("blocks.1", "bf16"), ("blocks.1.mlp.up", "mxfp8"))
+    (group,) = plan(CPU, "transformer", dtypes=("fp32", "fp16"), precision_map=given)
+    assert [planned.case.precision_map for planned in group.cases] == [(), given]
+    assert group.cases[1].case.mode == "fp16{attn=fp8,blocks.1=bf16,blocks.1.mlp.up=mxfp8}"
+
+
+def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
+    """Another size of the run has it; what neither has is a typing error."""
+    given = {"dtypes": ("bf16", "fp8"), "axes": (("size", ("nano", "gpt2-124m")),)}
+    nano, large = plan(CPU, "transformer", precision_map=(("blocks.7", "bf16"),), **given).groups
+    assert nano.cases[1].skip.startswith("no layer is called blocks.7 here, there are attn and mlp and head:")
+    assert large.cases[1].runs and nano.cases[0].runs
+    with pytest.raises(UnknownName, match=r"layer of suite transformer 'blocks\.12'"):
+        plan(CPU, "transformer", precision_map=(("blocks.12", "bf16"),), **given)
+
+
+def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
+    """A GPU's default model has more blocks; before a device is known, either class's layers will do."""
+    asked = Request("transformer", ("bf16", "fp8"), precision_map=(("blocks.7", "bf16"),))
+    check_names(asked)
+    assert all(one.runs for one in make_plan(asked, (H200,)).groups[0].cases)
+    with pytest.raises(UnknownName):
+        make_plan(asked, (CPU,))
+
+
+def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
+    """What none of them has is refused."""
+    given = (("mlp", "bf16"), ("up", "bf16"))
+    groups = plan(CPU, "mlp,transformer", dtypes=("fp32", "fp8"), precision_map=given).groups
+    maps = {group.cases[1].case.workload: group.cases[1].case.precision_map for group in groups}
+    assert maps == {"mlp": (("up", "bf16"),), "transformer": (("mlp", "bf16"),)}
+
+
 def test_a_layer_that_a_device_refuses_skips_the_case() -> None:
     """The reason is that layer's."""
     (group,) = plan(V100, "transformer", dtypes=("fp32", "fp16"), precision_map=(("head", "bf16"),))
@@ -253,17 +288,22 @@ def test_a_precision_map_without_effect_is_refused() -> None:
         (Request("gemm", devices=("cpi",)), "cpu"),
         (Request("transformer", precision_map=(("mpl", "bf16"),)), "mlp"),
         (Request("transformer", precision_map=(("mlp", "fb8"),)), "fp8"),
+        (Request("transformer", precision_map=(("blocks.1.mpl.up", "bf16"),)), "blocks.1.mlp.up"),
+        (Request("transformer", precision_map=(("blocks.2", "bf16"),)), "blocks.1"),
+        (Request("transformer", precision_map=(("blocks.1.", "bf16"),)), "blocks.1"),
+        (Request("transformer", precision_map=(("attn.qkv", "bf16"),)), "attn"),
         (Request("gemm", precision_map=(("mlp", "bf16"),)), None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | None) -> None:
-    """And with all that are known."""
+    """And with all that are known; of the names of layers some stand for all."""
     with pytest.raises(UnknownName) as raised:
         make_plan(request_, (CPU,))
     assert raised.value.nearest == nearest
     assert f"Did you mean {nearest!r}?" in str(raised.value) or nearest is None
-    assert all(name in str(raised.value) for name in raised.value.known)
+    listed = [name for name in raised.value.known if "." not in name and name != "blocks"]
+    assert all(name in str(raised.value) for name in listed)
 
 
 @pytest.mark.parametrize(
@@ -464,11 +504,12 @@ def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering
 def test_lists_that_are_none_are_sentences(
     words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The precisions and layer kinds of a suite are asked for with its names."""
+    """The precisions of a suite are asked for with its names, its layers with a map."""
     for name, value in words.items():
         monkeypatch.setattr(answering, name, value)
+    asked = Request("answering", precision_map=(("mlp", "bf16"),) if "layer_kinds" in words else ())
     with pytest.raises(UsageError, match="suite 'answering' cannot be planned"):
-        check_names(Request("answering"))
+        check_names(asked)
 
 
 def test_a_limit_that_nobody_could_keep_is_refused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.linear import Linear
+from fp8bench.nn.linear import Choose, Linear
 from fp8bench.nn.region import region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -77,17 +77,23 @@ class EmulatedCore:
     arithmetic: Arithmetic
     prescaled: bool = False
     causal: bool = True
+    # What is cast, each with its own arithmetic: scales that are remembered are those of one tensor.
+    _own: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts = ("queries", "keys", "scores", "probabilities", "values")
+        object.__setattr__(self, "_own", {part: self.arithmetic.layer(f"core.{part}") for part in parts})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
-        scores = self._rounded(self.scores(q, k), scaled=False)
+        scores = self._rounded(self.scores(q, k), "scores", scaled=False)
         if not self.prescaled:
             scores = scores * factor
         if self.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
-        probabilities = self._rounded(scores.softmax(-1))
-        values = self._rounded(v.transpose(-1, -2))
+        probabilities = self._rounded(scores.softmax(-1), "probabilities")
+        values = self._rounded(v.transpose(-1, -2), "values")
         mixed = _grouped(probabilities, values) @ values.transpose(-1, -2)
         return mixed.view(q.shape).to(q.dtype)
 
@@ -95,12 +101,13 @@ class EmulatedCore:
         """The product of queries and keys in fp32, before it is rounded itself, masked entries included."""
         if self.prescaled:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
-        queries, keys = self._rounded(q), self._rounded(k)
+        queries, keys = self._rounded(q, "queries"), self._rounded(k, "keys")
         return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
-    def _rounded(self, x: Tensor, scaled: bool = True) -> Tensor:
-        cast = self.arithmetic.cast if scaled else self.arithmetic.unscaled
-        rounded: Tensor = _StraightThrough.apply(x, self.arithmetic, cast)  # type: ignore[no-untyped-call]
+    def _rounded(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
+        arithmetic = self._own[part]
+        cast = arithmetic.cast if scaled else arithmetic.unscaled
+        rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
         return rounded
 
 
@@ -137,13 +144,13 @@ class BareAttention(nn.Module):
 class SelfAttention(nn.Module):
     """A fused input product, the core, and the output product."""
 
-    def __init__(self, width: int, heads: int, key_heads: int, gain: float, arithmetic: Arithmetic, core: Core) -> None:
+    def __init__(self, width: int, heads: int, key_heads: int, gain: float, choose: Choose, core: Core) -> None:
         super().__init__()
         self.head_width = width // heads
         self.sizes = (width, key_heads * self.head_width, key_heads * self.head_width)
         self.core = core
-        self.qkv = Linear(width, sum(self.sizes), arithmetic)
-        self.out = Linear(width, width, arithmetic, gain)
+        self.qkv = Linear(width, sum(self.sizes), choose("qkv"))
+        self.out = Linear(width, width, choose("out"), gain)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x, phase)

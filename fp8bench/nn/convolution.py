@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.linear import Choose
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 WINDOW = 3
@@ -131,11 +132,12 @@ class BatchNorm(nn.Module):
 class ResidualBlock(nn.Module):
     """ResNet's basic block: convolution and batch norm twice, ReLU after each, the input added before the last."""
 
-    def __init__(self, channels: int, arithmetic: Arithmetic) -> None:
+    def __init__(self, channels: int, choose: Choose) -> None:
         super().__init__()
-        self.first, self.second = (Convolution(channels, channels, arithmetic) for _ in range(2))
+        self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
         self.norm_first, self.norm_second = BatchNorm(channels), BatchNorm(channels)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))
-        return F.relu(x + self.norm_second(self.second(hidden, phase)))
+        # A layer of another precision hands back its own carrier; the block gives what it was given.
+        return F.relu(x + self.norm_second(self.second(hidden, phase)).to(x.dtype))

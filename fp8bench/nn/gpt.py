@@ -1,14 +1,14 @@
 """A decoder-only transformer, in the manner of GPT-2 or of Llama, its parts under their phases.
 
-Which arithmetic a layer takes comes from the caller by layer kind: `attn` (the products before and after attention),
-`mlp` and `head`. Embedding, norms, attention scores, softmax and loss stay in high precision: the residual stream
-has the carrier's dtype, norms and loss are computed in fp32 (fp64 for the reference).
+Which arithmetic a layer takes comes from the caller by its name, which is its path in the model: `blocks.0.attn.qkv`,
+`blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Embedding, norms, attention scores,
+softmax and loss stay in high precision: the residual stream has the carrier's dtype, norms and loss are computed in
+fp32 (fp64 for the reference).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
-from fp8bench.nn.linear import Linear
+from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Arithmetic, Phases
-
-
-@dataclass(frozen=True)
-class LayerArithmetic:
-    """An arithmetic for each layer kind."""
-
-    attn: Arithmetic
-    mlp: Arithmetic
-    head: Arithmetic
+from fp8bench.protocols import Phases
 
 
 class Norm(nn.Module):
@@ -49,11 +40,11 @@ class Norm(nn.Module):
 class FeedForward(nn.Module):
     """GELU between two products, or Llama's gated form."""
 
-    def __init__(self, width: int, hidden: int, gated: bool, gain: float, arithmetic: Arithmetic) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
         super().__init__()
         self.gated = gated
-        self.up = Linear(width, hidden * (2 if gated else 1), arithmetic)
-        self.down = Linear(hidden, width, arithmetic, gain)
+        self.up = Linear(width, hidden * (2 if gated else 1), choose("up"))
+        self.down = Linear(hidden, width, choose("down"), gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = self.up(x, phase)
@@ -69,12 +60,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward, each with its residual."""
 
-    def __init__(self, config: GPTConfig, arithmetic: LayerArithmetic, core: Core) -> None:
+    def __init__(self, config: GPTConfig, choose: Choose, core: Core) -> None:
         super().__init__()
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
-        self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, arithmetic.attn, core)
-        self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, arithmetic.mlp)
+        attn, mlp = within(choose, "attn"), within(choose, "mlp")
+        self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, attn, core)
+        self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
@@ -94,7 +86,7 @@ class GPT(nn.Module):
     def __init__(
         self,
         config: GPTConfig,
-        arithmetic: LayerArithmetic,
+        choose: Choose,
         carrier: torch.dtype,
         checkpointing: bool = False,
         core: Core | None = None,
@@ -105,9 +97,10 @@ class GPT(nn.Module):
         self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
-        self.blocks = nn.ModuleList(Block(config, arithmetic, core) for _ in range(config.layers))
+        blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        self.blocks = nn.ModuleList(Block(config, one, core) for one in blocks)
         self.norm = Norm(config.width, config.modern)
-        self.head = Linear(config.width, config.vocabulary, arithmetic.head)
+        self.head = Linear(config.width, config.vocabulary, choose("head"))
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:

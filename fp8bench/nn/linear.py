@@ -8,6 +8,7 @@ the dimension of its product; the master weight stays fp32 and is cast in every 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
+# Gives each layer of a model its arithmetic, by its name.
+Choose = Callable[[str], Arithmetic]
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def within(choose: Choose, part: str) -> Choose:
+    """The same for the layers of a part, which know their names within it."""
+    return lambda name: choose(f"{part}.{name}")
 
 
 def _casting(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:

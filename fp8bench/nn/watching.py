@@ -20,6 +20,9 @@ class WatchingArithmetic(Arithmetic):
         self._kind = kind
         self._ledger = ledger
 
+    def layer(self, name: str) -> Arithmetic:
+        return WatchingArithmetic(self._inner.layer(name), self._kind, self._ledger)
+
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         self._ledger.add(self._kind, role.value, tensor)
         return self._inner.cast(tensor, role)

@@ -6,6 +6,7 @@ that every name can be listed without it.
 
 from fp8bench.protocols.arithmetic import Arithmetic, Operand, Role
 from fp8bench.protocols.device import Device, MemoryMeter, Stamper
+from fp8bench.protocols.layers import Layer, key_of, keys_of
 from fp8bench.protocols.observer import Observer, SilentObserver
 from fp8bench.protocols.phases import Phases, SilentMarker, SilentPhases
 from fp8bench.protocols.precision import Precision, float32_products
@@ -15,6 +16,7 @@ __all__ = [
     "Arithmetic",
     "Device",
     "Grid",
+    "Layer",
     "MemoryMeter",
     "Observer",
     "Operand",
@@ -28,4 +30,6 @@ __all__ = [
     "Stamper",
     "Workload",
     "float32_products",
+    "key_of",
+    "keys_of",
 ]

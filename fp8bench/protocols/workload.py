@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8bench.axes import Axis
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols.arithmetic import Arithmetic
+from fp8bench.protocols.layers import Layer, key_of
 from fp8bench.protocols.phases import Phases
 from fp8bench.protocols.precision import Precision
 
@@ -19,8 +20,7 @@ class Setup:
     """What a workload gets to prepare a case.
 
     `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
-    `layers` the exceptions of the precision map by layer kind; `corpus` is the token file, where the workload reads
-    one.
+    `layers` the exceptions of the precision map by its keys; `corpus` is the token file, where the workload reads one.
     """
 
     case: Case
@@ -31,6 +31,13 @@ class Setup:
     layers: Mapping[str, Arithmetic]
     loss_scale: float = 1.0
     corpus: str | None = None
+
+    def layer(self, layer: Layer) -> Arithmetic:
+        """The arithmetic of one layer, its own where it remembers something."""
+        key = key_of(layer, self.layers)
+        if key is not None:
+            return self.layers[key].layer(layer.name)
+        return (self.high if layer.high else self.arithmetic).layer(layer.name)
 
     @property
     def settles(self) -> bool:
@@ -59,8 +66,9 @@ class Grid:
 class Workload(ABC):
     """Something to measure. State lives in the worker; `step` is what is timed.
 
-    `layer_kinds` are the names a precision map may use, `dtypes` the precisions of a run that names none, `history` the
-    cases whose numbers are followed from commit to commit. `error`, `statistics` and `check` run apart from any timing.
+    `layer_kinds` are kinds that layers have in all its cases, `dtypes` the precisions of a run that names none,
+    `history` the cases whose numbers are followed from commit to commit. `error`, `statistics` and `check` run apart
+    from any timing.
     """
 
     name: ClassVar[str]
@@ -101,8 +109,17 @@ class Workload(ABC):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """The same for a layer kind that a precision map gives another precision, in a case of its own."""
+        """The same for layers of a kind that a precision map gives another precision."""
         return self.support(params, precision, facts)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """The layers that a precision map may name; by default one of each kind."""
+        return tuple(Layer(kind, kind) for kind in self.layer_kinds)
+
+    def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
+        """What gives each layer its arithmetic, by its name."""
+        named = {layer.name: layer for layer in self.layers(dict(setup.case.params))}
+        return lambda name: setup.layer(named[name])
 
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""

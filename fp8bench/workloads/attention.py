@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from fp8bench.nn.attention import Core
     from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
     from fp8bench.numerics.ranges import Ledger
 
 LONGEST = 1 << 17
@@ -108,16 +110,12 @@ class Attention(Workload):
             return Support(Level.EMULATED, "scores in low precision: explicit products of rounded values, no kernel")
         return support
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
-        """Of a product before or after the core; alone, the core has none that a map could change."""
-        if params["part"] == "core":
-            return Support(Level.REFUSED, f"part=core has no {kind}: ask for part=layer, or leave {kind} unmapped")
-        return self.support(params, precision, facts)
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """The products before and after the core; alone, it has none."""
+        return () if params["part"] == "core" else super().layers(params)
 
     def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, setup.arithmetic, setup.layers, _core(setup))
+        return _exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier, _core(setup))
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
@@ -129,8 +127,8 @@ class Attention(Workload):
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.attention import FusedCore, HeadwiseCore
 
-        exact = HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
-        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64), {}, exact))
+        exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier, core))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""
@@ -141,15 +139,13 @@ class Attention(Workload):
         params, ledger = dict(setup.case.params), Ledger()
         core = FusedCore(_causal(params))
         if params["part"] == "layer":
-            watching = {
-                kind: WatchingArithmetic(setup.layers.get(kind, setup.arithmetic), kind, ledger)
-                for kind in self.layer_kinds
-            }
-            state = _exercise(setup, setup.arithmetic, watching, core)
+            own, carrier = self.arithmetics(setup), setup.arithmetic.carrier
+            state = _exercise(setup, lambda name: WatchingArithmetic(own(name), name, ledger), carrier, core)
             ledger.tallies.clear()  # preparing ran forward once
             state.outcome()
         if params["part"] == "core" or _low(params):
-            _watch_core(_exercise(setup, setup.high, {}, core), params, ledger)
+            high = _exercise(setup, setup.high.layer, setup.high.carrier, core)
+            _watch_core(high, params, ledger)
         return ledger.statistics()
 
 
@@ -203,8 +199,8 @@ def _core(setup: Setup) -> Core:
     return EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
 
 
-def _exercise(setup: Setup, arithmetic: Arithmetic, layers: Mapping[str, Arithmetic], core: Core) -> Exercise:
-    """The core alone on random heads, or the layer on random tokens, but for products with their own arithmetic."""
+def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) -> Exercise:
+    """The core alone on random heads, or the layer on random tokens, in the carrier's dtype."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import exercise
 
@@ -221,11 +217,9 @@ def _exercise(setup: Setup, arithmetic: Arithmetic, layers: Mapping[str, Arithme
     def build() -> BareAttention | SelfAttention:
         if params["part"] == "core":
             return BareAttention(core)
-        layer = SelfAttention(width, heads, key_heads, 1.0, arithmetic, core)
-        layer.qkv.arithmetic, layer.out.arithmetic = (layers.get(kind, arithmetic) for kind in Attention.layer_kinds)
-        return layer
+        return SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
-    return exercise(setup, build, shapes, arithmetic.carrier, _training(params), float(params["spread"]))
+    return exercise(setup, build, shapes, carrier, _training(params), float(params["spread"]))
 
 
 def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -> None:

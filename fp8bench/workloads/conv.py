@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
 
 # Weights of a 3x3 window.
 WINDOW = 9
@@ -27,6 +30,7 @@ class Conv(Workload):
 
     name = "conv"
     summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
+    layer_kinds = ("conv",)
     history = Grid(
         cpu={"channels": ("32",)}, gpu={"channels": ("256",)},
         phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
@@ -70,8 +74,12 @@ class Conv(Workload):
             )
         return support
 
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """Both convolutions, in their order."""
+        return Layer("first", "conv"), Layer("second", "conv")
+
     def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, setup.arithmetic)
+        return _exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
@@ -86,15 +94,16 @@ class Conv(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64)))
+        exact = PlainArithmetic(torch.float64)
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of both convolutions."""
         from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
 
-        ledger = Ledger()
-        state = _exercise(setup, WatchingArithmetic(setup.arithmetic, "conv", ledger))
+        ledger, own = Ledger(), self.arithmetics(setup)
+        state = _exercise(setup, lambda name: WatchingArithmetic(own(name), "conv", ledger), setup.arithmetic.carrier)
         ledger.tallies.clear()  # preparing ran forward once
         state.outcome()
         return ledger.statistics()
@@ -104,11 +113,12 @@ def _training(params: Mapping[str, Scalar]) -> bool:
     return params["pass"] == "training"
 
 
-def _exercise(setup: Setup, arithmetic: Arithmetic) -> Exercise:
+def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    """The block on random images in the carrier's dtype."""
     from fp8bench.nn.convolution import ResidualBlock
     from fp8bench.nn.exercise import exercise
 
     params = dict(setup.case.params)
     batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
     shape = (batch, image, image, channels)
-    return exercise(setup, lambda: ResidualBlock(channels, arithmetic), [shape], arithmetic.carrier, _training(params))
+    return exercise(setup, lambda: ResidualBlock(channels, choose), [shape], carrier, _training(params))

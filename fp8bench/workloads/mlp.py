@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Grid, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
 
 LARGEST = 1 << 18
 
@@ -63,7 +66,7 @@ class Mlp(Workload):
         )
 
     def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, setup.arithmetic, setup.layers)
+        return _exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
@@ -74,19 +77,16 @@ class Mlp(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64), {}))
+        exact = PlainArithmetic(torch.float64)
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of both layers' products."""
         from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
 
-        ledger = Ledger()
-        watching = {
-            kind: WatchingArithmetic(setup.layers.get(kind, setup.arithmetic), kind, ledger)
-            for kind in self.layer_kinds
-        }
-        state = _exercise(setup, setup.arithmetic, watching)
+        ledger, own = Ledger(), self.arithmetics(setup)
+        state = _exercise(setup, lambda name: WatchingArithmetic(own(name), name, ledger), setup.arithmetic.carrier)
         ledger.tallies.clear()  # preparing ran forward once
         state.outcome()
         return ledger.statistics()
@@ -100,17 +100,14 @@ def _training(params: Mapping[str, Scalar]) -> bool:
     return params["pass"] == "training"
 
 
-def _exercise(setup: Setup, arithmetic: Arithmetic, layers: Mapping[str, Arithmetic]) -> Exercise:
-    """The block in an arithmetic, but for the layers that have their own."""
+def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    """The block on random tokens in the carrier's dtype."""
     from fp8bench.nn.exercise import exercise
     from fp8bench.nn.gpt import FeedForward
 
     params = dict(setup.case.params)
     tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-
-    def build() -> FeedForward:
-        block = FeedForward(width, hidden, _gated(params), 1.0, arithmetic)
-        block.up.arithmetic, block.down.arithmetic = (layers.get(kind, arithmetic) for kind in Mlp.layer_kinds)
-        return block
-
-    return exercise(setup, build, [(tokens, width)], arithmetic.carrier, _training(params))
+    gated = _gated(params)
+    return exercise(
+        setup, lambda: FeedForward(width, hidden, gated, 1.0, choose), [(tokens, width)], carrier, _training(params)
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.attention import Core
     from fp8bench.nn.compiled import Forward
     from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.linear import Choose
     from fp8bench.nn.tokens import TokenLoader
 
 
@@ -116,6 +117,15 @@ class Transformer(Workload):
         """Of its products only: attention's core gets values in the model's carrier, whatever the map says."""
         return self._products(params, precision, facts)
 
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """Those of every block, by their path in the model; the head stays high unless mapped."""
+        parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
+        blocks = range(SIZES[str(params["size"])].layers)
+        return (
+            *(Layer(f"blocks.{block}.{part}", kind) for block in blocks for part, kind in parts),
+            Layer("head", "head", high=True),
+        )
+
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         along = precision.multiples[0]
@@ -133,7 +143,7 @@ class Transformer(Workload):
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
-        model = _model(setup, setup.arithmetic, setup.high, setup.layers, _checkpointing(setup))
+        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with _attention_by(attention):
             forward = _forward(setup, model)
         parameters = list(model.parameters())
@@ -172,9 +182,9 @@ class Transformer(Workload):
         exact = PlainArithmetic(torch.float64)
         # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
         core = HeadwiseCore(FusedCore())
-        model = _model(setup, exact, exact, {}, checkpointing=True, core=core).double()
+        model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
         reference_loss, reference = _gradients(setup, model, model, 1.0)
-        model = _model(setup, setup.arithmetic, setup.high, setup.layers, _checkpointing(setup))
+        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with _attention_by(_choice(dict(setup.case.params), "attention")):
             loss, gradients = _gradients(setup, model, _forward(setup, model), setup.loss_scale)
         return {
@@ -194,8 +204,9 @@ class Transformer(Workload):
         from fp8bench.numerics.ranges import Ledger
 
         ledger, plain = Ledger(), PlainArithmetic(torch.float32)
-        watching = {kind: WatchingArithmetic(plain, kind, ledger) for kind in self.layer_kinds}
-        _model(setup, plain, plain, watching)(*_loader(setup).next(), SilentPhases()).backward()
+        kinds = {layer.name: layer.kind for layer in self.layers(dict(setup.case.params))}
+        model = _model(setup, lambda name: WatchingArithmetic(plain, kinds[name], ledger), plain.carrier)
+        model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(
             sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
@@ -283,24 +294,18 @@ def _device(setup: Setup) -> str:
 
 
 def _model(
-    setup: Setup,
-    low: Arithmetic,
-    high: Arithmetic,
-    layers: Mapping[str, Arithmetic],
-    checkpointing: bool = False,
-    core: Core | None = None,
+    setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
 ) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
     import torch
 
-    from fp8bench.nn.gpt import GPT, LayerArithmetic
+    from fp8bench.nn.gpt import GPT
 
-    arithmetic = LayerArithmetic(layers.get("attn", low), layers.get("mlp", low), layers.get("head", high))
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
     with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
         torch.manual_seed(setup.seed)
-        return GPT(_config(setup), arithmetic, low.carrier, checkpointing, core)
+        return GPT(_config(setup), choose, carrier, checkpointing, core)
 
 
 def _forward(setup: Setup, model: GPT) -> Forward:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8bench.answers import sound_layers
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.followed import MEMORY, check_grid, series_of
@@ -24,7 +25,7 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, 
 from fp8bench.pipeline import execute
 from fp8bench.plan import make_plan
 from fp8bench.points import followed
-from fp8bench.protocols import Grid, SilentObserver
+from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
 from fp8bench.registry import precisions, workloads
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
@@ -120,6 +121,34 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
         work = workloads.get(name).work(dict(params))
         assert math.isfinite(work.flops) and (work.flops > 0 or work.bytes > 0) and work.tokens >= 0
         assert 0 < work.least_memory < facts.memory_bytes
+
+
+@WHERE
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, facts: DeviceFacts) -> None:
+    """The kinds of its cases are those it says it has."""
+    workload, kinds = workloads.get(name), []
+    for params in default_cases(name, facts):
+        layers = sound_layers(workload, workload.layers(dict(params)))
+        kinds += [layer.kind for layer in layers]
+        assert {layer.kind for layer in layers} in (set(), set(workload.layer_kinds))
+    assert set(kinds) == set(workload.layer_kinds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
+    """And no other does: a name that a plan takes and no layer answers to would change nothing."""
+    case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
+    setup, asked = bench._setup(case, CPU), []
+
+    class Asked(Setup):
+        def layer(self, layer: Layer) -> Arithmetic:
+            asked.append(layer)
+            return super().layer(layer)
+
+    workload = workloads.get(name)
+    workload.prepare(Asked(**vars(setup)))
+    assert sorted(asked) == sorted(workload.layers(dict(case.params)))
 
 
 @WHERE

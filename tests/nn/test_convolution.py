@@ -197,7 +197,7 @@ def test_batch_norm_is_torchs_own() -> None:
 def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
     """By the definition."""
     torch.manual_seed(4)
-    block = ResidualBlock(6, PlainArithmetic(torch.float64)).double()
+    block = ResidualBlock(6, lambda name: PlainArithmetic(torch.float64)).double()
     x = given(2, 5, 5, 6, dtype=torch.float64)
     images = x.permute(0, 3, 1, 2)
     hidden = images

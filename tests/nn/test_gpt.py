@@ -16,7 +16,8 @@ from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import rotate, rotations
-from fp8bench.nn.gpt import GPT, LayerArithmetic
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.linear import Choose
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
@@ -38,7 +39,13 @@ def one_thread() -> Iterator[None]:
 def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     torch.manual_seed(3)
     arithmetic = PlainArithmetic(dtype)
-    return GPT(config, LayerArithmetic(arithmetic, arithmetic, arithmetic), dtype).to(dtype)
+    return GPT(config, lambda name: arithmetic, dtype).to(dtype)
+
+
+def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> Choose:
+    """What gives each layer the arithmetic of its kind."""
+    kinds = {"attn": attn, "mlp": mlp, "head": head}
+    return lambda name: next(one for kind, one in kinds.items() if kind in name.split("."))
 
 
 def text(config: GPTConfig, length: int | None = None) -> tuple[Tensor, Tensor]:
@@ -145,9 +152,9 @@ def test_a_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     torch.testing.assert_close(products[3, 1], products[12, 10], rtol=1e-5, atol=1e-5)
 
 
-def marked(arithmetic: LayerArithmetic, carrier: torch.dtype) -> set[str]:
+def marked(choose: Choose, carrier: torch.dtype) -> set[str]:
     clock = PhaseClock(HostStamper())
-    model, (tokens, targets) = GPT(PLAIN, arithmetic, carrier), text(PLAIN)
+    model, (tokens, targets) = GPT(PLAIN, choose, carrier), text(PLAIN)
     clock.begin()
     model(tokens, targets, clock).backward()
     codes, _ = clock.end()
@@ -161,9 +168,9 @@ def of(name: str) -> Arithmetic:
 def test_the_layers_mark_their_own_phases() -> None:
     """The rest is left to whoever calls the model."""
     low, high = of("fp8"), of("bf16")
-    assert marked(LayerArithmetic(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
+    assert marked(by_kind(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
     exact = of("fp32")
-    assert marked(LayerArithmetic(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
+    assert marked(by_kind(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
 
 
 class Counting(PlainArithmetic):
@@ -181,7 +188,7 @@ class Counting(PlainArithmetic):
 def test_each_layer_kind_takes_its_own_arithmetic() -> None:
     """Two products of each kind a block, one head; three times with backward."""
     kinds = Counting(), Counting(), Counting()
-    model, (tokens, targets) = GPT(PLAIN, LayerArithmetic(*kinds), torch.float32), text(PLAIN)
+    model, (tokens, targets) = GPT(PLAIN, by_kind(*kinds), torch.float32), text(PLAIN)
     model(tokens, targets, SilentPhases()).backward()
     assert [one.products for one in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
 
@@ -209,7 +216,7 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):
-        model = GPT(config, LayerArithmetic(arithmetic, arithmetic, arithmetic), torch.float32)
+        model = GPT(config, lambda name: arithmetic, torch.float32)
     linear = sum(one.numel() for key, one in model.named_parameters() if key.endswith(("qkv.weight", "out.weight",
                  "up.weight", "down.weight")))  # fmt: skip
     assert linear == config.layers * config.block_weights
@@ -223,7 +230,7 @@ def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> N
     """A feed-forward in fp32 hands back fp32; the stream of a bf16 model stays bf16."""
     config = GPTConfig(64, 32, 2, 2, 2, 64, batch=1, sequence=16)
     low, high = PlainArithmetic(torch.bfloat16), PlainArithmetic(torch.float32)
-    model = GPT(config, LayerArithmetic(attn=low, mlp=high, head=low), torch.bfloat16)
+    model = GPT(config, by_kind(attn=low, mlp=high, head=low), torch.bfloat16)
     seen: list[torch.dtype] = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))

@@ -209,7 +209,7 @@ def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size:
         most.add(scores.most)
     assert len(most) == 1 and most.pop() < 12
     exact = PlainArithmetic(torch.float64)
-    model = _model(setup, exact, exact, {}).double()
+    model = _model(setup, lambda name: exact, exact.carrier).double()
     loss, gradients = _gradients(setup, model, model, 1.0)
     state = Transformer().prepare(setup)
     with sdpa_kernel(SDPBackend.MATH):
