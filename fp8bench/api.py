@@ -111,7 +111,7 @@ _WANTED = {
     "suite": "give a suite's name, several with commas, 'all', or a .py file",
     "reference": "give a dtype's name",
     "set": "give a mapping of axes to values, like {'shape': [64, 128]}",
-    "precision_map": "give a mapping of layer kinds to dtypes, like {'mlp': 'fp8'}",
+    "precision_map": "give a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}",
     "data": "give the path of a text",
     "quick": "give True or False",
     "isolation": "give True or False",

@@ -123,8 +123,11 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="the cases whose history is kept, as `asv run` measures them; --set has the last word",
     )
-    words = "layer kinds that take another precision than the case's; the reference stays pure"
-    add("--precision-map", type=_layers, default=(), metavar="KIND=DTYPE,...", help=words)
+    words = (
+        "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or the front part "
+        "of names (blocks.0); the reference stays pure"
+    )
+    add("--precision-map", type=_layers, default=(), metavar="LAYER=DTYPE,...", help=words)
     add("--data", metavar="FILE", help="text to train on; default Python's own sources")
     words = "module or .py file that registers workloads, precisions or devices of your own"
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
@@ -261,11 +264,11 @@ def _renaming(text: str) -> tuple[str, str]:
 
 
 def _layers(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = tuple(tuple(part.strip() for part in one.split("=")) for one in text.split(","))
+    pairs = [tuple(part.strip() for part in one.split("=", 1)) for one in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KIND=DTYPE,KIND=DTYPE")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
     if len({pair[0] for pair in pairs}) != len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} names a layer kind twice")
+        raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 

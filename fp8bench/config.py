@@ -1,7 +1,7 @@
 """A file of options: YAML whose keys are a command's options, read by the command line's own parsers.
 
 The keys come from the parser, so that a new option is a new key. The shape of a value is what the option's metavar
-shows: A,B may be a list, AXIS=A,B and KIND=DTYPE a mapping. A value is its text, as a shell would pass it: `1e3` and
+shows: A,B may be a list, AXIS=A,B and LAYER=DTYPE a mapping. A value is its text, as a shell would pass it: `1e3` and
 `yes` stay what was written. Aliases, anchors and tags are refused: nobody needs them here, and a few lines of them can
 stand for gigabytes.
 """

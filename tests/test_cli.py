@@ -174,12 +174,22 @@ REFUSED = {
     "an empty dtype": (["suite", "gemm", "--dtypes", "fp8,"], "empty name"),
     "unknown layer kind": (
         ["suite", "transformer", "--precision-map", "atn=fp8"],
-        "unknown layer kind of suite transformer 'atn'. Did you",
+        "unknown layer of suite transformer 'atn'. Did you",
+    ),
+    "unknown layer": (
+        ["suite", "transformer", "--precision-map", "blocks.0.mpl=fp8"],
+        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head; layers by name (blocks.0.attn.qkv,",
+    ),
+    "map without a layer": (["suite", "transformer", "--precision-map", "=fp8"], "is not of the form LAYER=DTYPE"),
+    "map without a dtype": (["suite", "transformer", "--precision-map", "mlp="], "is not of the form LAYER=DTYPE"),
+    "unknown option in map": (
+        ["suite", "transformer", "--precision-map", "mlp=fp8:histroy=3"],
+        "unknown option of dtype fp8 'histroy'",
     ),
     "no layer kinds": (["suite", "gemm", "--precision-map", "mlp=fp8"], "Known: none"),
-    "malformed map": (["suite", "transformer", "--precision-map", "mlp"], "is not of the form KIND=DTYPE,KIND=DTYPE"),
-    "empty map": (["suite", "transformer", "--precision-map", ""], "is not of the form KIND=DTYPE,KIND=DTYPE"),
-    "map with two signs": (["suite", "transformer", "--precision-map", "a=b=c"], "is not of the form KIND=DTYPE"),
+    "malformed map": (["suite", "transformer", "--precision-map", "mlp"], "is not of the form LAYER=DTYPE,LAYER=DTYPE"),
+    "empty map": (["suite", "transformer", "--precision-map", ""], "is not of the form LAYER=DTYPE,LAYER=DTYPE"),
+    "map with two signs": (["suite", "transformer", "--precision-map", "mlp=b=c"], "unknown dtype 'b=c'"),
     "map of one kind twice": (["suite", "transformer", "--precision-map", "mlp=fp8,mlp=bf16"], "twice"),
     "unknown dtype in map": (["suite", "transformer", "--precision-map", "mlp=pf8"], "Did you mean 'fp8'"),
     "map that changes nothing": (

@@ -88,6 +88,10 @@ SAME = {
         "suite: transformer\nprecision-map: {mlp: fp8, attn: bf16}",
         ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
     ),
+    "a map of layers to modes with options": (
+        "suite: transformer\nprecision-map: {blocks.0.mlp: 'fp8:formats=e4m3', attn: bf16}",
+        ["transformer", "--precision-map", "blocks.0.mlp=fp8:formats=e4m3,attn=bf16"],
+    ),
     "a map as text": ("suite: transformer\nprecision-map: mlp=fp8", ["transformer", "--precision-map", "mlp=fp8"]),
     "a map as a list": (
         "suite: transformer\nprecision-map: [mlp=fp8, attn=bf16]",
@@ -187,7 +191,7 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "an empty list": ("dtypes: []", "my.yaml:1", "--dtypes: '' has an empty name"),
     "no form of an axis": ("set: [shape]", "my.yaml:1", "--set: 'shape' is not of the form AXIS=VALUE,VALUE"),
     "an axis without values": ("set:\n  shape: []", "my.yaml:2", "--set: '' has an empty name"),
-    "no form of a map": ("precision-map: mlp", "my.yaml:1", "--precision-map: 'mlp' is not of the form KIND=DTYPE"),
+    "no form of a map": ("precision-map: mlp", "my.yaml:1", "--precision-map: 'mlp' is not of the form LAYER=DTYPE"),
     "an empty module": ("import: 'a,,b'", "my.yaml:1", "--import: 'a,,b' has an empty name"),
     "a list for a number": ("seed:\n  - 1\n  - 2", "my.yaml:2", "--seed: expected one value, got a list."),
     "a list for a suite": ("suite: [gemm]", "my.yaml:1", "suite: expected one value, got a list."),

@@ -65,7 +65,7 @@ class DeviceFacts:
 class Case:
     """One thing to measure: workload x parameters x precision x device.
 
-    `precision_map` names the layer kinds that do not take the case's own precision; `version` is the workload's: it
+    `precision_map` names the layers (or kinds of them) that do not take the case's own precision; `version` is the workload's: it
     is raised when a step's work changes, and numbers of different versions do not compare.
     """
 
