@@ -20,6 +20,7 @@ from fp8bench.formats.grids import FORMATS, Format, Overflow
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int64]
 
 ALL = list(FORMATS.values())
@@ -151,6 +152,7 @@ def ladder(name: str) -> Doubles:
     return np.append(finite, following)
 
 
+@asked_of_numpy
 def neighbours(values: Floats, name: str) -> tuple[Codes, Doubles, Doubles]:
     """The number at or below each magnitude (its code too) and the next above it."""
     rungs = ladder(name)
@@ -171,6 +173,7 @@ def by_definition(values: Floats, name: str, overflow: Overflow) -> Floats:
     return ended(code, values, name, overflow)
 
 
+@asked_of_numpy
 def ended(code: Codes, values: Floats, name: str, overflow: Overflow) -> Floats:
     """The numbers at these places of the ladder, with the signs of the values; the last place is overflow."""
     rungs = ladder(name).copy()
@@ -232,13 +235,23 @@ _NAN_BITS = np.array([0x7FFFFFFF, 0x7FC00000, 0x7F800001, 0x7F801FFF, 0xFFFFFFFF
 EDGES: Floats = np.concatenate([_MAGNITUDES, -_MAGNITUDES, _NAN_BITS.view(np.float32)])
 
 
+def name_of(value: object) -> str:
+    """What a parameter is called in a test's name."""
+    return value.name if isinstance(value, Format) else str(value)
+
+
 def mismatches(ours: torch.Tensor | Floats, expected: Floats) -> int:
-    """How many float32 numbers differ in any bit; one NaN is as good as another."""
+    """How many float32 numbers differ in any bit; one NaN is as good as another, signs of zero are not."""
     found = ours.contiguous().numpy() if isinstance(ours, torch.Tensor) else ours
-    assert found.dtype == expected.dtype == np.float32
     assert found.shape == expected.shape
-    both_nan = np.isnan(found) & np.isnan(expected)
-    return int(((found.view(np.uint32) != expected.view(np.uint32)) & ~both_nan).sum())
+    return int((~same_bits(found, expected)).sum())
+
+
+def same_bits(one: Floats, other: Floats) -> Mask:
+    """Where float32 numbers are the same in every bit, or both NaN."""
+    assert one.dtype == other.dtype == np.float32
+    result: Mask = (one.view(np.uint32) == other.view(np.uint32)) | (np.isnan(one) & np.isnan(other))
+    return result
 
 
 def exactly(fmt: Format, values: npt.ArrayLike) -> Floats:

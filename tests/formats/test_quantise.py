@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gfloat
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -22,22 +21,19 @@ from tests.formats.oracles import (
     ML_DTYPES,
     ML_DTYPES_OVERFLOW,
     Floats,
+    Mask,
     by_definition,
     by_gfloat,
     by_ml_dtypes,
     every_pattern,
     ladder,
     mismatches,
+    name_of,
     random_patterns,
 )
 
-Mask = npt.NDArray[np.bool_]
 FINITE = [E3M2, E2M3, E2M1]
 NEVER_MINUS_ZERO = [E4M3FNUZ, E5M2FNUZ]
-
-
-def name_of(value: object) -> str | None:
-    return value.name if isinstance(value, Format) else str(value)
 
 
 each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)

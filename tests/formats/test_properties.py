@@ -1,0 +1,227 @@
+"""What holds for rounding whatever the number: searched for counterexamples; and stochastic rounding's promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
+from fp8bench.formats.quantise import round_to
+from fp8bench.formats.random_bits import RANDOM_BITS
+from fp8bench.formats.rounding import stochastic
+from tests.formats.oracles import (
+    ALL,
+    EVERY_OVERFLOW,
+    by_definition,
+    ended,
+    ladder,
+    mismatches,
+    name_of,
+    neighbours,
+    numbers,
+    random_patterns,
+    same_bits,
+)
+
+each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
+each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+SIGNED = [fmt for fmt in ALL if fmt.signed]
+
+floats = st.floats(width=32)
+formats = st.sampled_from(ALL)
+ways = st.sampled_from(EVERY_OVERFLOW)
+
+
+def rounded(value: float | list[float], fmt: Format, overflow: Overflow = Overflow.SATURATE) -> torch.Tensor:
+    return round_to(torch.tensor(value), fmt, overflow=overflow)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit, but one NaN is as good as another."""
+    return mismatches(one, other.numpy()) == 0
+
+
+@given(value=floats, way=ways)
+def test_rounding_twice_is_rounding_once(value: float, way: tuple[Format, Overflow]) -> None:
+    once = rounded(value, *way)
+    assert same(round_to(once, way[0], overflow=way[1]), once)
+
+
+@given(one=floats, other=floats, way=ways)
+def test_the_order_stays(one: float, other: float, way: tuple[Format, Overflow]) -> None:
+    if one > other:
+        one, other = other, one
+    small, large = rounded([one, other], *way)
+    assert small <= large or small.isnan() or large.isnan()
+
+
+@given(value=floats, fmt=st.sampled_from(SIGNED))
+def test_signs_are_symmetric(value: float, fmt: Format) -> None:
+    for overflow in fmt.overflows:
+        plus, minus = rounded(value, fmt, overflow), rounded(-value, fmt, overflow)
+        assert same(minus, -plus) or (not fmt.signed_zero and minus == plus == 0)
+
+
+@given(data=st.data(), fmt=formats)
+def test_powers_of_two_scale_normal_numbers(data: st.DataObject, fmt: Format) -> None:
+    value = data.draw(st.floats(fmt.smallest_normal, fmt.largest, width=32))
+    lowest = int(np.ceil(np.log2(fmt.smallest_normal / value)))
+    highest = int(np.floor(np.log2(fmt.largest / value)))
+    power = data.draw(st.integers(min(lowest, 0), max(highest, 0)))
+    scaled = np.ldexp(np.float64(value), power)
+    if fmt.smallest_normal <= scaled <= fmt.largest:
+        assert rounded(float(scaled), fmt).item() == np.ldexp(np.float64(rounded(value, fmt).item()), power)
+
+
+@given(value=floats, fmt=formats)
+def test_nothing_of_the_format_lies_nearer(value: float, fmt: Format) -> None:
+    """A search through every number of the format (every 37th of tf32's and the nearest, for speed)."""
+    result = rounded(value, fmt).item()
+    if np.isnan(result) or not np.isfinite(value):
+        return
+    grid = numbers(fmt.name)
+    grid = np.unique(grid[np.isfinite(grid)])
+    place = np.searchsorted(grid, value)
+    near = grid[max(place - 2, 0) : place + 2]
+    assert np.abs(near - value).min() == abs(result - value)
+    assert result in grid
+
+
+def seed_of(number: int) -> torch.Tensor:
+    return torch.tensor([number], dtype=torch.int64)
+
+
+@each_overflow
+def test_a_stochastic_result_is_one_of_the_two_neighbours(fmt: Format, overflow: Overflow) -> None:
+    values = random_patterns(fmt.name, 1 << 18)
+    result = round_to(torch.from_numpy(values), fmt, overflow=overflow, seed=seed_of(3)).numpy()
+    code, low, _ = neighbours(values, fmt.name)
+    either = [ended(code, values, fmt.name, overflow), ended(code + 1, values, fmt.name, overflow)]
+    is_low, is_high = (same_bits(result, candidate) for candidate in either)
+    beyond = np.abs(values) >= ladder(fmt.name)[-1]
+    assert (is_low | is_high).all()
+    assert is_high[beyond].all()
+    moved = is_high & ~is_low & ~beyond
+    assert moved.any()
+    exact = (np.abs(values) == low) & ~beyond
+    assert is_low[exact].all()
+
+
+@each_format
+def test_numbers_of_the_format_never_move(fmt: Format) -> None:
+    values = torch.from_numpy(numbers(fmt.name).astype(np.float32))
+    for overflow in fmt.overflows:
+        expected = by_definition(values.numpy(), fmt.name, overflow)
+        for number in range(2):
+            found = round_to(values, fmt, overflow=overflow, seed=seed_of(number))
+            assert mismatches(found, expected) == 0
+
+
+def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
+    """2^16 random numbers that stand for all 2^24 of them, of a value whose rest has 16 bits (13 of tf32)."""
+    if fmt in (BF16, TF32):  # the lowest bits are used, as many as the mantissa loses
+        return torch.arange(1 << 16, dtype=torch.int32)
+    return torch.arange(0, 1 << RANDOM_BITS, 1 << (RANDOM_BITS - 16), dtype=torch.int32)
+
+
+@each_format
+def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
+    """Not by chance: of all random numbers, exactly that share, in normal and in subnormal steps."""
+    random = random_numbers_in_turn(fmt)
+    rungs = ladder(fmt.name)
+    rests = 13 if fmt is TF32 else 23 - 7 if fmt is BF16 else 12
+    for place in {0, 1, len(rungs) // 2, len(rungs) - 3}:
+        if fmt in (BF16, TF32, E8M0) and place < 2:
+            continue  # float32 has no bits to spare there
+        low, high = rungs[place], rungs[place + 1]
+        for share in (0, 1, 5, (1 << rests) // 3, (1 << rests) - 1):
+            exact = low + (high - low) * share / (1 << rests)
+            value = np.float32(exact)
+            assert float(value) == exact
+            drawn = stochastic(torch.full((1 << 16,), float(value)), fmt, random)
+            assert bool(((drawn == low) | (drawn == high)).all())
+            assert int((drawn == high).sum()) == share << (16 - rests)
+
+
+@each_format
+def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
+    """Within 4 standard errors of the mean, for all values together, and as scattered as its chances say."""
+    rng = np.random.default_rng(7)
+    rungs = ladder(fmt.name)
+    top = min(np.log2(rungs[-2]), 120.0)
+    bottom = max(np.log2(fmt.smallest_subnormal) - (fmt is not E8M0), top - 40)
+    values = np.exp2(rng.uniform(bottom, top, 1 << 18)).astype(np.float32)
+    if fmt.signed:
+        values *= rng.choice(np.array([-1, 1], np.float32), len(values))
+    _, low, high = neighbours(values, fmt.name)
+    result = round_to(torch.from_numpy(values), fmt, seed=seed_of(11)).numpy().astype(np.float64)
+    step, magnitude = high - low, np.abs(values).astype(np.float64)
+    chance = (magnitude - low) / step
+    draws = chance * (1 - chance) > 0
+    # In steps of each value's own size, so that no large one drowns the others.
+    errors = ((np.abs(result) - magnitude) / step)[draws]
+    variances = (chance * (1 - chance))[draws]
+    assert draws.sum() > 100_000
+    assert abs(errors.sum()) < 4 * np.sqrt(variances.sum())
+    spread = np.sum(variances * (1 - 4 * variances))  # of the squared errors around their means
+    assert abs(np.sum(errors**2) - variances.sum()) < 4 * np.sqrt(spread)
+
+
+@each_format
+def test_each_value_is_met_on_average(fmt: Format) -> None:
+    """A value that is drawn 2^16 times, for values at every kind of place between two neighbours."""
+    rungs = ladder(fmt.name)
+    start = 1 if fmt in (BF16, TF32) else 0
+    places = np.unique(np.linspace(start, len(rungs) - 3, 4).astype(int))
+    for place in places:
+        for chance in (0.003, 0.25, 0.5, 0.9):
+            low, high = rungs[place], rungs[place + 1]
+            value = np.float32(low + (high - low) * chance)
+            actual = (float(value) - low) / (high - low)
+            found = round_to(torch.full((256, 256), float(value)), fmt, seed=seed_of(int(place) + 1))
+            went_up = float((found == high).double().mean())
+            assert abs(went_up - actual) <= 4 * np.sqrt(actual * (1 - actual) / (1 << 16)) + 2.0**-25
+
+
+@each_format
+def test_seeds(fmt: Format) -> None:
+    """One seed gives one result, also of a turned view or a slice's copy; another seed gives another."""
+    values = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 3 + 0.6
+    first = round_to(values, fmt, seed=seed_of(1))
+    assert torch.equal(round_to(values, fmt, seed=seed_of(1)), first)
+    turned = values.t().contiguous().t()
+    assert torch.equal(round_to(turned, fmt, seed=seed_of(1)), first)
+    others = [round_to(values, fmt, seed=seed_of(number)) for number in (2, 3, -1, 2**33 + 1)]
+    assert all(not torch.equal(other, first) for other in others)
+    assert torch.equal(round_to(values, fmt, torch.empty_like(values), seed=seed_of(1)), first)
+    assert round_to(torch.empty(0, 3), fmt, seed=seed_of(1)).shape == (0, 3)
+    assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
+
+
+@each_format
+def test_narrow_input_is_drawn_as_wide_input(fmt: Format) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        values = (torch.rand(33, 7, generator=torch.Generator().manual_seed(0)) + 0.6).to(dtype)
+        assert torch.equal(round_to(values, fmt, seed=seed_of(5)), round_to(values.float(), fmt, seed=seed_of(5)))
+
+
+def test_draws_of_two_seeds_and_of_neighbours_are_independent() -> None:
+    """Halfway values: each draw is a coin, and no coin knows of another."""
+    values = torch.full((1 << 18,), 1.0625)
+    heads = [round_to(values, ALL[0], seed=seed_of(number)).numpy() > 1.0 for number in (0, 1)]
+    bound = 4 / np.sqrt(len(values))
+    centred = [np.where(one, 1.0, -1.0) for one in heads]
+    assert abs(float((centred[0] * centred[1]).mean())) < bound
+    for lag in (1, 2, 16, 32, 128, 4096):
+        assert abs(float((centred[0][lag:] * centred[0][:-lag]).mean())) < bound
+
+
+@pytest.mark.gpu
+@each_overflow
+def test_a_gpu_draws_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
+    values = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
+    found = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
+    assert same(found, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
