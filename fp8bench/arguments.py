@@ -97,6 +97,15 @@ def build_parser() -> Parser:
     report.add_argument("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_pages(report)
     _add_history(commands.add_parser("history", help="runs and numbers over time, and asv's view", allow_abbrev=False))
+    _add_lint(
+        commands.add_parser(
+            "lint-shapes", help="which products native FP8, MX and NVFP4 refuse or pad, by device", allow_abbrev=False,
+            description="Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of "
+            "devices, why, and what padding would cost. Needs no device, and measures nothing.",
+            epilog="Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 "
+            "some product fits on none.",
+        )
+    )  # fmt: skip
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
 
@@ -220,6 +229,24 @@ def _add_history(history: argparse.ArgumentParser) -> None:
     merge.add_argument("folder", nargs="?", type=_path, metavar="DIR", help="the other store; it is only read")
     words = "an interpreter's path that counts as another's from now on: a virtual environment that moved"
     merge.add_argument("--rename-env", action="append", default=[], type=_renaming, metavar="OLD=NEW", help=words)
+
+
+def _add_lint(lint: argparse.ArgumentParser) -> None:
+    add = lint.add_argument
+    add("--model", metavar="NAME", help="gpt2, llama3-8b, llama3-70b, deepseek-v3, or a size of the suite transformer")
+    words = "layers instead: lines of MxNxK and a name, CSV, or a YAML list; M tokens, N features out, K in"
+    add("--shapes", type=_path, metavar="FILE", help=words)
+    words = "rows of a model's activations; default 8192, or what a step of a transformer has"
+    add("--tokens", type=_whole("--tokens"), metavar="N", help=words)
+    words = "forward, input-gradient, weight-gradient; default all three of every layer"
+    add("--products", type=_words("--products"), default=(), metavar="A,B", help=words)
+    words = "modes, as in suite; default those of fp8, fp8-rowwise, fp8-block, mxfp8, mxfp4 and nvfp4 that a device has"
+    add("--dtypes", type=_words("--dtypes"), default=(), metavar="A,B", help=words)
+    words = "classes: a100, l40s, h100, b200, rtx5090, mi300x, mi350x, cpu (or hopper, sm90, gfx950, ...); default all"
+    add("--devices", type=_words("--devices"), default=(), metavar="A,B", help=words)
+    add("--json", action="store_true", help="print the findings as JSON instead")
+    words = "also write them there as rows, one a product, mode and device; '-' prints them instead"
+    add("--csv", metavar="PATH", help=words)
 
 
 def _add_selftest(selftest: argparse.ArgumentParser) -> None:

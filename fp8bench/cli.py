@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "selftest": _selftest,
+        "lint-shapes": _lint_shapes, "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -70,6 +70,8 @@ def _dispatch(words: list[str]) -> int:
         from fp8bench.config import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
+        for sentence in arguments.unused:
+            complain(sentence)
     arguments.words = words
     if arguments.command is None or getattr(arguments, "history_command", "") is None:
         meant_by(parser, arguments).print_help()
@@ -264,6 +266,12 @@ def _history(arguments: argparse.Namespace) -> int:
 
     _import(arguments.imports)
     return run_command(arguments)
+
+
+def _lint_shapes(arguments: argparse.Namespace) -> int:
+    from fp8bench.lint_commands import lint_shapes
+
+    return lint_shapes(arguments)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:

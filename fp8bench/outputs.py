@@ -96,7 +96,7 @@ def _text(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace)
         return as_json(run, found).rstrip("\n") + "\n"
     from fp8bench.report.text import render
 
-    return render(run, found, color=_color()) + "\n"
+    return render(run, found, color=in_color()) + "\n"
 
 
 def _write_csv(run: Run, found: Mapping[str, Finding], arguments: argparse.Namespace) -> str:
@@ -111,5 +111,6 @@ def _write_csv(run: Run, found: Mapping[str, Finding], arguments: argparse.Names
     return ""
 
 
-def _color() -> bool:
+def in_color() -> bool:
+    """Whether stdout is somebody's terminal, and they have not said that they want no colour."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

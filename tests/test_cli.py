@@ -55,6 +55,9 @@ OPTIONS = {
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "lint-shapes": COMMON | {
+        "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
+    },
     "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 
