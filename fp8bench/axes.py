@@ -69,7 +69,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
             near = difflib.get_close_matches(text, choices, n=1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
+            hint = f"; the nearest is '{near[0]}'" if near else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 

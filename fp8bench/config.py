@@ -3,7 +3,7 @@
 The keys come from the parser, so that a new option is a new key. The shape of a value is what the option's metavar
 shows: A,B may be a list, AXIS=A,B and LAYER=DTYPE a mapping. A value is its text, as a shell would pass it: `1e3` and
 `yes` stay what was written. Aliases, anchors and tags are refused: nobody needs them here, and a few lines of them can
-stand for gigabytes.
+stand for gigabytes. Beside the options stand the keys of FP8 training configurations (training_keys.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from fp8bench.errors import UsageError
+from fp8bench.training_keys import KEYS, TrainingKeys
 
 LARGEST_FILE = 1 << 20
 MOST_VALUES = 10_000
@@ -25,6 +26,8 @@ LONGEST_VALUE = 4096
 # A mapping of lists in the mapping of options takes four.
 DEEPEST = 8
 _FORM = "Expected lines of the form OPTION: VALUE."
+# What is held against a mode of FP8 training where a file names no precisions.
+_BESIDE_TRAINING = ("bf16",)
 _SHAPES = {yaml.ScalarNode: "one value", yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}
 
 
@@ -35,10 +38,12 @@ def with_config(
 
     Options that may be repeated add to the file's values, except that an axis given on the command line replaces the
     file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
+    `unused` of what is returned says which keys of the file have no effect.
     """
-    values = read_config(file, command)
+    values, training = _read(file, command)
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
+    arguments.unused = tuple(training.without_effect(arguments.dtypes is not values.get("dtypes")))
     for action in command._actions:
         if _repeats(action) and _names_things(action) and action.dest in values:
             kept = values[action.dest]
@@ -50,6 +55,11 @@ def with_config(
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """The values of a file by their destination in the command's namespace. Raises UsageError with file and line."""
+    return _read(file, command)[0]
+
+
+def _read(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
+    """The same, with the keys of FP8 training beside them, whose mode is among the precisions already."""
     options = {key: _Option(str(file), command, action) for key, action in _keys(command).items()}
     tree = _tree(file, _text(file))
     if tree is None:
@@ -57,13 +67,28 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     if not isinstance(tree, yaml.MappingNode):
         raise UsageError(f"{_place(file, tree)}: expected a mapping of options, got {_SHAPES[type(tree)]}. {_FORM}")
     values: dict[str, Any] = {}
+    training = TrainingKeys()
     for key, key_node, node in _items(str(file), tree):
+        if key in KEYS:
+            training.take(key, _one(str(file), key, node), _place(file, node))
+            continue
         if key not in options:
-            near = difflib.get_close_matches(key, options, n=1)
+            known = [*options, *KEYS]
+            near = difflib.get_close_matches(key, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{_place(file, key_node)}: unknown key {key!r}.{hint} Known: {', '.join(options)}.")
+            raise UsageError(f"{_place(file, key_node)}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
         values[options[key].action.dest] = options[key].value(node)
-    return values
+    if training.mode:
+        values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
+    return values, training
+
+
+def _one(file: str, key: str, node: yaml.Node) -> str:
+    """The text of the one value that a key of FP8 training takes."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
+        given = "none" if isinstance(node, yaml.ScalarNode) else _shown(node)
+        raise UsageError(f"{_place(file, node)}: {key}: expected one value, got {given}.")
+    return _scalar(file, node)
 
 
 def _keys(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -20,6 +20,7 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
+from fp8bench.training_keys import KEYS
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "config.md").read_text()
 Asked = Callable[..., tuple[Request, Path]]
@@ -130,7 +131,7 @@ def test_every_option_is_a_key(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_config(Path("my.yaml"), command)
     known = set(str(caught.value).partition("Known: ")[2].rstrip(".").split(", "))
-    assert known == (options | {"suite"}) - {"help", "config", "resume"}
+    assert known == (options | {"suite", *KEYS}) - {"help", "config", "resume"}
 
 
 def test_values_keep_their_text(here: Path) -> None:
@@ -417,7 +418,7 @@ def test_the_example_of_the_page(
 ) -> None:
     """Planned as it stands."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (here / "nightly.yaml").write_text(example)
     assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -426,3 +427,92 @@ def test_the_example_of_the_page(
         assert word in shown.out
     assert main(["suite", "transformer", "--config", "nightly.yaml", "--dry-run"]) == 2
     assert "unknown axis of suite transformer 'shape'" in capsys.readouterr().err
+
+
+TRAINING = "suite: gemm\nuse_fp8: true\n"
+# What the keys ask for beside bf16.
+MODES = {
+    "the switch alone": ("", "fp8-delayed"),
+    "every key": (
+        "fp8_format: e4m3\nfp8_margin: 2\nfp8_interval: 3\nfp8_amax_history_len: 16\nfp8_amax_compute_algo: max",
+        "fp8-delayed:history=16:margin=2:interval=3:formats=e4m3",
+    ),
+    "in capitals": ("fp8_format: E5M2\nfp8_amax_compute_algo: MOST_RECENT",
+                    "fp8-delayed:algorithm=most_recent:formats=e5m2"),
+    "what is so anyway": ("fp8_format: HYBRID\nfp8_margin: 0\nfp8_amax_history_len: 1024", "fp8-delayed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_keys_of_fp8_training_are_a_mode(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside bf16, without a word of warning."""
+    keys, mode = MODES[name]
+    assert asked(TRAINING + keys)[0].dtypes == ("bf16", mode)
+    assert asked(f"{TRAINING}dtypes: [fp32, fp8]\n{keys}")[0].dtypes == ("fp32", "fp8", mode)
+    assert "has no effect" not in capsys.readouterr().err
+
+
+# What a file has no use for: its text, the command line, and the keys with the reason, by line.
+UNUSED = {
+    "a switch that is off": (
+        "suite: gemm\nuse_fp8: False\nfp8_margin: 1", (), {3: ("fp8_margin", "use_fp8 is false")},
+    ),
+    "no switch": (
+        "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", (),
+        {2: ("fp8_interval", "use_fp8 is not there"), 3: ("fp8_format", "use_fp8 is not there")},
+    ),
+    "the command line": (
+        TRAINING + "fp8_margin: 1", ("--dtypes", "bf16,mxfp8"),
+        {2: ("use_fp8", "--dtypes on the command line"), 3: ("fp8_margin", "--dtypes on the command line")},
+    ),
+    "a history that nobody looks at": (
+        TRAINING + "fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", (),
+        {4: ("fp8_amax_history_len", "looks at one amax")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_key_without_effect_is_named(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its file, its line and why; the run goes on."""
+    text, words, unused = UNUSED[name]
+    dtypes = asked(text, *words)[0].dtypes
+    shown = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert len(shown) == len(unused)
+    for line, (number, (key, why)) in zip(shown, unused.items(), strict=True):
+        assert line.startswith(f"fp8bench: my.yaml:{number}: {key} has no effect: ") and why in line
+    assert any(mode.startswith("fp8-delayed") for mode in dtypes) == (name == "a history that nobody looks at")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("use_fp8: yes", "use_fp8 cannot be 'yes': expected true or false."),
+        ("fp8_format: hybird", "fp8_format cannot be 'hybird': expected one of hybrid, e4m3, e5m2; the nearest is"),
+        ("fp8_margin: -1", "fp8_margin cannot be '-1': expected a whole number from 0 to 32."),
+        ("fp8_margin: '1:history=2'", "fp8_margin cannot be '1:history=2': expected a whole number."),
+        ("fp8_interval: 0", "fp8_interval cannot be '0': expected a whole number from 1 to 65536."),
+        ("fp8_amax_history_len: 1e3", "fp8_amax_history_len cannot be '1e3': expected a whole number."),
+        ("fp8_amax_compute_algo: min", "fp8_amax_compute_algo cannot be 'min': expected one of max, most_recent."),
+        ("fp8_margin: [1]", "fp8_margin: expected one value, got a list."),
+        ("fp8_margin:", "fp8_margin: expected one value, got none."),
+        ("fp8_magrin: 1", "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?"),
+    ],
+)
+def test_nonsense_under_a_key_of_fp8_training_is_refused(line: str, words: str, refused: Callable[..., str]) -> None:
+    """With its line, whether the switch is on or not."""
+    for switch in ("use_fp8: true", "quick: true") if not line.startswith("use_fp8") else ("quick: true",):
+        assert f"my.yaml:3: {words}" in refused(f"suite: gemm\n{switch}\n{line}")
+
+
+def test_the_example_of_fp8_training(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as it stands, with the mode that the page names."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    _, example = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (here / "train.yaml").write_text(example)
+    assert main(["suite", "--config", "train.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    (mode,) = re.findall(r"`(fp8-delayed:\S+)`", PAGE)
+    assert mode in shown.out and "bf16 (reference)" in shown.out and not shown.err
