@@ -46,8 +46,13 @@ class Exercise:
         output: Tensor = self.layer(*self.inputs, SilentPhases())
         return output.detach(), torch.autograd.grad(output, self.leaves(), self.pull)
 
-    def errors(self, exact: Exercise) -> dict[str, float]:
-        """Output and, in training, all gradients against those of the same exercise in fp64."""
+    def errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
+        """Output and, in training, all gradients against those of the same exercise in fp64.
+
+        Of a second pass where an arithmetic `settles`.
+        """
+        if settles:
+            self.outcome()
         output, gradients = self.outcome()
         reference, reference_gradients = exact.outcome()
         found = {"output_error": relative_frobenius(output, reference)}

@@ -16,6 +16,8 @@ class WatchingArithmetic(Arithmetic):
         self.carrier = inner.carrier
         self.casts = inner.casts
         self.keeps_source = inner.keeps_source
+        self.explicit = inner.explicit
+        self.settles = inner.settles
         self._inner = inner
         self._kind = kind
         self._ledger = ledger
@@ -31,8 +33,12 @@ class WatchingArithmetic(Arithmetic):
         self._ledger.add(self._kind, role.value, tensor)
         return self._inner.unscaled(tensor, role)
 
+    # What is turned are values that were counted already.
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        return self._inner.turned(source, role)
+
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        return self._inner.turn(operand, source, role)  # values that were counted already
+        return self._inner.turn(operand, source, role)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self._inner.product(a, b, dtype)

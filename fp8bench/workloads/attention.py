@@ -128,7 +128,7 @@ class Attention(Workload):
         from fp8bench.nn.attention import FusedCore, HeadwiseCore
 
         exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
-        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier, core))
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""

@@ -95,7 +95,7 @@ class Conv(Workload):
         from fp8bench.nn.arithmetics import PlainArithmetic
 
         exact = PlainArithmetic(torch.float64)
-        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier))
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier), setup.settles)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of both convolutions."""

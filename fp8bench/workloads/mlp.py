@@ -78,7 +78,7 @@ class Mlp(Workload):
         from fp8bench.nn.arithmetics import PlainArithmetic
 
         exact = PlainArithmetic(torch.float64)
-        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier))
+        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier), setup.settles)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of both layers' products."""

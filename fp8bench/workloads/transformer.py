@@ -186,7 +186,10 @@ class Transformer(Workload):
         reference_loss, reference = _gradients(setup, model, model, 1.0)
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with _attention_by(_choice(dict(setup.case.params), "attention")):
-            loss, gradients = _gradients(setup, model, _forward(setup, model), setup.loss_scale)
+            forward = _forward(setup, model)
+            if setup.settles:
+                _gradients(setup, model, forward, setup.loss_scale)
+            loss, gradients = _gradients(setup, model, forward, setup.loss_scale)
         return {
             "loss_error": abs(loss - reference_loss) / abs(reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
@@ -329,6 +332,7 @@ def _loader(setup: Setup) -> TokenLoader:
 
 def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Mean loss and summed gradients of one step's micro-batches, in the model's own initial state."""
+    model.zero_grad()
     loader = _loader(setup)
     micro_batches = int(setup.case.param("micro_batches"))
     total = 0.0
