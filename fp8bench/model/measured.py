@@ -39,6 +39,21 @@ class TensorStatistics:
 
 
 @dataclass(frozen=True)
+class LayerScale:
+    """The scale from data of one role's tensor in one layer, as it was after the last step.
+
+    `scale` is what values are multiplied by: the format's largest over `amax`. It was renewed `renewals` times since it
+    was first found, by age or by saturation.
+    """
+
+    layer: str
+    role: str
+    amax: float
+    scale: float
+    renewals: int = 0
+
+
+@dataclass(frozen=True)
 class OperatorTime:
     """What one operator, or one kernel of the device, takes of a step in one phase: its own time, without its callees'.
 
@@ -111,7 +126,7 @@ class Record:
     samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
     `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
     depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
-    `operators` are what takes most in it, phase by phase.
+    `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
     """
 
     case: Case
@@ -130,6 +145,7 @@ class Record:
     statistics: tuple[TensorStatistics, ...] = ()
     trace: str = ""
     operators: tuple[OperatorTime, ...] = ()
+    scales: tuple[LayerScale, ...] = ()
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

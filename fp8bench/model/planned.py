@@ -62,11 +62,32 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class StaticScales:
+    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes of `batches` untimed steps.
+
+    They are renewed in every `refresh`-th step (0: never), and a tensor's whenever more than the share `bound` of its
+    values would saturate (None: nobody looks).
+    """
+
+    batches: int
+    refresh: int = 0
+    bound: float | None = None
+
+    @property
+    def words(self) -> str:
+        """'static=8', 'static=8:refresh=100:bound=0.001'."""
+        refresh = f":refresh={self.refresh}" if self.refresh else ""
+        bound = f":bound={self.bound:g}" if self.bound is not None else ""
+        return f"static={self.batches}{refresh}{bound}"
+
+
+@dataclass(frozen=True)
 class Case:
     """One thing to measure: workload x parameters x precision x device.
 
-    `precision_map` names the layers (or kinds of them) that do not take the case's own precision; `version` is the workload's: it
-    is raised when a step's work changes, and numbers of different versions do not compare.
+    `precision_map` names the layers (or kinds of them) that do not take the case's own precision, `static` says that
+    tensors are scaled by what was found in data; `version` is the workload's: it is raised when a step's work changes,
+    and numbers of different versions do not compare.
     """
 
     workload: str
@@ -75,12 +96,14 @@ class Case:
     device: str
     precision_map: tuple[tuple[str, str], ...] = ()
     version: str = "1"
+    static: StaticScales | None = None
 
     @property
     def mode(self) -> str:
-        """The precision with its map: 'fp8', 'fp8{mlp=bf16}'."""
+        """The precision with its map and where its scales come from: 'fp8', 'fp8{mlp=bf16}', 'fp8+static=8'."""
         inside = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
-        return f"{self.precision}{{{inside}}}" if inside else self.precision
+        mapped = f"{self.precision}{{{inside}}}" if inside else self.precision
+        return f"{mapped}+{self.static.words}" if self.static else mapped
 
     @property
     def setting(self) -> str:
@@ -151,7 +174,9 @@ class Request:
 
     `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
     seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
-    is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to.
+    is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
+    the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
+    `saturation_bound` the percentage of a tensor's values above which its scale is.
     """
 
     suite: str
@@ -171,3 +196,6 @@ class Request:
     case_timeout: float | None = None
     grid: bool = False
     trace: str | None = None
+    static_scales: int | None = None
+    refresh_scales: int | None = None
+    saturation_bound: float | None = None

@@ -9,13 +9,15 @@ from fp8bench.protocols.device import Device, MemoryMeter, Stamper
 from fp8bench.protocols.layers import Layer, key_of, keys_of
 from fp8bench.protocols.observer import Observer, SilentObserver
 from fp8bench.protocols.phases import Phases, SilentMarker, SilentPhases
-from fp8bench.protocols.precision import Precision, float32_products
+from fp8bench.protocols.precision import Precision, TensorScale, float32_products
+from fp8bench.protocols.scales import KeptScale, ScaleBook, Standing
 from fp8bench.protocols.workload import Grid, Setup, Workload
 
 __all__ = [
     "Arithmetic",
     "Device",
     "Grid",
+    "KeptScale",
     "Layer",
     "MemoryMeter",
     "Observer",
@@ -23,11 +25,14 @@ __all__ = [
     "Phases",
     "Precision",
     "Role",
+    "ScaleBook",
     "Setup",
     "SilentMarker",
     "SilentObserver",
     "SilentPhases",
     "Stamper",
+    "Standing",
+    "TensorScale",
     "Workload",
     "float32_products",
     "key_of",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from fp8bench.protocols.scales import ScaleBook
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -51,6 +53,10 @@ class Arithmetic(ABC):
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
+        return self
+
+    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
+        """The same for one layer, with scales from data that the book keeps; itself where no tensor has one scale."""
         return self
 
     @abstractmethod

@@ -5,11 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import ClassVar
 
 from fp8bench.axes import Option
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
+
+
+class TensorScale(StrEnum):
+    """Where the one float32 scale of a tensor comes from: NONE where it has another kind of scale, or none."""
+
+    NONE = "none"
+    CURRENT = "current"
+    DELAYED = "delayed"
 
 
 class Precision(ABC):
@@ -44,6 +53,11 @@ class Precision(ABC):
         given = [(one, self.chosen[one.name]) for one in self.options]
         words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
         return ":".join([self.name, *words])
+
+    @property
+    def tensor_scale(self) -> TensorScale:
+        """Where a tensor's scale comes from, if it has one: it may then come from data instead."""
+        return TensorScale.NONE
 
     @abstractmethod
     def support(self, facts: DeviceFacts) -> Support:

@@ -13,6 +13,7 @@ from fp8bench.protocols.arithmetic import Arithmetic
 from fp8bench.protocols.layers import Layer, key_of
 from fp8bench.protocols.phases import Phases
 from fp8bench.protocols.precision import Precision
+from fp8bench.protocols.scales import ScaleBook
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Setup:
 
     `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
     `layers` the exceptions of the precision map by its keys; `corpus` is the token file, where the workload reads one.
+    `scales` keeps what layers take from data, where the case asks for it.
     """
 
     case: Case
@@ -31,13 +33,14 @@ class Setup:
     layers: Mapping[str, Arithmetic]
     loss_scale: float = 1.0
     corpus: str | None = None
+    scales: ScaleBook | None = None
 
     def layer(self, layer: Layer) -> Arithmetic:
         """The arithmetic of one layer, its own where it remembers something."""
         key = key_of(layer, self.layers)
-        if key is not None:
-            return self.layers[key].layer(layer.name)
-        return (self.high if layer.high else self.arithmetic).layer(layer.name)
+        chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
+        own = chosen.layer(layer.name)
+        return own if self.scales is None else own.scaled_by(self.scales, layer.name)
 
     @property
     def settles(self) -> bool:
