@@ -201,6 +201,13 @@ def test_seeds(fmt: Format) -> None:
     assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
 
 
+@pytest.mark.parametrize("fmt", SIGNED, ids=name_of)
+def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
+    values = torch.from_numpy(random_patterns(fmt.name, 1 << 16))
+    plus, minus = (round_to(one, fmt, seed=seed_of(4)) for one in (values, -values))
+    assert same(minus, -plus) or (not fmt.signed_zero and torch.equal(minus.nan_to_num(), -plus.nan_to_num()))
+
+
 @each_format
 def test_narrow_input_is_drawn_as_wide_input(fmt: Format) -> None:
     for dtype in (torch.bfloat16, torch.float16):
