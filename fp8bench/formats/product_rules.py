@@ -55,7 +55,9 @@ def conditions(scheme: Scheme, device: DeviceClass) -> tuple[str, ...]:
 
 
 def _words(treatment: Treatment) -> str:
-    return f"{treatment.fmt.name} {f'scaled by {treatment.scaling.name}' if treatment.scaling else 'without a scale'}"
+    return (
+        f"{treatment.fmt.name} {f'with scales of {treatment.scaling.name}' if treatment.scaling else 'without a scale'}"
+    )
 
 
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:

@@ -16,7 +16,7 @@ from fp8bench.nn.layer_sizes import features_of, models, usual_tokens
 LARGEST = (1 << 31) - 1
 MOST_SHAPES = 10_000
 _LAYOUTS = ("column", "row")
-_COLUMNS = ("m", "n", "k", "name", "output", "layout")
+_NAMES = ("m", "n", "k", "name", "output", "layout")
 _SIZE = re.compile(r"(\S+?)[xX*](\S+?)[xX*](\S+)")
 
 
@@ -58,7 +58,7 @@ def shapes_of_file(path: Path) -> list[LinearShape]:
     return found
 
 
-# What a line or an entry says, by the names of _COLUMNS, and the number of the line.
+# What a line or an entry says, by the names of _NAMES, and the number of the line.
 Given = Iterator[tuple[int, Mapping[str, str]]]
 
 
@@ -88,7 +88,7 @@ def _of_csv(text: str, path: str) -> Given:
                 continue
             if titles is None:
                 titles = [cell.lower() for cell in cells]
-                _check_columns(titles, f"{path}:{reader.line_num}")
+                _check_names("column", titles, f"{path}:{reader.line_num}")
                 continue
             if len(cells) > len(titles):
                 raise UsageError(f"{path}:{reader.line_num}: {len(cells)} cells under {len(titles)} columns.")
@@ -97,18 +97,16 @@ def _of_csv(text: str, path: str) -> Given:
         raise UsageError(f"{path}:{reader.line_num}: this is no CSV ({error}).") from None
 
 
-def _check_columns(titles: list[str], place: str) -> None:
-    for title in titles:
-        if title not in _COLUMNS:
-            raise UsageError(f"{place}: {UnknownName('column', title, _COLUMNS)}")
-    if len(set(titles)) != len(titles):
-        raise UsageError(f"{place}: a column stands there twice. Keep one of each.")
-    lacking = [side for side in "mnk" if side not in titles]
+def _check_names(kind: str, names: list[str], place: str) -> None:
+    """Columns of CSV, or keys of YAML: the known ones, once each, no side left out."""
+    for name in names:
+        if name not in _NAMES:
+            raise UsageError(f"{place}: {UnknownName(kind, name, _NAMES)}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"{place}: a {kind} stands there twice. Keep one of each.")
+    lacking = [side for side in "mnk" if side not in names]
     if lacking:
-        raise UsageError(
-            f"{place}: there is no column {lacking[0]}. The first line names the columns: m,n,k, perhaps name, output "
-            "and layout."
-        )
+        raise UsageError(f"{place}: there is no {kind} {lacking[0]}. Give m, n and k, perhaps name, output and layout.")
 
 
 def _of_yaml(text: str, path: str) -> Given:
@@ -142,10 +140,8 @@ def _mapping(node: object, place: str) -> dict[str, str]:
     for key, value in node.value:  # type: ignore[attr-defined]
         if not isinstance(key.value, str) or not isinstance(value.value, str):
             raise UsageError(f"{place}: expected words and numbers, not lists.")
-        if key.value in found:
-            raise UsageError(f"{place}: {key.value} stands there twice. Keep one of the two.")
         found[key.value] = value.value
-    _check_columns(list(found), place)
+    _check_names("key", [key.value for key, _ in node.value], place)  # type: ignore[attr-defined]
     return found
 
 
@@ -164,7 +160,8 @@ def _shape(given: Mapping[str, str], place: str) -> LinearShape:
         raise UsageError(f"{place}: {UnknownName('output', output, OUTPUTS)}")
     if layout not in _LAYOUTS:
         raise UsageError(f"{place}: {UnknownName('layout of the second operand', layout, _LAYOUTS)}")
-    return LinearShape(given.get("name") or f"{m}x{n}x{k}", m, n, k, output, layout == "row")
+    name = "".join(letter if letter.isprintable() else " " for letter in given.get("name", "")).strip()
+    return LinearShape(name or f"{m}x{n}x{k}", m, n, k, output, layout == "row")
 
 
 def _side(letter: str, text: str, place: str) -> int:
