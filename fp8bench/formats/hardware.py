@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 
 AMPERE = (8, 0)
@@ -55,10 +57,39 @@ def unknown_kind(facts: DeviceFacts, words: str) -> Support:
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     """For formats that no device computes natively through fp8bench."""
     if is_cpu(facts):
-        return emulated(f"no hardware for {words}: values rounded, products in fp32")
+        return emulated(f"no hardware for {words}: {_EMULATED}")
     if facts.kind == "cuda":
-        return emulated(f"no native backend for {words} yet: values rounded, products in fp32")
+        return emulated(f"no native backend for {words} yet: {_EMULATED}")
     return unknown_kind(facts, words)
+
+
+def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
+    """Native where torch has a scaled product for all three products of a recipe, else emulated, and why."""
+    if not is_nvidia(facts) or not _eight_bits(recipe):
+        amd = is_amd(facts) and capability(facts) == CDNA3 and _eight_bits(recipe)
+        return emulated(f"{_NOT_FNUZ}: {_EMULATED}") if amd else emulated_everywhere(facts, words)
+    if recipe.input.fmt is E5M2 and recipe.weight.fmt is E5M2:
+        return emulated(f"CUDA has no product of two E5M2 tensors: {_EMULATED}")
+    if recipe.accumulator is not Accumulator.FP32:
+        return emulated(f"sums of 14 bits are a model, which no kernel follows: {_EMULATED}")
+    found = from_capability(facts, ADA, "FP8")
+    if found.level is Level.NATIVE:
+        return native(f"torch's scaled product (torch.nn.functional.scaled_mm), {_scales(recipe)}")
+    return emulated(f"{found.reason}: {_EMULATED}")
+
+
+_EMULATED = "values rounded, products in fp32"
+_NOT_FNUZ = "MI300's FP8 is e4m3fnuz and e5m2fnuz, not the E4M3 and E5M2 defined here"
+
+
+def _eight_bits(recipe: Recipe) -> bool:
+    """Whether all operands are FP8 with a float32 scale a tensor, or a row: what torch's products take everywhere."""
+    extents = {(one.scaling.rows, one.scaling.columns) if one.scaling else None for one in recipe.treatments}
+    return extents in ({(0, 0)}, {(1, 0)}) and all(one.fmt in (E4M3, E5M2) for one in recipe.treatments)
+
+
+def _scales(recipe: Recipe) -> str:
+    return "a scale a tensor" if recipe.per_tensor else "a scale a row"
 
 
 def _shown(pair: tuple[int, int]) -> str:

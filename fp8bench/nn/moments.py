@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fp8bench.formats.grids import FP16
-from fp8bench.formats.scaling import per_tensor_codes
+from fp8bench.formats.scaled import factor
+from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.torch_codes import torch_codes
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role
 
@@ -27,22 +29,36 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class Storage:
-    """How a moment is kept. `casts` is False where it stays the fp32 tensor that the step writes."""
+    """How a moment is kept. `casts` is False where it stays the fp32 tensor that the step writes.
+
+    `of` gives the storage of one tensor, by its name: one of its own where something is remembered of what was kept.
+    `settles` says that it is fit for a tensor only once it has seen one like it.
+    """
 
     keep: Callable[[Tensor], Operand]
     restore: Callable[[Operand], Tensor]
     casts: bool = True
+    settles: bool = False
+    of: Callable[[str], Storage] | None = None
+
+    def named(self, name: str) -> Storage:
+        """The storage of the tensor of that name."""
+        return self if self.of is None else self.of(name)
 
 
 def scaled_half() -> Storage:
     """fp16 codes under one scale a tensor, which takes the largest magnitude to fp16's own."""
-    return Storage(lambda x: Operand(*per_tensor_codes(x, FP16)), _unscaled)
+    return Storage(_half, _unscaled)
 
 
 def in_arithmetic(arithmetic: Arithmetic) -> Storage:
     """A precision's own cast and way back. A moment lies as its weight does, and is rounded as one."""
     return Storage(
-        partial(arithmetic.cast, role=Role.WEIGHT), partial(arithmetic.restore, dtype=torch.float32), arithmetic.casts
+        partial(arithmetic.cast, role=Role.WEIGHT),
+        partial(arithmetic.restore, dtype=torch.float32),
+        arithmetic.casts,
+        arithmetic.settles,
+        lambda name: in_arithmetic(arithmetic.layer(name)),
     )
 
 
@@ -79,12 +95,17 @@ class Bucket:
         self.gradients = [torch.zeros_like(one) for one in parameters]
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
-        self._storages = storages
+        self._storages = [
+            [storage.named(f"moment.{order}.{index}") for index in range(len(parameters))]
+            for order, storage in zip(("first", "second"), storages, strict=True)
+        ]
         self._kept: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the count of an unfused step on the host, and of a fused one on the device.
         place = parameters[0].device if fused else torch.device("cpu")
         self._steps = [torch.tensor(float(steps), device=place) for _ in parameters]
         if self.plain is None:
+            self.keep(first, second)
+        if any(storage.settles for storage in storages):
             self.keep(first, second)
 
     def restored(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,14 +113,18 @@ class Bucket:
         if self.plain is not None:
             return self.plain
         first, second = (
-            [storage.restore(one) for one in kept] for storage, kept in zip(self._storages, self._kept, strict=True)
+            [storage.restore(one) for storage, one in zip(storages, kept, strict=True)]
+            for storages, kept in zip(self._storages, self._kept, strict=True)
         )
         return first, second
 
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
         """Both moments cast to what they are kept in, where that is not fp32."""
-        a, b = self._storages
-        self._kept = [a.keep(one) for one in first], [b.keep(one) for one in second]
+        first_kept, second_kept = (
+            [storage.keep(one) for storage, one in zip(storages, moments, strict=True)]
+            for storages, moments in zip(self._storages, (first, second), strict=True)
+        )
+        self._kept = first_kept, second_kept
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
         """One step of torch's own AdamW, which writes weights and both moments in place.
@@ -134,6 +159,11 @@ def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
         total += count
     if total:
         yield slice(start, len(elements))
+
+
+def _half(moment: Tensor) -> Operand:
+    scale, inverse = factor(moment, FP16, TENSOR)
+    return Operand(torch_codes(moment, FP16, scale), inverse)
 
 
 def _unscaled(operand: Operand) -> Tensor:

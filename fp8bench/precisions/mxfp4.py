@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fp8bench.formats import hardware
-from fp8bench.formats.grids import E2M1
-from fp8bench.model import DeviceFacts, Support
-from fp8bench.protocols import Arithmetic, Precision, Role
+from fp8bench.formats.grids import E2M1, E8M0
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.formats.scalings import Scaling
+from fp8bench.nn.recipe_precision import (
+    HIGH_WEIGHT_GRADIENT,
+    RecipePrecision,
+    hadamard_option,
+    mx_scale_option,
+    stochastic_option,
+)
 from fp8bench.registry import precisions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @precisions.register("mxfp4")
-class MxFp4(Precision):
-    """OCP MXFP4 without the help (rotations, stochastic rounding) that training in it may need."""
+class MxFp4(RecipePrecision):
+    """OCP MXFP4, by default without the help (rotations, stochastic rounding) that training in it may need."""
 
     name = "mxfp4"
     summary = (
@@ -24,22 +25,10 @@ class MxFp4(Precision):
         "rounded up (RCEIL), elements to nearest even."
     )
     rank = 70
-    carried_by = "bf16"
+    words = "MXFP4"
+    options = (mx_scale_option(), stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
 
-    def support(self, facts: DeviceFacts) -> Support:
-        return hardware.emulated_everywhere(facts, "MXFP4")
-
-    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        import torch
-
-        from fp8bench.formats.quantise import round_to
-        from fp8bench.formats.scaling import mx_values
-        from fp8bench.nn.arithmetics import EmulatedArithmetic
-
-        def rounded(tensor: Tensor, role: Role) -> Tensor:
-            return mx_values(tensor, E2M1)
-
-        def elements(tensor: Tensor, role: Role) -> Tensor:
-            return round_to(tensor, E2M1)
-
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)
+    def made(self) -> Recipe:
+        scaling = Scaling(1, 32, E8M0, self.scale)
+        plain = Treatment(E2M1, scaling)
+        return self.recipe_of((plain, plain, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fp8bench.formats import hardware
-from fp8bench.formats.grids import E4M3
-from fp8bench.model import DeviceFacts, Support
-from fp8bench.protocols import Arithmetic, Precision, Role
+from fp8bench.formats.grids import E8M0
+from fp8bench.formats.recipes import Recipe, Treatment, by_role
+from fp8bench.formats.scalings import Scaling
+from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, formats_option, mx_scale_option
 from fp8bench.registry import precisions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @precisions.register("mxfp8")
-class MxFp8(Precision):
+class MxFp8(RecipePrecision):
     """OCP MXFP8; E4M3 in every role, because blocks of 32 make E5M2's range unnecessary."""
 
     name = "mxfp8"
@@ -24,22 +19,9 @@ class MxFp8(Precision):
         "rounded up (RCEIL), elements to nearest even."
     )
     rank = 50
-    carried_by = "bf16"
+    words = "MXFP8"
+    options = (mx_scale_option(), formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
 
-    def support(self, facts: DeviceFacts) -> Support:
-        return hardware.emulated_everywhere(facts, "MXFP8")
-
-    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        import torch
-
-        from fp8bench.formats.quantise import round_to
-        from fp8bench.formats.scaling import mx_values
-        from fp8bench.nn.arithmetics import EmulatedArithmetic
-
-        def rounded(tensor: Tensor, role: Role) -> Tensor:
-            return mx_values(tensor, E4M3)
-
-        def elements(tensor: Tensor, role: Role) -> Tensor:
-            return round_to(tensor, E4M3)
-
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)
+    def made(self) -> Recipe:
+        scaling = Scaling(1, 32, E8M0, self.scale)
+        return self.recipe_of(Treatment(fmt, scaling) for fmt in by_role(str(self.chosen["formats"])))

@@ -1,46 +1,48 @@
-"""nvfp4: NVIDIA's four bits."""
+"""nvfp4: NVIDIA's four bits, and its recipe for training in them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fp8bench.formats import hardware
-from fp8bench.formats.grids import E2M1
-from fp8bench.model import DeviceFacts, Support
-from fp8bench.protocols import Arithmetic, Precision, Role
+from fp8bench.axes import Option, one_of
+from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, hadamard_option, stochastic_option
 from fp8bench.registry import precisions
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_BLOCK = 16
 
 
 @precisions.register("nvfp4", "fp4")
-class NvFp4(Precision):
-    """NVFP4 without the help (rotations, stochastic rounding) that NVIDIA's training recipe adds."""
+class NvFp4(RecipePrecision):
+    """NVFP4 with the help that NVIDIA's training recipe adds; each part can be switched off."""
 
     name = "nvfp4"
     aliases = ("fp4",)
     summary = (
-        "E2M1 elements for every tensor in blocks of 16 along the contraction, E4M3 block scales "
-        "under one float32 tensor scale, everything to nearest even."
+        "E2M1 elements, E4M3 block scales under one float32 tensor scale: blocks of 16 along the contraction, 16x16 of "
+        "weights; gradients rounded stochastically, operands of the weight gradient turned by Hadamard matrices."
     )
     rank = 60
-    carried_by = "bf16"
+    words = "NVFP4"
+    options = (
+        Option("weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d",
+               one_of("2d", "1d")),
+        stochastic_option("on"),
+        hadamard_option("on"),
+        Option("scale", "block scales to nearest, or up; those of stochastic gradients always up", "nearest",
+               one_of(ScaleRounding.NEAREST, ScaleRounding.UP)),
+        HIGH_WEIGHT_GRADIENT,
+    )  # fmt: skip
 
-    def support(self, facts: DeviceFacts) -> Support:
-        return hardware.emulated_everywhere(facts, "NVFP4")
-
-    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        import torch
-
-        from fp8bench.formats.quantise import round_to
-        from fp8bench.formats.scaling import nvfp4_values
-        from fp8bench.nn.arithmetics import EmulatedArithmetic
-
-        def rounded(tensor: Tensor, role: Role) -> Tensor:
-            return nvfp4_values(tensor)
-
-        def elements(tensor: Tensor, role: Role) -> Tensor:
-            return round_to(tensor, E2M1)
-
-        return EmulatedArithmetic(torch.bfloat16, rounded, keeps_source=True, elements=elements)
+    def made(self) -> Recipe:
+        rows = _BLOCK if self.chosen["weights"] == "2d" else 1
+        stochastic = self.chosen["stochastic"] == "on"
+        # Where a scale was rounded down its block's largest values saturate, and their mean is no longer theirs.
+        upward = ScaleRounding.UP if stochastic else self.scale
+        return self.recipe_of(
+            (
+                Treatment(E2M1, Scaling(1, _BLOCK, E4M3, self.scale)),
+                Treatment(E2M1, Scaling(rows, _BLOCK, E4M3, self.scale)),
+                Treatment(E2M1, Scaling(1, _BLOCK, E4M3, upward), stochastic),
+            )
+        )

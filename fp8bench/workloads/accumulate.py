@@ -57,8 +57,9 @@ class ScaledBuffer:
     and casting, the sums of all tensors exist in fp32.
     """
 
-    def __init__(self, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
+    def __init__(self, arithmetics: Sequence[Arithmetic]) -> None:
+        """One for each tensor: what an arithmetic remembers is its own."""
+        self._arithmetics = arithmetics
         self._operands: list[Operand] = []
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
@@ -79,10 +80,12 @@ class ScaledBuffer:
     def values(self) -> list[Tensor]:
         import torch
 
-        return [self._arithmetic.restore(operand, torch.float32) for operand in self._operands]
+        kept = zip(self._arithmetics, self._operands, strict=True)
+        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in kept]
 
     def _keep(self, sums: Sequence[Tensor]) -> None:
-        self._operands = [self._arithmetic.cast(one, Role.GRADIENT) for one in sums]
+        pairs = zip(self._arithmetics, sums, strict=True)
+        self._operands = [arithmetic.cast(one, Role.GRADIENT) for arithmetic, one in pairs]
 
 
 @dataclass
@@ -141,7 +144,8 @@ class Accumulate(Workload):
             first = micro_batches[0]
             plain = PlainBuffer([one.shape for one in first], arithmetic.carrier, first[0].device)
             return State(micro_batches, plain)
-        return State(micro_batches, ScaledBuffer(arithmetic))
+        own = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
+        return State(micro_batches, ScaledBuffer(own))
 
     def step(self, state: State, phase: Phases) -> None:
         for index, gradients in enumerate(state.micro_batches):
@@ -154,6 +158,8 @@ class Accumulate(Workload):
         from fp8bench.numerics.errors import joint_relative_frobenius, vanished_share
 
         state = self.prepare(setup)
+        if setup.arithmetic.settles:
+            self.step(state, SilentPhases())
         self.step(state, SilentPhases())
         first, *others = state.micro_batches
         exact = [one.to(torch.float64) for one in first]

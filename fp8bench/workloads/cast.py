@@ -98,8 +98,10 @@ class Cast(Workload):
         """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
         from fp8bench.numerics.errors import relative_frobenius, vanished_share
 
-        source = _scaled(setup)
-        back = setup.arithmetic.restore(_into(setup)(source), source.dtype)
+        source, into = _scaled(setup), _into(setup)
+        if setup.arithmetic.settles:
+            into(source)
+        back = setup.arithmetic.restore(into(source), source.dtype)
         return {"cast_error": relative_frobenius(back, source), "cast_vanished": vanished_share([back], [source])}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:

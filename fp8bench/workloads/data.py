@@ -122,7 +122,10 @@ class Data(Workload):
 
         text, random = _text(setup)
         drawn = _drawn(random, int(setup.case.param("batch")))
-        batch = setup.arithmetic.cast(_records(setup, text).batch(drawn), Role.INPUT)
+        values = _records(setup, text).batch(drawn)
+        if setup.arithmetic.settles:
+            setup.arithmetic.cast(values, Role.INPUT)
+        batch = setup.arithmetic.cast(values, Role.INPUT)
         exact = torch.from_numpy(normalised(text[drawn], DOUBLE))
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32), exact)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 1 << 18
+# What is turned for a product: recipes may rotate it, or leave it in high precision.
+_TURNED = {
+    "forward": (),
+    "input-gradient": (Role.WEIGHT,),
+    "weight-gradient": (Role.GRADIENT, Role.INPUT),
+}
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
 @dataclass
 class State:
-    """The operands as they come (in the carrier's dtype), and cast if they are cast once."""
+    """The operands as they come (in the carrier's dtype), what casts them, and cast if they are cast once."""
 
     arithmetic: Arithmetic
     a: Tensor
     b: Tensor
-    roles: tuple[Role, Role]
+    cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
     ready: tuple[Operand, Operand] | None
 
 
@@ -93,13 +99,10 @@ class Gemm(Workload):
         return support
 
     def prepare(self, setup: Setup) -> State:
-        a, b, roles = _operands(setup)
-        arithmetic = setup.arithmetic
+        a, b, _ = _operands(setup)
+        arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
-        ready = None
-        if setup.case.param("operands") == "ready":
-            ready = arithmetic.cast(a, roles[0]), arithmetic.cast(b, roles[1])
-        return State(arithmetic, a, b, roles, ready)
+        return State(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None)
 
     def step(self, state: State, phase: Phases) -> None:
         arithmetic = state.arithmetic
@@ -107,7 +110,7 @@ class Gemm(Workload):
             a, b = state.ready
         elif arithmetic.casts:
             with phase.cast:
-                a, b = arithmetic.cast(state.a, state.roles[0]), arithmetic.cast(state.b, state.roles[1])
+                a, b = state.cast(state.a, state.b)
         else:
             a, b = Operand(state.a), Operand(state.b)
         with phase.gemm:
@@ -121,9 +124,12 @@ class Gemm(Workload):
         from fp8bench.numerics.product_error import product_error
         from fp8bench.numerics.products import rows_within
 
-        a, b, roles = _operands(setup)
-        arithmetic = setup.arithmetic
-        low = [arithmetic.cast(tensor.to(arithmetic.carrier), role) for tensor, role in zip((a, b), roles, strict=True)]
+        a, b, _ = _operands(setup)
+        arithmetic, cast = setup.arithmetic, _casts(setup)
+        carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
+        low = cast(*carried)
+        if arithmetic.settles:
+            low = cast(*carried)
         product = arithmetic.product(low[0], low[1], arithmetic.carrier)
         values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
         found = product_error(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
@@ -155,6 +161,14 @@ def parse_shape(text: str) -> str:
 
 def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
     return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
+
+
+def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
+    """What makes both operands of a case's product ready."""
+    product, arithmetic = str(setup.case.param("product")), setup.arithmetic
+    (role_a, role_b), turned = PRODUCTS[product], _TURNED[product]
+    cast_a, cast_b = (arithmetic.turned if role in turned else arithmetic.cast for role in (role_a, role_b))
+    return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
 def _operands(setup: Setup) -> tuple[Tensor, Tensor, tuple[Role, Role]]:

@@ -121,13 +121,20 @@ def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
-    """A gradient is no weight: the hybrid recipe gives it more exponent."""
+    """A gradient is no weight, and what a layer turns is turned here: recipes do more than cast there."""
     setup = setup_for("fp8", product=product)
-    roles: list[Role] = []
-    plain = setup.arithmetic.cast
-    setup.arithmetic.cast = lambda tensor, role: (roles.append(role), plain(tensor, role))[1]  # type: ignore[method-assign,func-returns-value]
+    seen: list[tuple[str, Role]] = []
+    for how in ("cast", "turned"):
+        plain = getattr(setup.arithmetic, how)
+
+        def watch(tensor: torch.Tensor, role: Role, how=how, plain=plain) -> Operand:  # type: ignore[no-untyped-def]
+            seen.append((how, role))
+            return plain(tensor, role)  # type: ignore[no-any-return]
+
+        setattr(setup.arithmetic, how, watch)
     Gemm().step(Gemm().prepare(setup), SilentPhases())
-    assert tuple(roles) == PRODUCTS[product]
+    turned = {"input-gradient": (Role.WEIGHT,), "weight-gradient": (Role.GRADIENT, Role.INPUT)}.get(product, ())
+    assert seen == [("turned" if role in turned else "cast", role) for role in PRODUCTS[product]]
 
 
 @pytest.mark.parametrize(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])

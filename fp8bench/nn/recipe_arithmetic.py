@@ -1,0 +1,124 @@
+"""The arithmetic of a recipe, emulated: operands as the values that it leaves of them, products in float32."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.quantise import round_to
+from fp8bench.formats.recipes import Accumulator, Recipe
+from fp8bench.formats.scaled import values
+from fp8bench.nn.accumulators import short_product
+from fp8bench.nn.delayed import DelayedScale, backward_is_running
+from fp8bench.numerics.products import values_product
+from fp8bench.protocols import Arithmetic, Operand, Role
+
+
+class NextScale(Protocol):
+    """Where the scale of a tensor comes from, if not from the tensor as it is."""
+
+    def next(self, x: Tensor, again: bool = False) -> Tensor:
+        """What `x` is multiplied by, float32 without dimensions; `again` repeats the cast before."""
+
+
+class RecipeArithmetic(Arithmetic):
+    """Casts by role, each along the contraction of its product. Right in numbers, and its speed means nothing.
+
+    What a recipe remembers (delayed scales, which random numbers come next) belongs to a layer, and `layer` gives each
+    its own. `name` is the layer's: seeds and rotations come from it, so that a run can be had again.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        carrier: torch.dtype = torch.bfloat16,
+        name: str = "",
+        scales: Mapping[Role, NextScale] | None = None,
+    ) -> None:
+        """`scales` take the place of those that the recipe would have, by role."""
+        self.recipe = recipe
+        self.name = name
+        self.carrier = carrier
+        self.keeps_source = recipe.keeps_source
+        self.settles = recipe.delayed is not None and scales is None
+        summed_otherwise = recipe.accumulator is not Accumulator.FP32
+        self.explicit = recipe.hadamard or recipe.high_weight_gradient or summed_otherwise
+        self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
+        self.scales = self._delayed() if scales is None else scales
+        self._draws = {role: _Draws(f"{name}/{role}") for role, one in self.treatments.items() if one.stochastic}
+        self._signs = _number(f"{name}/signs")
+
+    def layer(self, name: str) -> Arithmetic:
+        if not (self.scales or self._draws or self.recipe.hadamard):
+            return self
+        return type(self)(self.recipe, self.carrier, name)
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        # In backward only a block that is computed again casts inputs and weights so: others are turned there.
+        return self.operand(tensor, role, again=role is not Role.GRADIENT and backward_is_running())
+
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
+            return Operand(source.detach().to(self.carrier))
+        if role is not Role.WEIGHT and self.recipe.hadamard:
+            from fp8bench.formats.hadamard import turned
+
+            source = turned(source, self._signs)
+        return self.operand(source, role, again=False)
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        treatment = self.treatments[role]
+        turns = treatment.scaling is None or treatment.scaling.turns
+        other = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
+        if other or treatment.stochastic or not turns:
+            return self.turned(source.t(), role)
+        return self.transposed(operand)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        if a.data.dtype == b.data.dtype == self.carrier:  # the weight gradient, where it is left alone
+            return torch.mm(a.data, b.data.t()).to(dtype)
+        if self.recipe.accumulator is Accumulator.FP32:
+            return values_product(a.data, b.data, dtype)
+        return short_product(a.data, b.data, self.recipe.accumulator).to(dtype)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(round_to(tensor, self.treatments[role].fmt))
+
+    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+        """`tensor` as its role's treatment says; `again` repeats the cast before it."""
+        one = self.treatments[role]
+        seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
+        scale = self.scales[role].next(tensor, again) if role in self.scales else None
+        return Operand(values(tensor, one.fmt, one.scaling, seed=seed, scale=scale), gradient=role is Role.GRADIENT)
+
+    def transposed(self, operand: Operand) -> Operand:
+        """The operand turned without another cast."""
+        return Operand(operand.data.t(), operand.scale, operand.gradient)
+
+    def _delayed(self) -> Mapping[Role, NextScale]:
+        delayed = self.recipe.delayed
+        return {role: DelayedScale(delayed, one.fmt) for role, one in self.treatments.items()} if delayed else {}
+
+
+class _Draws:
+    """Seeds on the device, one for every cast, from a name alone."""
+
+    def __init__(self, name: str) -> None:
+        self._first = _number(name)
+        self._seed: Tensor | None = None
+
+    def next(self, device: torch.device, again: bool) -> Tensor:
+        if self._seed is None:
+            self._seed = torch.full((1,), self._first, dtype=torch.int64, device=device)
+        elif not again:
+            self._seed = self._seed + 1
+        return self._seed
+
+
+def _number(name: str) -> int:
+    """A number of 63 bits that a name stands for, on every machine the same."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

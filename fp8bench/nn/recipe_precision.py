@@ -1,0 +1,109 @@
+"""What precisions that are recipes share: usual options, where they are native, their arithmetic.
+
+No torch here: plans read it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from fp8bench.axes import Option, one_of
+from fp8bench.errors import RecipeRefused
+from fp8bench.formats.hardware import recipe_support
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.model import DeviceFacts, Level, Scalar, Support
+from fp8bench.protocols import Arithmetic, Precision, TensorScale
+
+HIGH_WEIGHT_GRADIENT = Option(
+    "weight-gradient", "low, or bf16: the product of gradients and inputs is left in bf16", "low",
+    one_of("low", "bf16"), ("gw",),
+)  # fmt: skip
+ACCUMULATOR = Option(
+    "accumulator", "fp32, short: 14 bits as Hopper sums, or promoted: short, added to fp32 every 128 elements",
+    "fp32", one_of(*Accumulator),
+)  # fmt: skip
+
+
+def formats_option(default: str) -> Option:
+    """Formats by the word that FP8 training uses."""
+    words = "hybrid: E4M3 for inputs and weights, E5M2 for gradients; e4m3 or e5m2: for all"
+    return Option("formats", words, default, one_of(*FORMATS_BY_ROLE), ("fp8_format",))
+
+
+def float_scale_option(default: ScaleRounding) -> Option:
+    """What float32 scales may be."""
+    words = "exact: largest / amax; pow2: the power of two that takes in no more"
+    return Option("scale", words, default.value, one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO))
+
+
+def mx_scale_option() -> Option:
+    """How MX scales are rounded."""
+    words = "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power"
+    known = (ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL)
+    return Option("scale", words, ScaleRounding.RCEIL.value, one_of(*known))
+
+
+def stochastic_option(default: str) -> Option:
+    """Whether gradients are rounded at random."""
+    return Option("stochastic", "on: gradients are rounded stochastically", default, one_of("on", "off"))
+
+
+def hadamard_option(default: str) -> Option:
+    """Whether the weight gradient's operands are rotated."""
+    words = "on: the weight gradient's operands are turned by random Hadamard matrices of 16"
+    return Option("hadamard", words, default, one_of("on", "off"))
+
+
+class RecipePrecision(Precision):
+    """A precision whose options make a recipe, at once: one that cannot be is refused before anything is planned.
+
+    `words` is what its formats are called where a device is asked for them.
+    """
+
+    carried_by = "bf16"
+    words: ClassVar[str]
+
+    def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+        super().__init__(chosen)
+        try:
+            self.recipe = self.made()
+        except RecipeRefused as error:
+            raise RecipeRefused(f"{self.mode}: {error}") from None
+
+    @abstractmethod
+    def made(self) -> Recipe:
+        """The recipe of what was chosen."""
+
+    @property
+    def tensor_scale(self) -> TensorScale:
+        if not self.recipe.per_tensor:
+            return TensorScale.NONE
+        return TensorScale.DELAYED if self.recipe.delayed else TensorScale.CURRENT
+
+    def support(self, facts: DeviceFacts) -> Support:
+        return recipe_support(self.recipe, self.words, facts)
+
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+        from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
+
+        native = self.support(facts).level is Level.NATIVE
+        return ScaledArithmetic(self.recipe) if native else RecipeArithmetic(self.recipe)
+
+    def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
+        """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""
+        given, weight, gradient = treatments
+        return Recipe(
+            given, weight, gradient, delayed,
+            hadamard=self.chosen.get("hadamard") == "on",
+            high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
+            accumulator=Accumulator(str(self.chosen.get("accumulator", Accumulator.FP32))),
+        )  # fmt: skip
+
+    @property
+    def scale(self) -> ScaleRounding:
+        """What was chosen for scales."""
+        return ScaleRounding(str(self.chosen["scale"]))

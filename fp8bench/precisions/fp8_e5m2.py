@@ -1,0 +1,23 @@
+"""fp8-e5m2: current scaling with one format for everything."""
+
+from __future__ import annotations
+
+from fp8bench.formats.grids import E5M2
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
+from fp8bench.registry import precisions
+
+
+@precisions.register("fp8-e5m2")
+class Fp8E5M2(RecipePrecision):
+    """What two bits of mantissa cost: no product of two E5M2 tensors exists on NVIDIA's devices."""
+
+    name = "fp8-e5m2"
+    summary = "E5M2 for every tensor, one current float32 scale a tensor, elements to nearest even; emulated only."
+    rank = 45
+    words = "FP8"
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+
+    def made(self) -> Recipe:
+        return self.recipe_of([Treatment(E5M2, Scaling(0, 0, rounding=self.scale))] * 3)

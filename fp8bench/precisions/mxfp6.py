@@ -1,0 +1,34 @@
+"""mxfp6: OCP's six bits."""
+
+from __future__ import annotations
+
+from fp8bench.axes import Option, one_of
+from fp8bench.formats.grids import E2M3, E3M2, E8M0
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.formats.scalings import Scaling
+from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, mx_scale_option
+from fp8bench.registry import precisions
+
+_FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}
+
+
+@precisions.register("mxfp6")
+class MxFp6(RecipePrecision):
+    """OCP MXFP6: three quarters of MXFP8's bytes, at its speed where there are units for it."""
+
+    name = "mxfp6"
+    summary = (
+        "E3M2 elements for every tensor in blocks of 32 along the contraction, E8M0 block scales "
+        "rounded up (RCEIL), elements to nearest even."
+    )
+    rank = 55
+    words = "MXFP6"
+    options = (
+        Option("formats", "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients", "e3m2",
+               one_of(*_FORMATS), ("format",)),
+        mx_scale_option(), HIGH_WEIGHT_GRADIENT,
+    )  # fmt: skip
+
+    def made(self) -> Recipe:
+        scaling = Scaling(1, 32, E8M0, self.scale)
+        return self.recipe_of(Treatment(fmt, scaling) for fmt in _FORMATS[str(self.chosen["formats"])])
