@@ -147,6 +147,20 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
 
 
 @each_format
+def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
+    """The number one float32 step above 1, at the random number where its fate changes."""
+    value = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(2))))
+    if fmt in (BF16, TF32, E8M0):  # goes up at the largest number that the lost bits can hold, and at no other
+        last = (1 << 23 - fmt.mantissa_bits) - 1
+        up, down = last, last - 1
+    else:  # goes up at the numbers below its share
+        share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
+        up, down = share - 1, share
+    drawn = stochastic(value, fmt, torch.tensor([up, down], dtype=torch.int32))
+    assert drawn.tolist() == [1 + 2.0**-fmt.mantissa_bits, 1]
+
+
+@each_format
 def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
     """Within 4 standard errors of the mean, for all values together, and as scattered as its chances say."""
     rng = np.random.default_rng(7)
