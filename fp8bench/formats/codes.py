@@ -161,7 +161,7 @@ def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both as one dimension, on a processor in pieces; `target` is contiguous."""
-    flat = source.contiguous().flatten(), target.flatten()
+    flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
         return iter([flat])
     return zip(*(torch.split(whole, _PIECE) for whole in flat), strict=True)
