@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8bench.formats.codes import decode
+from fp8bench.formats.grids import Format
+from fp8bench.formats.scaled import quantise
+from fp8bench.formats.scalings import Scaling
+
 Place = tuple[slice, slice]
 
 
@@ -44,6 +49,18 @@ class Factors:
         if not size:
             return torch.zeros(1, dtype=torch.int64, device=self.steps.device)
         return torch.arange(place.start, place.stop, device=self.steps.device).div_(size, rounding_mode="floor")
+
+
+def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
+    """Those that a tensor gets by itself, or with a `scale` of earlier steps; 1 without a scaling."""
+    if scaling is None:
+        return Factors(torch.ones(1, 1, device=x.device))
+    stored = quantise(x, fmt, scaling, scale=scale)
+    assert stored.scales is not None
+    steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
+    if stored.tensor_scale is not None:
+        steps = steps * stored.tensor_scale
+    return Factors(steps if steps.dim() else steps.view(1, 1), scaling.rows, scaling.columns)
 
 
 def in_blocks(x: Tensor, columns: int) -> Tensor:

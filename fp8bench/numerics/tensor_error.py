@@ -18,8 +18,6 @@ from fp8bench.numerics.tiles import as_rows, tiles
 
 # The same for all scalings, so that they compare: an MX block.
 BLOCK = 32
-# What an SQNR is shown as where nothing was lost, and the most that any is shown as: 1e-10 of the norm.
-EXACT_DB = 200.0
 # A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
 _SLACK = 1 + 2.0**-21
 _FLOAT64_BIAS = 1023

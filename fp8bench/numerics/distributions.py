@@ -1,0 +1,50 @@
+"""Random tensors of the kinds that low precision meets, each with the property that makes it hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
+DEGREES = 3
+# A channel in so many is an outlier, and so many times as large as the others: as a trained model's activations have.
+OUTLIER_EVERY, OUTLIER_FACTOR = 128, 50.0
+# Magnitudes of gradients: their logarithm is normal about this median, with this deviation (in powers of e).
+GRADIENT_MEDIAN, GRADIENT_DEVIATION = 1e-4, 2.0
+
+
+def gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Standard normal values: what weights and normed activations are about."""
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Heavy tails: a few values far beyond the others, anywhere."""
+    normal, *others = (gaussian(shape, generator) for _ in range(1 + DEGREES))
+    squares = torch.stack(others).square_().sum(0)
+    return normal.div_(squares.div_(DEGREES).sqrt_())
+
+
+def outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Standard normal values with a few columns far beyond the others: every row, and every tensor, has some."""
+    values = gaussian(shape, generator)
+    count = max(1, shape[1] // OUTLIER_EVERY)
+    chosen = torch.randperm(shape[1], generator=generator, device=generator.device)[:count]
+    values[:, chosen] *= OUTLIER_FACTOR
+    return values
+
+
+def log_normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Signed values whose magnitudes span many octaves, as gradients' do."""
+    signs = gaussian(shape, generator).sign_()
+    return gaussian(shape, generator).mul_(GRADIENT_DEVIATION).exp_().mul_(GRADIENT_MEDIAN).mul_(signs)
+
+
+DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
+    "gaussian": gaussian,
+    "student-t": student_t,
+    "outliers": outlier_channels,
+    "log-normal": log_normal,
+}

@@ -1,0 +1,162 @@
+"""What is left of a tensor in a precision: made tensors and real ones, one cast, and every figure of its error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8bench.axes import Axis, one_of, whole_number
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.catches import CATCHES, COURSE
+from fp8bench.nn.storage import storage_support
+from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
+from fp8bench.registry import precisions, workloads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Made tensors, and the role that is most theirs.
+MADE = {"gaussian": Role.INPUT, "student-t": Role.INPUT, "outliers": Role.INPUT, "log-normal": Role.GRADIENT}
+_AUTO = "auto"
+_FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
+# Without one MX scales are rounded by rceil.
+_MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
+
+
+def _table() -> Iterator[str]:
+    """The default precisions: bf16 and fp16, then the table of element formats and scalings.
+
+    All scalings of the 8-bit formats and of e2m1; the four roundings of MX scales where they differ most and where
+    training uses them; FP6 and the formats of MI300 as they are used.
+    """
+    yield from ("bf16", "fp16")
+    for fmt in ("e4m3fn", "e5m2", "e2m1"):
+        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in _FLOAT_SCALINGS)
+    for fmt in ("e4m3fn", "e2m1"):
+        yield from (f"custom:format={fmt}:scaling=mx{scale}" for scale in _MX_SCALES)
+    yield "custom:format=e5m2:scaling=mx"
+    for fmt in ("e3m2", "e2m3"):
+        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in ("tensor", "row", "mx"))
+    yield from (f"custom:format={fmt}:scaling=tensor" for fmt in ("e4m3fnuz", "e5m2fnuz"))
+    yield from ("custom:format=e2m1:scaling=nvfp4", "custom:format=e2m1:scaling=nvfp4:scale=up")
+
+
+@dataclass
+class State:
+    """The tensor, fp32, and what casts it."""
+
+    source: Tensor
+    role: Role
+    arithmetic: Arithmetic
+
+
+@workloads.register("numerics")
+class Numerics(Workload):
+    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts.
+
+    A precision that takes its scale from earlier steps is shown them first: other draws of a made tensor, the steps
+    before of a caught one.
+    """
+
+    name = "numerics"
+    summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
+    uses_corpus = True
+    dtypes = tuple(_table())
+    history = Grid(
+        cpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("512",)},
+        gpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("4096",)},
+        dtypes=("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
+        errors=("relative_error", "max_ulp", "underflow_percent", "saturation_percent"),
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        side = "4096" if facts.accelerated else "512"
+        known = (*MADE, *CATCHES)
+        return (
+            Axis("tensor", f"made: {', '.join(MADE)}; or caught from a short training of a small transformer: the "
+                 "input, weight and gradient of attn, mlp and head, as in attn-input", known, one_of(*known)),
+            Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
+            Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
+            Axis("role", "which of a precision's formats and scalings it gets; auto: the one that is most its own",
+                 (_AUTO,), one_of(_AUTO, *Role)),
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        name, role = str(params["tensor"]), str(params["role"])
+        caught = CATCHES.get(name)
+        own = caught.role if caught else MADE[name]
+        rows, columns = (caught.rows, caught.columns) if caught else (params["rows"], params["columns"])
+        return (
+            (("tensor", name), ("rows", rows), ("columns", columns), ("role", own.value if role == _AUTO else role)),
+        )
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """The tensor's bytes in fp32."""
+        source = 4.0 * int(params["rows"]) * int(params["columns"])
+        return Work(bytes=source, least_memory=1.125 * source)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if precision.name == "fp32":
+            return Support(
+                Level.REFUSED, "the tensors are float32: nothing is rounded, and there is no error to look at"
+            )
+        return storage_support(precision, facts, "there is nothing to round")
+
+    def prepare(self, setup: Setup) -> State:
+        return State(next(_course(setup)), _role(setup), setup.arithmetic.layer("tensor"))
+
+    def step(self, state: State, phase: Phases) -> None:
+        with phase.cast:
+            state.arithmetic.cast(state.source, state.role)  # the result goes at once, inside the phase
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """All figures of the tensor and what is left of it; SQNR is 200 dB at most, which stands for no error."""
+        import torch
+
+        from fp8bench.nn.recipe_view import view_of
+        from fp8bench.numerics.figures import figures
+        from fp8bench.numerics.tensor_error import tensor_error
+
+        role, arithmetic = _role(setup), setup.arithmetic.layer("tensor")
+        source, *before = _course(setup) if arithmetic.settles else (next(_course(setup)),)
+        for earlier in reversed(before):
+            arithmetic.cast(earlier, role)
+        left = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
+        view = view_of(precisions.get(setup.case.precision), role, source, before)
+        return figures(tensor_error(source, left, view.fmt, view.factors), view.course)
+
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        from fp8bench.numerics.ranges import Ledger
+
+        name, ledger = str(setup.case.param("tensor")), Ledger()
+        ledger.add(CATCHES[name].kind if name in CATCHES else name, _role(setup).value, next(_course(setup)))
+        return ledger.statistics()
+
+
+def _role(setup: Setup) -> Role:
+    return Role(str(setup.case.param("role")))
+
+
+def _course(setup: Setup) -> Iterator[Tensor]:
+    """The tensor of a case, then those of the steps before it, the nearest first; gradients with their loss scale."""
+    factor = setup.loss_scale if _role(setup) is Role.GRADIENT else 1.0
+    return (tensor * factor for tensor in _plain_course(setup))
+
+
+def _plain_course(setup: Setup) -> Iterator[Tensor]:
+    import torch
+
+    name = str(setup.case.param("tensor"))
+    if name in CATCHES:
+        from fp8bench.nn.caught import caught
+
+        if setup.corpus is None:
+            raise ValueError("a caught tensor needs a token file to train on, and was given none")
+        yield from (one.to(setup.facts.key, copy=True) for one in reversed(caught(setup.corpus, setup.seed)[name]))
+        return
+    from fp8bench.numerics.distributions import DISTRIBUTIONS
+
+    generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
+    shape = int(setup.case.param("rows")), int(setup.case.param("columns"))
+    yield from (DISTRIBUTIONS[name](shape, generator) for _ in range(COURSE))

@@ -1,0 +1,16 @@
+"""What asv follows of the suite numerics."""
+
+from typing import Any
+
+from fp8bench import asv_bridge
+
+
+class Numerics(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/numerics.py."""
+
+    workload = "numerics"
+
+    def setup_cache(self) -> Any:
+        return self.measure()
+
+    setup_cache.timeout = 3600
