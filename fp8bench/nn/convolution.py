@@ -4,6 +4,7 @@ Images are (batch, height, width, channels): every operand is then a matrix with
 layer, without a copy. Forward contracts over window and input channels, the input gradient over output channels, the
 weight gradient over batch and positions. Arithmetics that round get their operands rounded along these and convolved
 in fp32, pixel by pixel along the channels, as a kernel would read them; torch convolves nothing narrower than 16 bits.
+Arithmetics whose products are more than products of values get the windows written out, as a matrix, instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.linear import Choose
+from fp8bench.nn.linear import Choose, linear
+from fp8bench.nn.region import region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 WINDOW = 3
@@ -55,6 +57,17 @@ def _gradient(g: Tensor, images: Tensor, windows: Tensor, wanted: int) -> Tensor
         g, images, windows, None, one, [_PADDING, _PADDING], one, False, [0, 0], 1, [wanted == 0, wanted == 1, False]
     )[wanted]
     return found.permute(0, 2, 3, 1)
+
+
+def _written_out(x: Tensor) -> Tensor:
+    """Every position's window of (B, H, W, I) beside each other, (B, H, W, 3 x 3 x I).
+
+    By way of fp32 if need be: in backward nine windows are added up in each pixel.
+    """
+    height, width = x.shape[1:3]
+    padded = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, *[_PADDING] * 4))
+    shifts = [padded[:, i : i + height, j : j + width] for i in range(WINDOW) for j in range(WINDOW)]
+    return torch.cat(shifts, dim=-1).to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -95,7 +108,8 @@ class _Product(torch.autograd.Function):
                 g_turned = _images(_values(arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic).t(), shape)
                 a_turned = _images(_values(arithmetic.turn(a, pixels, Role.INPUT), arithmetic).t(), shape)
             with phase.gemm:
-                weight_gradient = _gradient(g_turned, a_turned, windows, 1).reshape(windows.shape[0], -1)
+                like = windows.to(g_turned.dtype)
+                weight_gradient = _gradient(g_turned, a_turned, like, 1).reshape(windows.shape[0], -1)
             with casting:  # the master weight is fp32, and autograd would convert outside any phase
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
         return input_gradient, weight_gradient, None, None
@@ -111,8 +125,19 @@ class Convolution(nn.Module):
         nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight.shape[1]))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        if self.arithmetic.explicit:
+            return self._by_matrices(x.to(self.arithmetic.carrier), phase)
         y: Tensor = _Product.apply(x.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
         return y
+
+    def _by_matrices(self, x: Tensor, phase: Phases) -> Tensor:
+        """The same as one product of a linear layer, a row for every position."""
+        if x.requires_grad:
+            windows = region(phase.gemm, _written_out, x)
+        else:
+            with phase.gemm:
+                windows = _written_out(x)
+        return linear(windows, self.weight, self.arithmetic, phase)
 
 
 class BatchNorm(nn.Module):

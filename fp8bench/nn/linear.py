@@ -72,6 +72,13 @@ class _Product(torch.autograd.Function):
         return input_gradient, weight_gradient, None, None
 
 
+def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier, with gradients."""
+    flat = x.reshape(-1, x.shape[-1])
+    y: Tensor = _Product.apply(flat.to(arithmetic.carrier), weight, arithmetic, phase)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], -1)
+
+
 class Linear(nn.Module):
     """y = x W^T without bias, in an arithmetic."""
 
@@ -82,6 +89,4 @@ class Linear(nn.Module):
         nn.init.normal_(self.weight, std=gain / math.sqrt(inputs))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = _Product.apply(flat.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
-        return y.view(*x.shape[:-1], -1)
+        return linear(x, self.weight, self.arithmetic, phase)

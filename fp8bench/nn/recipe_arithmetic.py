@@ -14,8 +14,9 @@ from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import values
 from fp8bench.nn.accumulators import short_product
 from fp8bench.nn.delayed import DelayedScale, backward_is_running
+from fp8bench.nn.static_scale import kept_scales
 from fp8bench.numerics.products import values_product
-from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook
 
 
 class NextScale(Protocol):
@@ -45,8 +46,7 @@ class RecipeArithmetic(Arithmetic):
         self.carrier = carrier
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
-        summed_otherwise = recipe.accumulator is not Accumulator.FP32
-        self.explicit = recipe.hadamard or recipe.high_weight_gradient or summed_otherwise
+        self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
         self.scales = self._delayed() if scales is None else scales
         self._draws = {role: _Draws(f"{name}/{role}") for role, one in self.treatments.items() if one.stochastic}
@@ -56,6 +56,11 @@ class RecipeArithmetic(Arithmetic):
         if not (self.scales or self._draws or self.recipe.hadamard):
             return self
         return type(self)(self.recipe, self.carrier, name)
+
+    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
+        if not self.recipe.per_tensor:
+            return self
+        return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         # In backward only a block that is computed again casts inputs and weights so: others are turned there.

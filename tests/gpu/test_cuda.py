@@ -9,14 +9,16 @@ import torch
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
-from fp8bench.formats.scaling import per_tensor_codes, per_tensor_values
+from fp8bench.formats.recipes import by_role
+from fp8bench.formats.scaled import factor, values
+from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.torch_codes import torch_codes
 from fp8bench.measure.bench import Bench, Settings
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, Request, Run, Status, Verdict
 from fp8bench.numerics.errors import relative_frobenius
 from fp8bench.pipeline import execute, findings
-from fp8bench.precisions.fp8 import FORMATS
 from fp8bench.protocols import Operand, Role, SilentObserver
 from fp8bench.registry import precisions
 
@@ -108,11 +110,13 @@ def test_a_slot_on_the_device_has_cells_and_host_time(facts: DeviceFacts) -> Non
 def test_fp8_codes_are_the_same_on_every_device(role: Role) -> None:
     """Bit for bit, and they stand for the values that emulation computes with."""
     x = normal(256, 512) * torch.logspace(-6, 3, 256, device="cuda")[:, None]
-    codes, inverse = per_tensor_codes(x, FORMATS[role])
-    on_cpu, inverse_on_cpu = per_tensor_codes(x.cpu(), FORMATS[role])
+    fmt = dict(zip(Role, by_role("hybrid"), strict=True))[role]
+    scale, inverse = factor(x, fmt, TENSOR)
+    scale_on_cpu, inverse_on_cpu = factor(x.cpu(), fmt, TENSOR)
+    codes, on_cpu = torch_codes(x, fmt, scale), torch_codes(x.cpu(), fmt, scale_on_cpu)
     assert torch.equal(codes.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
     assert torch.equal(inverse.cpu(), inverse_on_cpu)
-    assert torch.equal(codes.float() * inverse, per_tensor_values(x, FORMATS[role]))
+    assert torch.equal(codes.float() * inverse, values(x, fmt, TENSOR))
 
 
 @pytest.mark.parametrize(

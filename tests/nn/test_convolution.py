@@ -8,17 +8,20 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.formats.scaling import nvfp4_values
+from fp8bench.formats.grids import E2M1
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import NVFP4
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
-from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic, ScaledArithmetic
+from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
 from fp8bench.nn.convolution import BatchNorm, Convolution, ResidualBlock
+from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
 from fp8bench.numerics.errors import relative_frobenius
-from fp8bench.precisions.fp8 import FORMATS
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
 Outcome = tuple[Tensor, Tensor, Tensor]
 
 
@@ -91,8 +94,12 @@ def test_every_precision_is_close_to_the_exact_result(name: str, limit: float) -
         assert limit / 100 < relative_frobenius(one, other) < limit
 
 
+def blocks(tensor: Tensor) -> Tensor:
+    return values(tensor, E2M1, NVFP4)
+
+
 def rounded(tensor: Tensor, role: Role) -> Tensor:
-    return nvfp4_values(tensor)
+    return blocks(tensor)
 
 
 def test_block_scaled_products_round_along_their_own_contractions() -> None:
@@ -103,20 +110,20 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
     y, x_gradient, weight_gradient = outcome(convolution, x, pull)
 
     def along_last(tensor: Tensor) -> Tensor:
-        return nvfp4_values(tensor.reshape(-1, tensor.shape[-1])).view(tensor.shape)
+        return blocks(tensor.reshape(-1, tensor.shape[-1])).view(tensor.shape)
 
     def along_positions(tensor: Tensor) -> Tensor:
-        return nvfp4_values(tensor.reshape(-1, tensor.shape[-1]).t()).t().reshape(tensor.shape)
+        return blocks(tensor.reshape(-1, tensor.shape[-1]).t()).t().reshape(tensor.shape)
 
-    wanted_y, _, _ = torchs_own(nvfp4_values(weight), along_last(x), pull)
-    _, wanted_x, _ = torchs_own(nvfp4_values(weight.t()).t(), x, along_last(pull))
+    wanted_y, _, _ = torchs_own(blocks(weight), along_last(x), pull)
+    _, wanted_x, _ = torchs_own(blocks(weight.t()).t(), x, along_last(pull))
     _, _, wanted_weight = torchs_own(weight, along_positions(x), along_positions(pull))
     for one, other in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
         assert relative_frobenius(one, other) < 1e-6
-    across = torchs_own(nvfp4_values(weight), along_positions(x), along_positions(pull))
+    across = torchs_own(blocks(weight), along_positions(x), along_positions(pull))
     assert relative_frobenius(y, across[0]) > 0.01
     assert relative_frobenius(weight_gradient, torchs_own(weight, along_last(x), along_last(pull))[2]) > 0.01
-    assert relative_frobenius(x_gradient, torchs_own(nvfp4_values(weight), x, along_last(pull))[1]) > 0.01
+    assert relative_frobenius(x_gradient, torchs_own(blocks(weight), x, along_last(pull))[1]) > 0.01
 
 
 @pytest.mark.parametrize("keeps_source", [False, True])
@@ -137,11 +144,13 @@ def test_operands_are_cast_once_unless_scales_run_along_the_contraction(keeps_so
     assert seen == (once + turned if keeps_source else once)
 
 
-def test_codes_of_a_native_precision_are_convolved_as_their_values() -> None:
+@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
     """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
-    native = layer(ScaledArithmetic(torch.bfloat16, FORMATS), 16, 16)
-    emulated = layer(precisions.get("fp8").arithmetic(CPU), 16, 16)
+    native = layer(precisions.get(name).arithmetic(H200), 16, 16)
+    emulated = layer(precisions.get(name).arithmetic(CPU), 16, 16)
+    assert isinstance(native.arithmetic, ScaledArithmetic) and not isinstance(emulated.arithmetic, ScaledArithmetic)
     for one, other in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
         assert relative_frobenius(one, other) < 1e-3
 

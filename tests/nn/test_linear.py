@@ -8,7 +8,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.scaling import mx_values
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import MX
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
@@ -174,17 +175,20 @@ def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(k
 def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> None:
     """The weight gradient is the product of operands rounded along the tokens."""
 
+    def blocks(tensor: Tensor) -> Tensor:
+        return values(tensor, E4M3, MX)
+
     def rounded(tensor: Tensor, role: Role) -> Tensor:
-        return mx_values(tensor, E4M3)
+        return blocks(tensor)
 
     linear = layer(EmulatedArithmetic(torch.float32, rounded, keeps_source=True))
     x, pull = given(64, 64), torch.randn(64, 32)
     y, x_gradient, weight_gradient = forward_and_gradients(linear, x, pull)
     weight = linear.weight.detach()
     x = x.detach()
-    assert torch.equal(y, mx_values(x, E4M3) @ mx_values(weight, E4M3).t())
-    assert torch.equal(x_gradient, mx_values(pull, E4M3) @ mx_values(weight.t(), E4M3).t())
-    assert torch.equal(weight_gradient, mx_values(pull.t(), E4M3) @ mx_values(x.t(), E4M3).t())
+    assert torch.equal(y, blocks(x) @ blocks(weight).t())
+    assert torch.equal(x_gradient, blocks(pull) @ blocks(weight.t()).t())
+    assert torch.equal(weight_gradient, blocks(pull.t()) @ blocks(x.t()).t())
 
 
 def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:

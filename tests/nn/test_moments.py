@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.scaling import per_tensor_values
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import TENSOR
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled_half, storages
 from fp8bench.registry import precisions
@@ -106,7 +107,7 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
         "as it is": x,
         "bf16": x.bfloat16().float(),
         "scaled": scaled_half().restore(scaled_half().keep(x)),
-        "e4m3": per_tensor_values(x, E4M3),
+        "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)
     assert torch.equal(storage.restore(storage.keep(x)), wanted)

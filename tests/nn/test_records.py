@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.scaling import per_tensor_codes
+from fp8bench.formats.scaled import factor
+from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.torch_codes import torch_codes
 from fp8bench.nn.records import (
     DOUBLE,
     Bytes,
@@ -109,7 +111,9 @@ def test_batches_go_into_the_same_memory() -> None:
 
 def test_codes_travel_with_their_scale() -> None:
     """One byte a value, and what gives the values back."""
-    operand = Operand(*per_tensor_codes(torch.randn(4, 8), E4M3))
+    x = torch.randn(4, 8)
+    scale, inverse = factor(x, E4M3, TENSOR)
+    operand = Operand(torch_codes(x, E4M3, scale), inverse)
     there = Destination(operand, "cpu")
     there.take(operand)
     data, scale = there.buffers

@@ -13,7 +13,8 @@ from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.scaling import per_tensor_values
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import TENSOR
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
 from fp8bench.nn.records import DecodedRecords, Indices, text_records
@@ -96,7 +97,7 @@ def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision:
 def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
     """Scaled as inputs are."""
     batch = arrived(Data().prepare(setup_for(corpus, "fp8")))
-    assert torch.equal(batch, per_tensor_values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3))
+    assert torch.equal(batch, values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3, TENSOR))
 
 
 @pytest.mark.parametrize(("precision", "wanted"), [("fp32", ["data_load", "data_load"]),
