@@ -1,0 +1,190 @@
+"""torchao's scalings against these, bit for bit wherever it computes what the definitions say.
+
+Where it does not, by design or for speed, the difference is stated and tested: nothing of it is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+from fp8bench.formats.codes import decode
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
+from fp8bench.formats.scaled import factor, quantise, values
+from fp8bench.formats.scalings import (
+    NVFP4,
+    ROW,
+    ROW_POWER_OF_TWO,
+    TENSOR,
+    TENSOR_POWER_OF_TWO,
+    ScaleRounding,
+    Scaling,
+)
+from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide
+
+with warnings.catch_warnings():
+    # It warns of kernels that were built for other versions of Python and torch; none is used here.
+    warnings.simplefilter("ignore")
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    pytest.importorskip("torchao", reason="needs torchao, whose scalings these are held against")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+DTYPES = {
+    E4M3: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+    E3M2: DTYPE_FP6_E3M2,
+    E2M3: DTYPE_FP6_E2M3,
+    E2M1: torch.float4_e2m1fn_x2,
+}
+MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
+each_format = pytest.mark.parametrize("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
+each_mode = pytest.mark.parametrize("mode", MODES, ids=str)
+
+
+def mx(mode: ScaleRounding) -> Scaling:
+    return Scaling(1, 32, E8M0, mode)
+
+
+def of_torchao(x: torch.Tensor, fmt: Format, mode: ScaleRounding) -> MXTensor:
+    return MXTensor.to_mx(x, DTYPES[fmt], 32, ScaleCalculationMode[mode.name])
+
+
+def nvfp4_of_torchao(x: torch.Tensor) -> NVFP4Tensor:
+    return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+
+
+def codes(scales: torch.Tensor | None) -> torch.Tensor:
+    assert scales is not None
+    return scales.view(torch.uint8)
+
+
+@each_mode
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mx_agrees_on_a_million_values(fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
+    """Gaussian and with outliers: values, codes and scales."""
+    for kind in ("gaussian", "outliers"):
+        x = a_million()[kind].to(dtype)
+        theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
+        assert torch.equal(codes(theirs.scale), codes(stored.scales))
+        assert torch.equal(theirs.qdata.view(torch.uint8), stored.codes)
+        assert differing(theirs.dequantize(torch.float32), values(x, fmt, mx(mode))) == 0
+
+
+@each_mode
+@each_format
+def test_mx_agrees_at_every_exponent_but_the_lowest(fmt: Format, mode: ScaleRounding) -> None:
+    """torchao takes the scale 2^-127 for 2^-126 (RCEIL: for 1) when it encodes, and not when it decodes."""
+    x = wide(1 << 10, 1 << 10)
+    theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
+    assert torch.equal(codes(theirs.scale), codes(stored.scales))
+    usual = codes(stored.scales) > 0
+    in_usual = usual.repeat_interleave(32, 1)
+    left, right = values(x, fmt, mx(mode)), theirs.dequantize(torch.float32)
+    assert in_usual.sum() > 950_000
+    assert differing(left[in_usual], right[in_usual]) == 0
+    assert differing(left[~in_usual], right[~in_usual]) > 200
+
+
+def test_rceil_of_the_lowest_exponent_becomes_zeros_in_torchao() -> None:
+    x = torch.full((1, 32), 1.5 * 2.0**-120)
+    assert values(x, E4M3, mx(ScaleRounding.RCEIL)).eq(1.5 * 2.0**-120).all()
+    assert of_torchao(x, E4M3, ScaleRounding.RCEIL).dequantize(torch.float32).eq(0).all()
+
+
+def test_rceil_takes_a_logarithm_in_torchao_which_rounds() -> None:
+    """A quotient one step above a power of two is that power to it; then the largest value saturates."""
+    above = torch.nextafter(torch.tensor(448 * 2.0**64), torch.tensor(torch.inf))
+    x = torch.full((1, 32), float(above))
+    theirs, stored = of_torchao(x, E4M3, ScaleRounding.RCEIL), quantise(x, E4M3, mx(ScaleRounding.RCEIL))
+    assert codes(stored.scales).item() == 127 + 65 and codes(theirs.scale).item() == 127 + 64
+    # And nowhere else, whatever the bits.
+    x = patterns(1 << 10, 1 << 10)
+    x = x[x.abs().view(-1, 32).amax(1).view(1 << 10, -1).amin(1) > 2.0**-100]
+    theirs, stored = of_torchao(x, E4M3, ScaleRounding.RCEIL), quantise(x, E4M3, mx(ScaleRounding.RCEIL))
+    other = codes(theirs.scale) != codes(stored.scales)
+    mantissa = torch.frexp(x.view(-1, 32).abs().amax(1).double() / 448).mantissa.view(other.shape)[other] * 2
+    assert len(mantissa) < 5 and torch.all((mantissa > 1) & (mantissa < 1 + 2.0**-17))
+
+
+def test_infinities_and_nan_in_mx() -> None:
+    """Where there is an infinity, torchao's RCEIL has the largest scale of all; the other modes agree, and NaN does."""
+    x = gaussian(2, 64)
+    x[0, 3], x[1, 40] = torch.inf, torch.nan
+    for mode in MODES:
+        theirs, stored = of_torchao(x, E5M2, mode), quantise(x, E5M2, mx(mode))
+        same = (codes(theirs.scale) == codes(stored.scales)).tolist()
+        assert same == [[mode is not ScaleRounding.RCEIL, True], [True, True]]
+        assert codes(stored.scales)[1, 1] == 255
+        assert theirs.dequantize(torch.float32)[0, 3].isinf() and values(x, E5M2, mx(mode))[0, 3].isinf()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "outliers", "octaves", "patterns"])
+def test_nvfp4_agrees_where_block_scales_are_normal(kind: str) -> None:
+    """torchao keeps block scales at 2^-6 or above: what lies in smaller blocks loses bits that e4m3 could keep."""
+    x = a_million()[kind]
+    theirs, stored = nvfp4_of_torchao(x), quantise(x, E2M1, NVFP4)
+    normal = decode(codes(stored.scales), E4M3) >= 2.0**-6
+    inside = normal.repeat_interleave(16, 1)
+    left, right = values(x, E2M1, NVFP4), theirs.dequantize(torch.float32)
+    assert inside.sum() == {"gaussian": 1 << 20, "outliers": 1 << 20}.get(kind, inside.sum()) and inside.sum() > 400_000
+    assert torch.equal(stored.tensor_scale, theirs.per_tensor_scale) if stored.tensor_scale is not None else False
+    assert torch.equal(codes(theirs.scale)[normal], codes(stored.scales)[normal])
+    assert torch.equal(theirs.qdata[inside[:, ::2]], stored.codes[inside[:, ::2]])
+    assert differing(left[inside], right[inside]) == 0
+    assert torch.all(theirs.scale.to(torch.float32)[~normal] == 2.0**-6)
+    assert differing(left[~inside], right[~inside]) >= (0 if inside.all() else 1000)
+
+
+def test_nvfp4_of_bfloat16_disagrees_on_ties_alone() -> None:
+    """torchao multiplies by a rounded reciprocal: what lies halfway between two elements may go the other way."""
+    x = gaussian(1 << 11, 1 << 11).clamp(-5.25, 5.25).to(torch.bfloat16)
+    x[0, 0] = 2688 * 2.0**-9  # with a tensor scale that is a power of two there are such
+    theirs, stored = nvfp4_of_torchao(x).dequantize(torch.float32), quantise(x, E2M1, NVFP4)
+    assert stored.scales is not None and stored.tensor_scale is not None
+    scale = (decode(stored.scales, E4M3) * stored.tensor_scale).repeat_interleave(16, 1)
+    other = theirs.ne(values(x, E2M1, NVFP4)) & (decode(stored.scales, E4M3) >= 2.0**-6).repeat_interleave(16, 1)
+    exact = x[other].double().abs() / scale[other].double()
+    halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    assert 0 < len(exact) < 1e-3 * x.numel()
+    assert (exact[:, None] / halfway - 1).abs().amin(1).max() < 3 * 2.0**-24
+
+
+def test_nvfp4_where_torchao_divides_by_zero() -> None:
+    """Zeros are NaN to it; of a tensor so small that its scale has no inverse in float32, all becomes the largest."""
+    zeros = torch.zeros(16, 16)
+    assert nvfp4_of_torchao(zeros).dequantize(torch.float32).isnan().all()
+    assert torch.equal(values(zeros, E2M1, NVFP4), zeros)
+    tiny = (gaussian(16, 16).abs() + 0.1) * 2.0**-140
+    assert torch.all(nvfp4_of_torchao(tiny).qdata & 0x77 == 0x77)
+    assert differing(values(tiny, E2M1, NVFP4), reference(tiny, E2M1, NVFP4)) == 0
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
+def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
+    """But for zeros and for magnitudes under 1e-12, which torchao scales as if they were 1e-12."""
+    dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]
+    for x in (a_million()["gaussian"], a_million()["outliers"], wide(1 << 10, 1 << 10), patterns(1 << 8, 1 << 10)):
+        rows = x[x.abs().amax(1) > 1e-12]
+        theirs = tensor_to_scale(
+            rows,
+            dtype,
+            scaling_granularity=ScalingGranularity.AXISWISE if scaling.rows else ScalingGranularity.TENSORWISE,
+            axiswise_dim=-1 if scaling.rows else None,
+            round_scales_to_power_of_2=scaling.rounding is ScaleRounding.POWER_OF_TWO,
+        )
+        assert torch.equal(theirs, factor(rows, fmt, scaling)[0])
+        assert torch.equal(to_fp8_saturated(rows * theirs, dtype).view(torch.uint8), quantise(rows, fmt, scaling).codes)
+    tiny = torch.tensor([[1e-13], [0.0]])
+    theirs = tensor_to_scale(tiny, dtype, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1)
+    assert torch.all(theirs == torch.tensor(fmt.largest / 1e-12))
