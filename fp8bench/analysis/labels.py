@@ -35,6 +35,8 @@ def labels_of(record: Record, finding: Finding, reference: Timing | None) -> tup
         found.add(Label.UNPAIRED)
     if timing.varying:
         found.add(Label.VARYING)
+    if timing.eager:
+        found.add(Label.EAGER_QUANTISER)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         found.add(Label.BELOW_FLOOR)
     return tuple(label for label in Label if label in found)

@@ -100,13 +100,16 @@ class Timing:
     """All raw samples of one arm; nothing is thrown away.
 
     `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step
-    to step, so that there is one cell a phase.
+    to step, so that there is one cell a phase. `eager` says why quantisers that could have been one compiled kernel
+    each ran as separate operations, '' if none did; `fused` that some ran compiled.
     """
 
     segments: Segments
     slots: tuple[SlotSample, ...]
     entries: tuple[tuple[str, int], ...] = ()
     varying: bool = False
+    eager: str = ""
+    fused: bool = False
 
     @property
     def num_rounds(self) -> int:

@@ -59,6 +59,7 @@ class Label(StrEnum):
     FEW_SAMPLES = "few-samples"
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"
+    EAGER_QUANTISER = "eager-quantiser"
 
 
 class Verdict(StrEnum):

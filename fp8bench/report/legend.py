@@ -16,6 +16,7 @@ LABELS: dict[Label, str] = {
     Label.FEW_SAMPLES: "few rounds: the interval rests on little",
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
+    Label.EAGER_QUANTISER: "quantisers ran as many operations and not as one compiled kernel: casts take longer so",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
@@ -29,6 +30,7 @@ REASONS: dict[Label, str] = {
     Label.FEW_SAMPLES: "it rests on few rounds",
     Label.UNPAIRED: "it was measured at another time than the reference",
     Label.VARYING: "its steps were not alike",
+    Label.EAGER_QUANTISER: "its quantisers were not compiled",
 }
 
 # Short names for the columns of the phases table; a phase not named here shows under its own name.

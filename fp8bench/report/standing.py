@@ -9,7 +9,7 @@ import math
 from enum import StrEnum
 
 from fp8bench.analysis.verdicts import doubted
-from fp8bench.model import Interval, Level, Status, Verdict
+from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.blocks import Result
 from fp8bench.report.elements import Tone
@@ -83,6 +83,16 @@ def _inverse(bound: float) -> float:
 
 def doubts(result: Result) -> tuple[str, ...]:
     """Why a case is not to be trusted, in words: its labels with what they mean, and why it has no verdict."""
-    labels = tuple(f"{label}: {legend.LABELS[label]}" for label in result.labels)
+    labels = tuple(f"{label}: {legend.LABELS[label]}{_reason(label, result)}" for label in result.labels)
     why = result.finding.why if result.finding else ""
     return (*labels, why) if why else labels
+
+
+def eager_reason(result: Result) -> str:
+    """Why its quantisers ran eagerly while it was timed, '' if none did."""
+    return result.record.timing.eager if result.record.timing is not None else ""
+
+
+def _reason(label: Label, result: Result) -> str:
+    """What a label has to say of this case beyond its meaning."""
+    return f" ({eager_reason(result)})" if label is Label.EAGER_QUANTISER and eager_reason(result) else ""

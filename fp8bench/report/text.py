@@ -12,7 +12,7 @@ from fp8bench.report.data_table import data_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.run_facts import missing_of, notes_of
-from fp8bench.report.standing import emulated
+from fp8bench.report.standing import eager_reason, emulated
 from fp8bench.report.tables import main_error, main_table, noise_floor, phases_table, show_value
 
 
@@ -98,6 +98,8 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
             if finding is not None and finding.why:
                 word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
                 yield f"{result.mode} {word}", finding.why, place
+            if Label.EAGER_QUANTISER in result.labels:
+                yield f"{result.mode} {Label.EAGER_QUANTISER}", eager_reason(result), place
             if record.detail:  # it was timed, but something else about it could not be had
                 yield result.mode, record.detail, place
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8bench.analysis.phase_medians import phase_medians
 from fp8bench.model import UNATTRIBUTED, Finding, Label, Level, Provenance, Record, Run, Scalar, Timing, Verdict
 from fp8bench.report.blocks import Result, panels_of, show_params
+from fp8bench.report.standing import eager_reason
 
 Cell = Scalar | None
 TidyRow = dict[str, Cell]
@@ -108,7 +109,7 @@ def _step_time(result: Result) -> TidyRow:
         "provenance": Provenance.MEASURED.value,
         "verdict": (Verdict.EMULATED if emulated else finding.verdict).value,
         "labels": " ".join(finding.labels),
-        "why": finding.why,
+        "why": "; ".join(filter(None, (finding.why, eager_reason(result)))),
         **_counts(result.record.timing),
     }
     if finding.ratio is not None and not emulated:  # whatever is known of it, the time of an emulation is no speed

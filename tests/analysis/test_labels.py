@@ -153,3 +153,11 @@ def test_labels_come_in_their_own_order() -> None:
     found = labels(record(bad, paired=False), floor=0.5)
     assert found == tuple(label for label in Label if label in found)
     assert found == (Label.NOISY, Label.CONTENDED, Label.FEW_SAMPLES, Label.UNPAIRED, Label.VARYING)
+
+
+@pytest.mark.parametrize("level", [Level.NATIVE, Level.EMULATED])
+def test_eager_quantiser(level: Level) -> None:
+    """Some cast ran as many operations, whatever the reason; emulated cases say so too."""
+    eager = replace(CALM, eager="--quick compiles nothing")
+    assert Label.EAGER_QUANTISER in labels(record(eager, level=level))
+    assert Label.EAGER_QUANTISER not in labels(record(replace(CALM, fused=True), level=level))

@@ -26,6 +26,7 @@ from fp8bench.model import (
     Group,
     Interval,
     Label,
+    LayerScale,
     Level,
     Measurement,
     OperatorTime,
@@ -42,6 +43,7 @@ from fp8bench.model import (
     Segments,
     Series,
     SlotSample,
+    StaticScales,
     Status,
     Support,
     TensorStatistics,
@@ -51,25 +53,29 @@ from fp8bench.model import (
 )
 
 CASE = Case(
-    "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),)
-)
+    "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
+    "2", StaticScales(8, 100, 0.001),
+)  # fmt: skip
 SUPPORT = Support(Level.EMULATED, "no hardware")
 TIMING = Timing(
     Segments((Phase.CAST, Phase.GEMM, "unattributed"), (0, 0, 1)),
     (SlotSample(0, ((1, 2, 3), (4, 5, 6)), 0.25, 0.125), SlotSample(1, ((7, 8, 9),), 0.5, 0.5, 0.0625)),
     entries=(("gemm", 2), ("unattributed", 1)),
     varying=True,
+    eager="--quick",
+    fused=True,
 )
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")
 STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
+    (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),),
 )  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False, 12.5, True, "traces",
+    5, ("module",), False, 12.5, True, "traces", 8, 100, 0.5,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -95,7 +101,7 @@ VALUES: list[Any] = [
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
-    RECORD.operators[0],
+    RECORD.operators[0], RECORD.scales[0], CASE.static,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from fp8bench.report.material import Entry, Material
 from fp8bench.report.naming import listed
 from fp8bench.report.run_facts import commit_of, counts, fact, many, missing_of, notes_of, when
 from fp8bench.report.section import Section, sections
-from fp8bench.report.standing import Standing, standing
+from fp8bench.report.standing import Standing, eager_reason, standing
 from fp8bench.report.tables import floor_of
 
 _MOST = 20
@@ -156,7 +156,14 @@ def _labels(entry: Entry) -> Iterator[Text]:
     for label in Label:
         number = sum(label in result.labels for result in measured)
         if number:
-            yield Text(f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}", Tone.DOUBT)
+            words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
+            yield Text(f"{words}{_eager_reasons(measured) if label is Label.EAGER_QUANTISER else ''}", Tone.DOUBT)
+
+
+def _eager_reasons(measured: Sequence[Result]) -> str:
+    """' (--quick compiles nothing)'; a few reasons at most."""
+    reasons = list(dict.fromkeys(reason for result in measured if (reason := eager_reason(result))))
+    return f" ({'; '.join(reasons[:_MOST])})" if reasons else ""
 
 
 def _notes(run: Run) -> Iterator[Text]:
