@@ -30,7 +30,9 @@ def round_to(
     torch's own casts are not used because their overflow differs between torch versions and between formats.
     """
     check_input(x)
-    check_overflow(fmt, overflow)
+    overflow = checked_overflow(fmt, overflow)
+    if out is not None:
+        check_output(out, x)
     values = x.detach().to(torch.float32)
     if seed is None:
         rounded = nearest(values, fmt, overflow)
@@ -45,8 +47,17 @@ def check_input(x: Tensor) -> None:
         raise TypeError(f"cannot quantise {x.dtype}: give a tensor of float32, bfloat16 or float16.")
 
 
-def check_overflow(fmt: Format, overflow: Overflow) -> None:
-    """Raise where a format has no code for that way of overflowing."""
+def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
+    """That way of overflowing, also by its word alone; raises where the format has no code for it."""
     if overflow not in fmt.overflows:
         known = ", ".join(fmt.overflows)
         raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {known}.")
+    return Overflow(overflow)
+
+
+def check_output(out: Tensor, x: Tensor) -> None:
+    """Raise where values would be cut to integers on the way out, or repeated to fill what is larger."""
+    if not out.is_floating_point():
+        raise TypeError(f"cannot round into {out.dtype}: give a tensor of a floating-point dtype.")
+    if out.shape != x.shape:
+        raise ValueError(f"cannot round {tuple(x.shape)} into {tuple(out.shape)}: give a tensor of the same shape.")

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from fp8bench.formats.block_kernels import RECTANGLE_DIMENSIONS, block_elements, block_values
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E4M3, Format
-from fp8bench.formats.quantise import check_input, round_to
+from fp8bench.formats.quantise import check_input, check_output, round_to
 from fp8bench.formats.random_bits import random_bits
 from fp8bench.formats.scales import float_factor, nvfp4_tensor_scale
 from fp8bench.formats.scalings import Scaling
@@ -66,6 +66,8 @@ def values(
     """
     check_input(x)
     _check(fmt, scaling, scale)
+    if out is not None:
+        check_output(out, x)
     if scaling is None:
         return round_to(x, fmt, out, seed=seed)
     if _whole(scaling):

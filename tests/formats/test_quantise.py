@@ -223,6 +223,33 @@ def test_what_holds_no_such_numbers_is_refused(dtype: torch.dtype) -> None:
         round_to(torch.ones(3, dtype=dtype), BF16)
 
 
+def test_overflow_may_be_said_by_its_word() -> None:
+    """As a file of options says it: 'saturate' must never mean anything else."""
+    values = torch.tensor([1e6, -1e6, 3.3])
+    for fmt in (E4M3, E5M2, BF16):
+        for overflow in fmt.overflows:
+            by_word = round_to(values, fmt, overflow=str(overflow))  # type: ignore[arg-type]
+            assert mismatches(by_word, round_to(values, fmt, overflow=overflow).numpy()) == 0
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [5, torch.tensor(5, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)],
+    ids=repr,
+)
+def test_a_seed_that_is_none_is_refused(seed: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
+        round_to(torch.ones(3), E4M3, seed=seed)
+
+
+def test_an_output_that_cannot_hold_the_values_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot round into torch\.int8: give a tensor of a floating-point dtype"):
+        round_to(torch.ones(3), E4M3, out=torch.empty(3, dtype=torch.int8))
+    for shape in ((2, 3), (1,), (3, 1)):
+        with pytest.raises(ValueError, match="give a tensor of the same shape"):
+            round_to(torch.ones(3), E4M3, out=torch.empty(shape))
+
+
 def test_e2m1_has_eight_magnitudes() -> None:
     grid = set(round_to(torch.linspace(0, 10, 4001), E2M1).tolist())
     assert sorted(grid) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
