@@ -66,7 +66,7 @@ class Numerics(Workload):
     history = Grid(
         cpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("512",)},
         gpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("4096",)},
-        dtypes=("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
+        dtypes=("fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
         errors=("relative_error", "max_ulp", "underflow_percent", "saturation_percent"),
     )  # fmt: skip
 
