@@ -5,13 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.formats.grids import E4M3, E5M2, TF32
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E5M2FNUZ, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.scaling import mx_values, nvfp4_values, per_tensor_values
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import (
+    BLOCK_POWER_OF_TWO,
+    MX,
+    NVFP4,
+    NVFP4_SQUARE,
+    ROW,
+    ROW_POWER_OF_TWO,
+    SQUARE_POWER_OF_TWO,
+    TENSOR,
+    TENSOR_POWER_OF_TWO,
+    ScaleRounding,
+    Scaling,
+)
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic, ScaledArithmetic
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
 from fp8bench.numerics.errors import relative_frobenius
-from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
@@ -21,13 +35,18 @@ CARRIERS = {
     "tf32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
-    "mxfp8": torch.bfloat16,
-    "nvfp4": torch.bfloat16,
-    "mxfp4": torch.bfloat16,
-}
+    **dict.fromkeys(
+        ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8", "mxfp6", "nvfp4", "mxfp4",
+         "custom"),
+        torch.bfloat16,
+    ),
+}  # fmt: skip
 # Upper bounds on the error of a Gaussian product; every one is also held to be above half of it.
-ERRORS = {"fp16": 5e-4, "tf32": 5e-4, "bf16": 4e-3, "fp8": 0.042, "mxfp8": 0.042, "nvfp4": 0.15, "mxfp4": 0.19}
+ERRORS = {
+    "fp16": 5e-4, "tf32": 5e-4, "bf16": 4e-3, "fp8": 0.042, "fp8-delayed": 0.042, "fp8-rowwise": 0.042,
+    "fp8-block": 0.042, "fp8-e4m3": 0.042, "fp8-e5m2": 0.084, "mxfp8": 0.042, "mxfp6": 0.084, "nvfp4": 0.15,
+    "mxfp4": 0.19, "custom": 0.042,
+}  # fmt: skip
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -70,9 +89,11 @@ def test_turning_is_casting_the_transposed_source(name: str) -> None:
     operand = arithmetic.cast(source, Role.WEIGHT)
     turned = arithmetic.turn(operand, source, Role.WEIGHT)
     assert turned.data.shape == (80, 48)
-    assert torch.equal(turned.data, arithmetic.cast(source.t(), Role.WEIGHT).data)
-    assert arithmetic.keeps_source == (name in ("mxfp8", "nvfp4", "mxfp4"))
-    if arithmetic.keeps_source:
+    assert torch.equal(turned.data, on_cpu(name).cast(source.t(), Role.WEIGHT).data)
+    by_blocks = name in ("fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
+    assert arithmetic.keeps_source == by_blocks
+    # Squares of weights stay squares.
+    if by_blocks and name not in ("fp8-block", "nvfp4"):
         assert not torch.equal(turned.data, operand.data.t())
 
 
@@ -85,17 +106,39 @@ def test_only_fp32_casts_nothing() -> None:
     assert on_cpu("fp32").cast(source, Role.INPUT).data.data_ptr() == source.data_ptr()
 
 
-def test_each_precision_rounds_with_its_own_format() -> None:
-    source = normal(32, 64)
-    expected = {
-        "tf32": round_to(source, TF32),
-        "fp8": per_tensor_values(source, E4M3),
-        "mxfp8": mx_values(source, E4M3),
-        "nvfp4": nvfp4_values(source),
-    }
-    for name, values in expected.items():
-        assert torch.equal(on_cpu(name).cast(source, Role.INPUT).data, values)
-    assert torch.equal(on_cpu("fp8").cast(source, Role.GRADIENT).data, per_tensor_values(source, E5M2))
+# Formats and scalings of inputs, weights and gradients; one stands for all three.
+Treated = tuple[Format, Scaling | None]
+CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
+    "tf32": (TF32, None),
+    "fp8": ((E4M3, TENSOR), (E4M3, TENSOR), (E5M2, TENSOR)),
+    "fp8:formats=e4m3:scale=pow2": (E4M3, TENSOR_POWER_OF_TWO),
+    "fp8-e4m3": (E4M3, TENSOR),
+    "fp8-e5m2": (E5M2, TENSOR),
+    "fp8-rowwise": (E4M3, ROW_POWER_OF_TWO),
+    "fp8-rowwise:formats=hybrid:scale=exact": ((E4M3, ROW), (E4M3, ROW), (E5M2, ROW)),
+    "fp8-block": ((E4M3, BLOCK_POWER_OF_TWO), (E4M3, SQUARE_POWER_OF_TWO), (E4M3, BLOCK_POWER_OF_TWO)),
+    "mxfp8": (E4M3, MX),
+    "mxfp8:formats=hybrid": ((E4M3, MX), (E4M3, MX), (E5M2, MX)),
+    "mxfp6": (E3M2, MX),
+    "mxfp6:formats=hybrid": ((E2M3, MX), (E2M3, MX), (E3M2, MX)),
+    "mxfp4:scale=floor": (E2M1, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR)),
+    "nvfp4:stochastic=off": ((E2M1, NVFP4), (E2M1, NVFP4_SQUARE), (E2M1, NVFP4)),
+    "nvfp4:stochastic=off:weights=1d:scale=up": (E2M1, Scaling(1, 16, E4M3, ScaleRounding.UP)),
+    "custom": (E4M3, TENSOR),
+    "custom:format=e3m2:scaling=row": (E3M2, ROW),
+    "custom:input=fp16:weight=e5m2fnuz:scaling=none": ((FP16, None), (E5M2FNUZ, None), (E4M3, None)),
+}
+
+
+@pytest.mark.parametrize("mode", CASTS)
+def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None:
+    """Whatever the options say."""
+    source, arithmetic = normal(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
+    given = CASTS[mode]
+    by_role = (given, given, given) if len(given) == 2 else given
+    for role, (fmt, scaling) in zip(Role, by_role, strict=True):
+        assert torch.equal(arithmetic.cast(source, role).data, values(source, fmt, scaling))
+        assert torch.equal(arithmetic.unscaled(source, role).data, round_to(source, fmt))
 
 
 @pytest.mark.parametrize("name", CARRIERS)
@@ -106,70 +149,11 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert torch.equal(result, torch.zeros(16, 16))
 
 
-def native_fp8() -> ScaledArithmetic:
-    arithmetic = precisions.get("fp8").arithmetic(H200)
-    assert isinstance(arithmetic, ScaledArithmetic)
-    return arithmetic
-
-
-@pytest.mark.parametrize("role", list(Role))
-def test_native_fp8_codes_are_the_emulated_values(role: Role) -> None:
-    native, emulated, source = native_fp8(), on_cpu("fp8"), normal(48, 64)
-    assert isinstance(emulated, EmulatedArithmetic)
-    for tensor in (source, source.t(), source.to(torch.bfloat16)):
-        operand = native.cast(tensor, role)
-        assert operand.scale is not None
-        assert operand.data.is_contiguous()
-        assert torch.equal(operand.data.float() * operand.scale, emulated.cast(tensor, role).data)
-
-
-@pytest.mark.parametrize("roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_native_fp8_product_is_the_emulated_one(roles: tuple[Role, Role], dtype: torch.dtype, tolerance: float) -> None:
-    native, emulated = native_fp8(), on_cpu("fp8")
-    a, b = normal(48, 64), normal(32, 64, seed=1)
-    ours = native.product(native.cast(a, roles[0]), native.cast(b, roles[1]), dtype)
-    theirs = emulated.product(emulated.cast(a, roles[0]), emulated.cast(b, roles[1]), dtype)
-    assert ours.dtype == dtype
-    assert relative_frobenius(ours, theirs) < tolerance
-
-
-def test_native_fp8_turns_codes_without_rounding_again() -> None:
-    native, source = native_fp8(), normal(48, 64)
-    operand = native.cast(source, Role.INPUT)
-    turned = native.turn(operand, source, Role.INPUT)
-    assert turned.scale is operand.scale
-    assert turned.data.is_contiguous()
-    assert torch.equal(turned.data.float(), operand.data.float().t())
-
-
-def test_native_fp8_refuses_what_cuda_cannot() -> None:
-    native = native_fp8()
-    gradient = native.cast(normal(16, 32), Role.GRADIENT)
-    with pytest.raises(ValueError, match="two E5M2"):
-        native.product(gradient, gradient, torch.float32)
-    with pytest.raises(ValueError, match="scales"):
-        native.product(gradient, Operand(native.cast(normal(16, 32), Role.WEIGHT).data), torch.float32)
-
-
-@pytest.mark.parametrize("forward", [True, False])
-def test_native_fp8_accumulates_fast_only_forward(forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, object] = {}
-
-    def spy(a: torch.Tensor, b: torch.Tensor, *scales: object, **options: object) -> torch.Tensor:
-        seen.update(options, column_major=b.stride(0) == 1, row_major=a.stride(1) == 1)
-        return torch.empty(0)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", spy)
-    native = native_fp8()
-    a = native.cast(normal(16, 32), Role.INPUT if forward else Role.GRADIENT)
-    native.product(a, native.cast(normal(16, 32), Role.WEIGHT), torch.bfloat16)
-    assert seen["use_fast_accum"] is forward
-    assert seen["column_major"] and seen["row_major"]
-
-
-def test_fp8_states_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
-    assert precisions.get("fp8").multiples == (16, 16)
+def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
+    """16 wherever torch's scaled product is what multiplies."""
+    for name in CARRIERS:
+        native = isinstance(precisions.get(name).arithmetic(H200), ScaledArithmetic)
+        assert precisions.get(name).multiples == ((16, 16) if native else (1, 1))
     assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
         (name for name in CARRIERS if name != "fp16"), 1.0
     )

@@ -11,7 +11,10 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.registry import precisions
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
-NAMES = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+NAMES = (
+    "fp32", "tf32", "fp16", "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8",
+    "mxfp6", "nvfp4", "mxfp4", "custom",
+)  # fmt: skip
 
 
 def gpu(name: str, capability: tuple[int, int] | None, hip: str | None = None) -> DeviceFacts:
@@ -27,16 +30,18 @@ B200 = gpu("B200", (10, 0))
 MI300X = gpu("MI300X", (9, 4), hip="7.0")
 XPU = DeviceFacts("xpu", 0, "something else", 16 << 30, "2.13.0")
 
+# Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
+FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
 TABLE = {
-    "cpu": (CPU, (NATIVE, EMULATED, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
-    "V100": (V100, (NATIVE, REFUSED, NATIVE, REFUSED, EMULATED, EMULATED, EMULATED, EMULATED)),
-    "A100": (A100, (NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
-    "L40S": (gpu("L40S", (8, 9)), (NATIVE, NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED)),
-    "H200": (H200, (NATIVE, NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED)),
-    "B200": (B200, (NATIVE, NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED)),
-    "MI300X": (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
-    "unknown capability": (gpu("?", None), (NATIVE, REFUSED, NATIVE, REFUSED) + (EMULATED,) * 4),
-    "xpu": (XPU, (NATIVE,) + (REFUSED,) * 7),
+    "cpu": (CPU, (NATIVE, EMULATED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
+    "V100": (V100, (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
+    "A100": (A100, (NATIVE, NATIVE, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
+    "L40S": (gpu("L40S", (8, 9)), (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
+    "H200": (H200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
+    "B200": (B200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
+    "MI300X": (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
+    "unknown capability": (gpu("?", None), (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
+    "xpu": (XPU, (NATIVE,) + (REFUSED,) * 14),
 }
 
 
@@ -56,7 +61,18 @@ def test_support(device: str) -> None:
         ("fp8", CPU, "no hardware"),
         ("bf16", V100, "needs compute capability 8.0; this device has 7.0"),
         ("fp8", A100, "needs compute capability 8.9; this device has 8.0"),
-        ("fp8", H200, "scaled_mm"),
+        ("fp8", H200, "scaled_mm), a scale a tensor"),
+        ("fp8-rowwise", H200, "scaled_mm), a scale a row"),
+        ("fp8-delayed:history=2", A100, "needs compute capability 8.9"),
+        ("fp8-e5m2", H200, "no product of two E5M2 tensors"),
+        ("fp8:formats=e5m2", B200, "no product of two E5M2 tensors"),
+        ("fp8:accumulator=short", H200, "a model, which no kernel follows"),
+        ("fp8-block", H200, "no native backend for block-scaled FP8"),
+        ("fp8-block:accumulator=promoted", CPU, "no hardware for block-scaled FP8"),
+        ("mxfp6", B200, "no native backend for MXFP6"),
+        ("custom", H200, "no native backend for formats of one's own choice"),
+        ("fp8-rowwise", MI300X, "e4m3fnuz"),
+        ("fp8-block", MI300X, "no native backend"),
         ("mxfp8", B200, "no native backend"),
         ("nvfp4", CPU, "no hardware for NVFP4"),
         ("fp8", MI300X, "e4m3fnuz"),
@@ -80,7 +96,7 @@ def test_every_precision_is_registered_under_its_own_name() -> None:
 
 
 def test_ranks_go_from_high_precision_down() -> None:
-    assert [precisions.get(name).rank for name in NAMES] == [0, 10, 20, 30, 40, 50, 60, 70]
+    assert [precisions.get(name).rank for name in NAMES] == [0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90]
 
 
 def test_listing_needs_neither_torch_nor_numpy() -> None:

@@ -126,7 +126,7 @@ def test_statistics_are_those_of_a_batch(corpus: Corpus) -> None:
     """Bytes of text, normalised: none is large."""
     (found,) = Data().statistics(setup_for(corpus))
     assert (found.kind, found.role, found.count) == ("batch", "", 4 * 512)
-    assert 0.5 < found.amax <= 2 and {name for name, *_ in found.outside} >= {"fp16", "e4m3", "e2m1"}
+    assert 0.5 < found.amax <= 2 and {name for name, *_ in found.outside} >= {"fp16", "e4m3fn", "e2m1"}
 
 
 def test_two_states_of_one_seed_draw_alike(corpus: Corpus) -> None:

@@ -1,0 +1,152 @@
+"""Native FP8 on a CPU, where torch has its kernels too, against the emulation of the same recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
+from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
+MODES = (
+    "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
+    "fp8-delayed:margin=2:weight-gradient=bf16", "fp8-rowwise", "fp8-rowwise:formats=hybrid:scale=exact",
+    "fp8-rowwise:weight-gradient=bf16",
+)  # fmt: skip
+EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "fp8-block", "mxfp8",
+            "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
+    """The arithmetics of a Hopper and of a processor."""
+    native, emulated = (precisions.get(mode).arithmetic(facts) for facts in (H200, CPU))
+    assert isinstance(native, ScaledArithmetic) and type(emulated) is RecipeArithmetic
+    return native, emulated
+
+
+@pytest.mark.parametrize("mode", EMULATED)
+def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
+    """E5M2 by itself, sums that are a model, blocks: with the reason."""
+    assert precisions.get(mode).support(H200).level is Level.EMULATED
+    assert type(precisions.get(mode).arithmetic(H200)) is RecipeArithmetic
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("mode", MODES)
+def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
+    """Bit for bit, cast after cast, and contiguous along the contraction."""
+    native, emulated = pair(mode)
+    source = normal(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    for tensor in (source, source.t(), 8 * source.to(torch.bfloat16), torch.zeros(16, 32)):
+        operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
+        assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
+        assert torch.equal(native.restore(operand, torch.float32), theirs.data)
+        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+        assert ours.scale is None or ours.data.is_contiguous()
+        assert torch.equal(native.unscaled(tensor, role).data.float(), emulated.unscaled(tensor, role).data)
+
+
+@pytest.mark.parametrize(
+    "roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
+    """But for the order of sums, and for the rounding of the result where CUDA gives bfloat16 only."""
+    native, emulated = pair(mode)
+    sources = normal(48, 64), normal(32, 64, seed=1) * torch.logspace(-2, 2, 32)[:, None]
+    for dtype, tolerance in ((torch.float32, 4e-3 if "rowwise" in mode else 1e-6), (torch.bfloat16, 4e-3)):
+        found = [
+            one.product(*(one.cast(source, role) for source, role in zip(sources, roles, strict=True)), dtype)
+            for one in (native, emulated)
+        ]
+        assert found[0].dtype == dtype and relative_frobenius(*found) < tolerance
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_are_the_emulated_ones(mode: str) -> None:
+    """All three products over two steps, the second of another magnitude."""
+    outcomes = []
+    for facts in (H200, CPU):
+        torch.manual_seed(1)
+        layer, found = Linear(64, 32, precisions.get(mode).arithmetic(facts).layer("one")), []
+        for step in range(2):
+            x = (normal(48, 64, seed=step) * 3.0**step).requires_grad_()
+            y = layer(x, SilentPhases())
+            found += [y, *torch.autograd.grad(y, (x, layer.weight), normal(48, 32, seed=9).to(y.dtype))]
+        outcomes.append(found)
+    for native, emulated in zip(*outcomes, strict=True):
+        assert relative_frobenius(native, emulated) < 6e-3
+
+
+def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
+    """The very scale, and the codes in the other order."""
+    native, _ = pair("fp8")
+    operand = native.cast(normal(48, 64), Role.INPUT)
+    turned = native.turn(operand, normal(48, 64), Role.INPUT)
+    assert turned.scale is operand.scale and turned.data.is_contiguous() and not native.keeps_source
+    assert torch.equal(turned.data.float(), operand.data.float().t())
+
+
+def test_what_cuda_cannot_is_refused() -> None:
+    """Two gradients, and codes without scales."""
+    native, _ = pair("fp8")
+    gradient = native.cast(normal(16, 32), Role.GRADIENT)
+    with pytest.raises(ValueError, match="two E5M2"):
+        native.product(gradient, gradient, torch.float32)
+    with pytest.raises(ValueError, match="scales"):
+        native.product(gradient, Operand(native.cast(normal(16, 32), Role.WEIGHT).data), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
+def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
+    seen: list[dict[str, object]] = []
+
+    def spy(
+        a: Tensor, b: Tensor, scale_a: Tensor, kind: object, scale_b: Tensor, _: object, **options: object
+    ) -> Tensor:
+        row = (a.shape[0], 1), (1, b.shape[1])
+        fits = (scale_a.shape, scale_b.shape) == (row if "rowwise" in mode else ((), ()))
+        seen.append({"layout": a.stride(1) == 1 and b.stride(0) == 1, "scales": fits, **options})
+        return torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", spy)
+    native = precisions.get(mode).arithmetic(H200)
+    layer = Linear(32, 16, native)
+    layer(normal(48, 32).requires_grad_(), SilentPhases()).sum().backward()
+    assert [one["use_fast_accum"] for one in seen] == [True, False, False]
+    assert all(one["layout"] and one["scales"] and one["output_dtype"] == torch.bfloat16 for one in seen)
+
+
+def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
+    """And the two other products are not."""
+    found: dict[str, list[Tensor]] = {}
+    for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise"):
+        for facts in (CPU, H200):
+            found[f"{mode} {facts.kind}"] = gradients(precisions.get(mode).arithmetic(facts))
+    plain = found["bf16 cpu"]
+    for kind in ("cpu", "cuda"):
+        kept, low = found[f"fp8-rowwise:weight-gradient=bf16 {kind}"], found[f"fp8-rowwise {kind}"]
+        assert torch.equal(kept[1], plain[1]) and not torch.equal(low[1], plain[1])
+        assert torch.equal(kept[0], low[0]) and not torch.equal(kept[0], plain[0])
+
+
+def gradients(arithmetic: Arithmetic) -> list[Tensor]:
+    """Of the input and of the weight; the gradient that comes in is the same for all."""
+    torch.manual_seed(1)
+    layer, x = Linear(64, 32, arithmetic), normal(48, 64).to(torch.bfloat16).requires_grad_()
+    y = layer(x, SilentPhases())
+    return list(torch.autograd.grad(y, (x, layer.weight), normal(48, 32, seed=9).to(y.dtype)))
