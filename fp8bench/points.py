@@ -23,6 +23,7 @@ from fp8bench.followed import (
     series_of,
     version_of,
 )
+from fp8bench.measure.quantisers import QUANTISERS_VARIABLE
 from fp8bench.measure.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model import (
     Case,
@@ -49,6 +50,8 @@ _CONDITIONS = (
     "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "cpu_count", "cpu_affinity",
     "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
+# It touches those cases alone that have quantisers, and they say what became of them.
+_SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,19 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
             continue
         data = _data(workload, record.case)
         leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
-        points += _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
-    series = _series(type(workload), data) if points else ()
-    return Followed(tuple(replace(point, under=under) for point in points), series, others)
+        found = _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
+        points += [replace(point, under=(*under, *_quantisers(workload, record, point))) for point in found]
+    return Followed(tuple(points), _series(type(workload), data) if points else (), others)
+
+
+def _quantisers(workload: Workload, record: Record, point: Point) -> Conditions:
+    """Whether its quantisers were compiled, for what depends on that: all but errors, which are the same bit for bit."""
+    timing, grid = record.timing, workload.history
+    assert grid is not None
+    metric = point.series.rpartition(".track_")[2]
+    if timing is None or metric in grid.errors or not (timing.eager or timing.fused):
+        return ()
+    return (("quantisers", "eager" if timing.eager else "compiled"),)
 
 
 def _is_hasty(run: Run, record: Record) -> bool:
@@ -159,7 +172,7 @@ def _conditions(workload: Workload, run: Run) -> Conditions:
     Load is not in it: it passes. The code of --import counts where the workload comes from there.
     """
     facts = run.environment.facts
-    names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_"))]
+    names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
     own = type(workload).__module__.startswith("fp8bench.")
     names += [] if own else ["imports_sha256"]
     main = _main_device(run)

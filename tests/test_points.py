@@ -345,6 +345,27 @@ def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: boo
     assert (under(replace(one, environment=before)) != under(other)) is counts
 
 
+def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> None:
+    """Of times and memory of the cases that have some, and of nothing else: errors are the same bit for bit."""
+    assert FP8.timing is not None
+    by_kind = {
+        name: run([FP32, replace(FP8, timing=replace(FP8.timing, eager=why, fused=fused))])
+        for name, why, fused in (("none", "", False), ("compiled", "", True), ("eager", "--quick", True))
+    }
+    plain = under(run([FP32]))
+    for name, made in by_kind.items():
+        for point in followed(made).points:
+            metric = point.series.removeprefix("gemm.Gemm.track_")
+            touched = name != "none" and point.cell[0] == "fp8" and not metric.endswith("_error")
+            assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
+
+
+def test_the_variable_that_turns_compiling_off_is_no_condition_of_its_own() -> None:
+    """It would part the history of bf16 for nothing."""
+    facts = {"env_FP8BENCH_QUANTISERS": "eager"}
+    assert under(run([FP32, BF16])) == under(replace(run([FP32, BF16]), environment=Environment(facts)))
+
+
 def test_the_device_is_a_condition() -> None:
     """CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine."""
     assert under(run()) != under(replace(run(), devices=(replace(HERE, name="another"),)))

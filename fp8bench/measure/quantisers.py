@@ -1,0 +1,44 @@
+"""Whether quantisers are compiled before they are timed, and why not: decided once a run, in the parent.
+
+An emulated cast is a dozen operations in a row, or one kernel that torch.compile makes of them: the same numbers bit
+for bit, many times as fast. Compiling takes seconds, so that it stays outside of everything timed, and --quick does
+without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp8bench.errors import UsageError
+
+# 'eager' in it turns compiling off on purpose.
+QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
+_EAGER, _COMPILED = "eager", "compiled"
+
+
+@dataclass
+class Quantisers:
+    """What a run does about its quantisers. `why_eager` is '' as long as they are compiled.
+
+    It is set for good when compiling ends the worker: the next one would end alike.
+    """
+
+    why_eager: str = ""
+
+    @property
+    def compiled(self) -> bool:
+        return not self.why_eager
+
+
+def quantisers_for(quick: bool, environment: Mapping[str, str]) -> Quantisers:
+    """Compiled, unless a quick look was asked for, or the variable says eager."""
+    asked = environment.get(QUANTISERS_VARIABLE, "") or _COMPILED
+    if asked not in (_EAGER, _COMPILED):
+        raise UsageError(
+            f"{QUANTISERS_VARIABLE} is {asked!r:.80}. Set it to {_EAGER} to compile no quantisers, or to {_COMPILED}, "
+            "which is what is done without it."
+        )
+    if asked == _EAGER:
+        return Quantisers(f"{QUANTISERS_VARIABLE}={_EAGER} compiles none")
+    return Quantisers("--quick compiles none" if quick else "")

@@ -1,0 +1,39 @@
+"""Whether a run compiles its quantisers, and what it says where it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.environment import _VARIABLES
+from fp8bench.errors import UsageError
+from fp8bench.measure.quantisers import QUANTISERS_VARIABLE, quantisers_for
+
+
+@pytest.mark.parametrize(
+    ("quick", "variable", "why"),
+    [
+        (False, None, ""),
+        (False, "", ""),
+        (False, "compiled", ""),
+        (True, None, "--quick compiles none"),
+        (True, "compiled", "--quick compiles none"),
+        (False, "eager", "FP8BENCH_QUANTISERS=eager compiles none"),
+        (True, "eager", "FP8BENCH_QUANTISERS=eager compiles none"),
+    ],
+)
+def test_what_is_compiled(quick: bool, variable: str | None, why: str) -> None:
+    """Everything, unless somebody asked for less."""
+    found = quantisers_for(quick, {} if variable is None else {QUANTISERS_VARIABLE: variable})
+    assert (found.why_eager, found.compiled) == (why, not why)
+
+
+@pytest.mark.parametrize("word", ["off", "Eager", "1", "eager "])
+def test_other_words_are_refused(word: str) -> None:
+    """With those that there are."""
+    with pytest.raises(UsageError, match="FP8BENCH_QUANTISERS is .*Set it to eager"):
+        quantisers_for(False, {QUANTISERS_VARIABLE: word})
+
+
+def test_a_run_notes_the_variable() -> None:
+    """It explains a number."""
+    assert QUANTISERS_VARIABLE in _VARIABLES
