@@ -12,6 +12,7 @@ from fp8bench.formats.grids import E8M0, Format, Overflow
 from fp8bench.formats.random_bits import RANDOM_BITS
 
 _EXPONENT_MASK = 0x7F800000
+_SIGN = -0x80000000
 _HALF_MANTISSA = 0x00400000
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT32_BIAS = 127
@@ -25,7 +26,8 @@ def nearest(values: Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE)
         return _power_of_two(values, overflow, None)
     if fmt.min_exponent == _MIN_EXPONENT:
         return _ended(_cut(values, fmt, None), fmt, overflow)
-    return _ended(_lifted(_bounded(values, fmt, overflow), fmt), fmt, overflow)
+    rounded = nearest_magnitudes(values.abs().clamp_(max=_bound(fmt, overflow)), fmt)
+    return signed(_beyond(rounded, fmt, overflow), values, fmt)
 
 
 def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow = Overflow.SATURATE) -> Tensor:
@@ -38,56 +40,66 @@ def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow =
         return _power_of_two(values, overflow, random)
     if fmt.min_exponent == _MIN_EXPONENT:
         return _ended(_cut(values, fmt, random), fmt, overflow)
-    return _ended(_drawn(_bounded(values, fmt, overflow), fmt, random), fmt, overflow)
+    rounded = drawn_magnitudes(values.abs().clamp_(max=_bound(fmt, overflow)), fmt, random)
+    return signed(_beyond(rounded, fmt, overflow), values, fmt)
 
 
-def _bounded(values: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Clamped so far out that rounding still shows whether they overflow, and no sum becomes infinite."""
-    bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
-    return values.clamp(-bound, bound)
+def nearest_magnitudes(magnitudes: Tensor, fmt: Format) -> Tensor:
+    """Numbers from 0 to the format's next power of two, rounded to nearest even as if exponents had no upper end.
 
-
-def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Overflow, for values that were rounded as if exponents had no end (or, with float32's, carried to infinity)."""
-    if overflow is Overflow.SATURATE:
-        # Those that could grow beyond were bounded before.
-        return rounded.clamp(-fmt.largest, fmt.largest) if fmt.min_exponent == _MIN_EXPONENT else rounded
-    beyond = rounded.abs() > fmt.largest
-    end = float("inf") if overflow is Overflow.INFINITY else float("nan")
-    return torch.where(beyond, torch.full_like(rounded, end).copysign(rounded), rounded)
-
-
-def _lifted(values: Tensor, fmt: Format) -> Tensor:
-    """Add and subtract, for each value, the constant whose last float32 bit is worth one grid step."""
+    Adds and subtracts, for each number, the power of two whose last float32 bit is worth one grid step.
+    """
     lift = (_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS
-    constant = (_exponent(values, fmt) + lift).bitwise_or(_HALF_MANTISSA).view(torch.float32)
-    return _signed((values + constant) - constant, values, fmt)
+    constant = _exponent(magnitudes, fmt).add_(lift).view(torch.float32)
+    return (magnitudes + constant).sub_(constant)
 
 
-def _drawn(values: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """To the neighbour below in magnitude, or above with the probability that the rest is of the step."""
-    exponent = _exponent(values, fmt)
+def drawn_magnitudes(magnitudes: Tensor, fmt: Format, random: Tensor) -> Tensor:
+    """The same rounded down, or up with the probability that the rest is of the step."""
+    exponent = _exponent(magnitudes, fmt)
     to_step = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - to_step).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
-    steps = values.abs() * inverse
+    steps = magnitudes * inverse
     whole = steps.floor()
     # Not compared as rest > random: that would round the tiniest up as often as 2^-24 itself.
     up = ((steps - whole) * float(1 << RANDOM_BITS)).round() > random
-    return _signed((whole + up.to(torch.float32)) * step, values, fmt)
+    return (whole + up.to(torch.float32)).mul_(step)
 
 
-def _exponent(values: Tensor, fmt: Format) -> Tensor:
+def signed(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
+    """With the sign of the values, by their bits; fnuz formats have +0 alone.
+
+    Not by copysign: fused on a CPU that is a call of a function for every 16 elements.
+    """
+    signs = values.view(torch.int32).bitwise_and(_SIGN)
+    if not fmt.signed_zero:
+        signs = torch.where(magnitudes == 0, 0, signs)
+    return signs.bitwise_or_(magnitudes.view(torch.int32)).view(torch.float32)
+
+
+def _bound(fmt: Format, overflow: Overflow) -> float:
+    """So far out that rounding still shows what overflows, and no sum becomes infinite."""
+    return fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+
+
+def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    """Overflow, for magnitudes that were rounded as if exponents had no end; those that saturate had a bound."""
+    if overflow is Overflow.SATURATE:
+        return magnitudes
+    end = float("inf") if overflow is Overflow.INFINITY else float("nan")
+    return torch.where(magnitudes > fmt.largest, end, magnitudes)
+
+
+def _exponent(magnitudes: Tensor, fmt: Format) -> Tensor:
     """Bits of the power of two at or below each magnitude, at least the smallest normal of the format."""
     smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
-    return values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest)
+    return magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
 
 
-def _signed(rounded: Tensor, values: Tensor, fmt: Format) -> Tensor:
-    """With the sign of the value, which a sum of zero loses; fnuz formats have +0 alone."""
-    if fmt.signed_zero:
-        return rounded.copysign(values)
-    return torch.where(rounded == 0, 0.0, rounded.copysign(values))
+def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    """Overflow, for values whose carry has led to infinity; tf32 and bf16 have nothing else to overflow to."""
+    return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
 def _cut(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
