@@ -125,6 +125,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
             "fp8bench.config",
             "fp8bench.doctor",
             "fp8bench.history.runs",
+            "fp8bench.lint_commands",
             "fp8bench.report.progress",
         }
     ),
