@@ -1,60 +1,79 @@
 """Blocks that share a scale: elements and scales of each scaling, as pure functions that can be traced.
 
 Blocks come in one of two layouts, whole (what is missing at an end is filled with zeros): (blocks, size) where a
-block is part of a row, and (down, rows, across, columns) where it is a rectangle. float32, bfloat16 or float16.
+block is part of a row, and (down, rows, across, columns) where it is a rectangle. Their values are float32, in one
+tensor or in several of one shape that together hold the blocks: lanes.py says what that is for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E8M0, Format
-from fp8bench.formats.rounding import nearest, stochastic
+from fp8bench.formats.rounding import drawn_magnitudes, nearest, nearest_magnitudes, saturated, signed, stochastic
 from fp8bench.formats.scales import float_factor, mx_scale, nvfp4_block_scale
 from fp8bench.formats.scalings import Scaling
 
 RECTANGLE_DIMENSIONS = 4
 
+Lanes = Sequence[Tensor]
+
 
 def block_values(
-    blocks: Tensor, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Tensor | None = None
-) -> Tensor:
-    """`blocks` as the float32 values that their format and scaling leave of them, in the same layout.
+    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+) -> list[Tensor]:
+    """What their format and scaling leave of the blocks, in the same layout.
 
     `tensor_scale` is NVFP4's; with `random` numbers for each element rounding is stochastic.
     """
-    elements, scales = block_elements(blocks, fmt, scaling, tensor_scale, random)
-    return elements * (scales if tensor_scale is None else scales * tensor_scale)
+    elements, scales = block_elements(lanes, fmt, scaling, tensor_scale, random)
+    left = scales if tensor_scale is None else scales * tensor_scale
+    return [one * left for one in elements]
 
 
 def block_elements(
-    blocks: Tensor, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+) -> tuple[list[Tensor], Tensor]:
     """Elements on the format's grid and the blocks' scales, all of them float32; scales keep reduced dimensions.
 
-    A NaN makes the scale of its block NaN where scales are e8m0 or e4m3; under float32 scales it stays alone.
+    A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
+    under float32 scales it stays alone.
     """
-    values = blocks.to(torch.float32)
-    amax = block_amax(values)
+    magnitudes = [lane.abs() for lane in lanes]
+    amax = block_amax(magnitudes)
+    drawn: Sequence[Tensor | None] = random or [None] * len(lanes)
+    if scaling.scale is None:
+        factor = float_factor(amax, fmt, scaling.rounding)
+        rounded = [_rounded(lane * factor, fmt, one) for lane, one in zip(lanes, drawn, strict=True)]
+        return rounded, factor.reciprocal()
     if scaling.scale is E8M0:
         scales, inverse = mx_scale(amax, fmt, scaling.rounding)
-        scaled = values * inverse
-    elif scaling.scale is E4M3:
-        assert tensor_scale is not None
-        scales = nvfp4_block_scale(amax, tensor_scale, scaling.rounding)
-        scaled = values / _divisor(scales * tensor_scale)
+        scaled = [one * inverse for one in magnitudes]
     else:
-        factor = float_factor(amax, fmt, scaling.rounding)
-        scales, scaled = factor.reciprocal(), values * factor
-    return nearest(scaled, fmt) if random is None else stochastic(scaled, fmt, random), scales
+        assert scaling.scale is E4M3 and tensor_scale is not None
+        scales = nvfp4_block_scale(amax, tensor_scale, scaling.rounding)
+        divisor = _divisor(scales * tensor_scale)
+        scaled = [one / divisor for one in magnitudes]
+    rounded = [_rounded_magnitudes(saturated(one, fmt), fmt, by) for one, by in zip(scaled, drawn, strict=True)]
+    return [signed(one, lane, fmt) for one, lane in zip(rounded, lanes, strict=True)], scales
 
 
-def block_amax(blocks: Tensor) -> Tensor:
-    """The largest magnitude of each block, reduced dimensions kept; NaN where one is among them."""
-    inside = (1, 3) if blocks.dim() == RECTANGLE_DIMENSIONS else (1,)
-    # On a CPU, abs() would write a tensor of the same size first: eight times slower.
-    return torch.maximum(blocks.amax(inside, keepdim=True), -blocks.amin(inside, keepdim=True)).abs()
+def block_amax(magnitudes: Lanes) -> Tensor:
+    """The largest of each block, reduced dimensions kept; NaN where one is among them."""
+    inside = (1, 3) if magnitudes[0].dim() == RECTANGLE_DIMENSIONS else (1,)
+    return reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)
+
+
+def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
+    return nearest(values, fmt) if random is None else stochastic(values, fmt, random)
+
+
+def _rounded_magnitudes(magnitudes: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
+    return nearest_magnitudes(magnitudes, fmt) if random is None else drawn_magnitudes(magnitudes, fmt, random)
 
 
 def _divisor(scale: Tensor) -> Tensor:

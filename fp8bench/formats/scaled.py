@@ -75,7 +75,7 @@ def values(
         left = elements.mul_(inverse)
     else:
         blocks = _blocks(x, scaling)
-        left = block_values(blocks, fmt, scaling, _tensor_scale(x, scaling), _random(blocks, seed))
+        (left,) = block_values([blocks], fmt, scaling, _tensor_scale(x, scaling), _random(blocks, seed))
         left = _unblocked(left, x.shape, scaling)
     return left if out is None else out.copy_(left)
 
@@ -107,7 +107,7 @@ def quantise(
         elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
         return _stored(elements, scales, None, fmt, scaling)
     blocks, tensor_scale = _blocks(x, scaling), _tensor_scale(x, scaling)
-    elements, scales = block_elements(blocks, fmt, scaling, tensor_scale, _random(blocks, seed))
+    (elements,), scales = block_elements([blocks], fmt, scaling, tensor_scale, _random(blocks, seed))
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
     return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
@@ -167,15 +167,15 @@ def _tensor_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
     return nvfp4_tensor_scale(_amax(x.detach())) if scaling.scale is E4M3 else None
 
 
-def _random(blocks: Tensor, seed: Tensor | None) -> Tensor | None:
-    return None if seed is None else random_bits(blocks.shape, seed)
+def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
+    return None if seed is None else [random_bits(blocks.shape, seed)]
 
 
 def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    """The matrix as whole blocks, in one of the layouts of block_kernels."""
+    """The matrix as whole float32 blocks, in one of the layouts of block_kernels."""
     down, across, columns = _grid(x.shape, scaling)
     height, width = _matrix(x.shape)
-    matrix = x.detach().reshape(height, width)
+    matrix = x.detach().reshape(height, width).to(torch.float32)
     if down * scaling.rows != height or across * columns != width:
         matrix = pad(matrix, (0, across * columns - width, 0, down * scaling.rows - height))
     if scaling.rows == 1:
