@@ -1,7 +1,7 @@
 """Scales from largest magnitudes, in plain torch operations that can be traced.
 
 Each step is one float32 operation rounded to nearest, and powers of two are made of bits: a logarithm would round.
-Scales decode: value = element * scale. `amax` is float32 throughout, NaN where a NaN is among its elements.
+Divisions are divisions. Scales decode: value = element * scale. `amax` is float32 throughout, NaN where a NaN is among its elements.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
     At most 2^126, and 1 where amax is zero, infinite or NaN. POWER_OF_TWO takes the power of two at or below.
     """
     usable = amax.isfinite() & (amax > 0)
-    # Not `fmt.largest / amax`, which torch computes as a reciprocal and a product: two roundings.
-    factor = torch.where(usable, torch.full_like(amax, fmt.largest) / amax, 1.0).clamp(max=_LARGEST_FACTOR)
+    factor = torch.where(usable, _like(amax, fmt.largest) / amax, 1.0).clamp(max=_LARGEST_FACTOR)
     if rounding is ScaleRounding.POWER_OF_TWO:
         factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
     return factor
@@ -62,7 +61,7 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     amax / (448 * 6), at least 2^-126, and 1 where amax is zero, infinite or NaN.
     """
     usable = amax.isfinite() & (amax > 0)
-    return torch.where(usable, amax / (E4M3.largest * E2M1.largest), 1.0).clamp(min=_SMALLEST_NORMAL)
+    return torch.where(usable, amax / _like(amax, E4M3.largest * E2M1.largest), 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
@@ -70,8 +69,13 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
 
     Infinity saturates to 448, NaN stays; what NEAREST rounds to zero makes a block of zeros.
     """
-    quotient = amax / E2M1.largest / tensor_scale
+    quotient = amax / _like(amax, E2M1.largest) / tensor_scale
     return _up(quotient, E4M3) if rounding is ScaleRounding.UP else nearest(quotient, E4M3)
+
+
+def _like(amax: Tensor, number: float) -> Tensor:
+    """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places and on GPUs."""
+    return torch.full_like(amax, number)
 
 
 def _up(values: Tensor, fmt: Format) -> Tensor:
