@@ -1,7 +1,7 @@
 """Scales from largest magnitudes, in plain torch operations that can be traced.
 
 Each step is one float32 operation rounded to nearest, and powers of two are made of bits: a logarithm would round.
-Divisions are divisions. Scales decode: value = element * scale. `amax` is float32 throughout, NaN where a NaN is among its elements.
+Scales decode: value = element * scale. `amax` is float32 throughout, NaN where a NaN is among its elements.
 """
 
 from __future__ import annotations
