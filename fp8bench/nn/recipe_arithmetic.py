@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fp8bench.formats import hadamard
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import values
@@ -70,9 +71,7 @@ class RecipeArithmetic(Arithmetic):
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
             return Operand(source.detach().to(self.carrier))
         if role is not Role.WEIGHT and self.recipe.hadamard:
-            from fp8bench.formats.hadamard import turned
-
-            source = turned(source, self._signs)
+            source = hadamard.turned(source, self._signs)
         return self.operand(source, role, again=False)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8bench.axes import Option
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.errors import relative_frobenius
@@ -24,6 +25,7 @@ DEVICES = [
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
 ]  # fmt: skip
 NAMES = precisions.names()
+OPTIONS = [(name, option) for name in NAMES for option in precisions.get(name).options]
 
 
 def test_names_and_ranks_are_told_apart() -> None:
@@ -41,6 +43,20 @@ def test_a_precision_introduces_itself(name: str) -> None:
     assert set(precision.aliases) == {alias for alias, own in precisions.aliases().items() if own == name}
     assert precision.summary.endswith(".") and "\n" not in precision.summary
     assert precision.loss_scale >= 1 and all(one >= 1 for one in precision.multiples)
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
+def test_an_option_introduces_itself(name: str, option: Option) -> None:
+    """Its name in lower case, told apart from the others and their aliases; a default that is one of its values."""
+    known = [word for one in precisions.get(name).options for word in (one.name, *one.aliases)]
+    assert len(set(known)) == len(known) and option.name in known
+    assert option.name == option.name.lower() and not set("".join(known)) & set(" ,:={}/@'")
+    assert option.description and "\n" not in option.description and not option.description.endswith(".")
+    given = str(option.parse(option.default))
+    assert option.parse(given) == option.parse(option.default) and precisions.get(name).chosen[
+        option.name
+    ] == option.parse(given)
+    assert precisions.canonical(f"{name}:{option.name}={given}") == name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,18 +100,21 @@ def test_its_arithmetic_multiplies_and_lets_gradients_flow(name: str) -> None:
 
 
 @runs_here
-def test_casting_changes_no_input_and_twice_gives_the_same(name: str) -> None:
-    """Every role, and tensors of zeros and of one element."""
-    arithmetic = precisions.get(name).arithmetic(CPU)
+def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
+    """Every role, and tensors of zeros and of one element; by an arithmetic that remembers nothing of it yet."""
     for shape in ((6, 64), (1, 1), (3, 33)):
         for x in (torch.randn(shape), torch.zeros(shape)):
             for role in Role:
                 before = x.clone()
-                one, two = arithmetic.cast(x, role), arithmetic.cast(x, role)
+                arithmetic, again = (precisions.get(name).arithmetic(CPU).layer("one") for _ in range(2))
+                one, two = arithmetic.cast(x, role), again.cast(x, role)
                 assert torch.equal(x, before)
                 assert torch.equal(one.data.float(), two.data.float()) and one.data.shape == x.shape
                 turned = arithmetic.turn(one, x, role)
-                assert turned.data.shape == (shape[1], shape[0]) and turned.data.float().isfinite().all()
+                # Operands that are rotated are filled up to whole matrices first.
+                rows, columns = turned.data.shape
+                assert rows == shape[1] and shape[0] <= columns < shape[0] + 16
+                assert turned.data.float().isfinite().all()
 
 
 @runs_here

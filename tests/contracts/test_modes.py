@@ -1,0 +1,93 @@
+"""Every mode in every workload: options of precisions are run, and not only read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request
+from fp8bench.plan import make_plan
+from fp8bench.registry import precisions, workloads
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+# Sizes that fill neither blocks nor the matrices that operands are rotated by.
+SMALL = {
+    "accumulate": {"width": "40", "tensors": "3", "micro_batches": "3"},
+    "attention": {"part": "layer", "sequence": "20", "heads": "2", "head_width": "12", "scores": "low"},
+    "cast": {"shape": "37x75", "direction": "to", "scaling": "on", "role": "gradient"},
+    "conv": {"batch": "2", "channels": "24", "image": "5"},
+    "data": {"kind": "transfer", "batch": "3", "record": "700"},
+    "gemm": {"shape": "24x17x75", "product": "weight-gradient"},
+    "mlp": {"tokens": "21", "width": "36", "hidden": "70", "gated": "yes"},
+    "optimizer": {"width": "24", "tensors": "2", "fused": "yes", "second_moment": "same"},
+    "transformer": {"size": "nano", "batch": "1", "sequence": "20", "checkpointing": "blocks"},
+}
+MODES = (
+    *(name for name in precisions.names() if "recipe" in vars(precisions.get(name))),
+    "fp8:formats=e5m2:weight-gradient=bf16", "fp8:accumulator=short", "fp8-delayed:history=2",
+    "fp8-delayed:algorithm=most_recent:margin=2:interval=2:accumulator=promoted", "fp8-rowwise:formats=hybrid:gw=bf16",
+    "fp8-block:accumulator=promoted", "fp8-block:accumulator=short:scale=exact:gw=bf16", "mxfp8:scale=floor",
+    "mxfp6:formats=hybrid", "mxfp4:stochastic=on:hadamard=on", "nvfp4:weights=1d:scale=up",
+    "nvfp4:hadamard=off:stochastic=off:gw=bf16", "custom:format=e3m2:scaling=row",
+    "custom:scaling=none:format=e5m2fnuz",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def bench(corpus: Corpus) -> Iterator[Bench]:
+    """The worker's side, in this process."""
+    before = torch.get_num_threads()
+    yield Bench(Settings(corpus=corpus.path))
+    torch.set_num_threads(before)
+
+
+def case_of(workload: str, mode: str, corpus: Corpus) -> Case:
+    """As the plan makes it."""
+    axes = tuple((name, (value,)) for name, value in SMALL[workload].items())
+    (group,) = make_plan(Request(workload, (mode,), ("cpu",), axes=axes), (CPU,), corpus.identity).groups
+    (planned,) = group.cases
+    assert planned.runs and planned.support.level is Level.EMULATED, planned.skip
+    return planned.case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workload", SMALL)
+def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str, corpus: Corpus, bench: Bench) -> None:
+    """Two steps, all of them in phases that the workload has, sound afterwards; errors above bf16's and below ruin."""
+    case = case_of(workload, mode, corpus)
+    one, clock = workloads.get(workload), PhaseClock(HostStamper())
+    with precisions.get(mode).scope():
+        state = one.prepare(bench._setup(case, CPU))
+        for _ in range(2):
+            clock.begin()
+            one.step(state, clock)
+            phases = {CELL_PHASES[code] for code in clock.end()[0]}
+            assert "cast" in phases
+        assert one.check(state) == ""
+        errors = one.error(bench._setup(case, CPU))
+    assert errors and all(math.isfinite(value) for value in errors.values())
+    for name in ("output_error", "gradient_error", "product_error", "cast_error", "accumulate_error", "batch_error"):
+        assert name not in errors or 1e-3 < errors[name] < 1.2, errors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
+    """Options in any order, by any of their names, and those that change nothing left out."""
+    precision = precisions.get(mode)
+    pairs = [(option, precision.chosen[option.name]) for option in precision.options]
+    for turn in range(2):
+        words = [f"{(option.name, *option.aliases)[-turn]}={value}" for option, value in reversed(pairs)]
+        assert precisions.canonical(":".join([precision.name, *words])) == precision.mode
+    assert precisions.get(precision.mode).recipe == precision.recipe  # type: ignore[attr-defined]

@@ -1,0 +1,184 @@
+"""What a recipe does beside rounding: products by role, rotations, random numbers, sums, and what layers remember."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
+from fp8bench.formats.hadamard import turned
+from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.accumulators import short_product
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.protocols import Arithmetic, Role, SilentPhases
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+TURNED = (Role.INPUT, Role.GRADIENT)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of(mode: str, layer: str = "") -> RecipeArithmetic:
+    found = precisions.get(mode).arithmetic(CPU).layer(layer)
+    assert isinstance(found, RecipeArithmetic)
+    return found
+
+
+def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
+    """Inputs and gradients for the weight gradient, by the same matrix; weights and all that is not turned stay."""
+    arithmetic = of("mxfp4:hadamard=on")
+    source = normal(48, 64)
+    for role in Role:
+        operand = arithmetic.cast(source, role)
+        assert torch.equal(operand.data, values(source, E2M1, MX))
+        found = arithmetic.turn(operand, source, role).data
+        assert torch.equal(found, arithmetic.turned(source.t(), role).data)
+        if role is Role.WEIGHT:
+            assert torch.equal(found, values(source.t(), E2M1, MX))
+        else:
+            signs = arithmetic._signs
+            assert torch.equal(found, values(turned(source.t(), signs), E2M1, MX))
+            assert not torch.equal(found, values(source.t(), E2M1, MX))
+
+
+@pytest.mark.parametrize("tokens", [16, 37, 64])
+def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
+    """Where elements have bits enough to see it; also where the tokens fill no matrix of 16."""
+    plain, rotated = (Recipe(*[Treatment(FP16)] * 3, hadamard=on) for on in (False, True))
+    found = []
+    for recipe in (plain, rotated):
+        arithmetic = RecipeArithmetic(recipe)
+        g, x = normal(tokens, 24), normal(tokens, 40, seed=1)
+        operands = (
+            arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in ((g, TURNED[1]), (x, TURNED[0]))
+        )
+        found.append(arithmetic.product(*operands, torch.float32))
+    assert not torch.equal(*found) and relative_frobenius(*found) < 1e-3
+
+
+def test_rotations_are_a_layers_own_and_can_be_had_again() -> None:
+    """By its name."""
+    source = normal(48, 64)
+    one, again, other = (of("nvfp4:stochastic=off", name).turned(source, Role.INPUT).data for name in ("a", "a", "b"))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
+    """From role to role, from layer to layer, and by turning; the same when everything begins again."""
+    source = normal(64, 64)
+
+    def casts(name: str) -> list[Tensor]:
+        arithmetic = of("mxfp4:stochastic=on", name)
+        first = arithmetic.cast(source, Role.GRADIENT)
+        turn = arithmetic.turn(first, source, Role.GRADIENT)
+        return [first.data, turn.data.t(), arithmetic.cast(source, Role.GRADIENT).data]
+
+    one, again, other = casts("a"), casts("a"), casts("b")
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    for a, b in itertools.combinations([*one, *other], 2):
+        assert not torch.equal(a, b)
+    arithmetic = of("mxfp4:stochastic=on")
+    assert torch.equal(arithmetic.cast(source, Role.INPUT).data, arithmetic.cast(source, Role.INPUT).data)
+
+
+def test_stochastic_gradients_are_right_on_average() -> None:
+    """With NVFP4's scales rounded up, so that nothing saturates: the mean of many casts comes nearer and nearer."""
+    source, arithmetic = normal(64, 64), of("nvfp4")
+    treatment = arithmetic.recipe.gradient
+    assert treatment.stochastic and treatment.scaling == NVFP4_UP
+    total, errors = torch.zeros(64, 64), []
+    for count in range(1, 401):
+        total += arithmetic.cast(source, Role.GRADIENT).data
+        if count in (1, 100, 400):
+            errors.append(relative_frobenius(total / count, source))
+    assert errors[1] < 1.2 * errors[0] / 10 and errors[2] < 1.2 * errors[0] / 20
+
+
+def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
+    """Turned without another rounding."""
+    arithmetic, weight = of("nvfp4"), normal(48, 64)
+    operand = arithmetic.cast(weight, Role.WEIGHT)
+    assert torch.equal(operand.data, values(weight, E2M1, NVFP4_SQUARE))
+    assert torch.equal(arithmetic.turn(operand, weight, Role.WEIGHT).data, operand.data.t())
+    assert not torch.equal(of("nvfp4:weights=1d").turned(weight.t(), Role.WEIGHT).data, operand.data.t())
+
+
+@pytest.mark.parametrize("mode", ["fp8:accumulator=short", "fp8-block:accumulator=promoted"])
+def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
+    """Each as the model has it, rounded to the carrier."""
+    arithmetic = of(mode)
+    assert arithmetic.explicit
+    torch.manual_seed(0)
+    layer, x, pull = Linear(300, 70, arithmetic), normal(200, 300).bfloat16().requires_grad_(), normal(200, 70)
+    y = layer(x, SilentPhases())
+    found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
+    kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
+    assert kind is (Accumulator.SHORT if "short" in mode else Accumulator.PROMOTED)
+    for result, (a, role_a), (b, role_b) in (
+        (found[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
+        (found[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
+        (found[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
+    ):
+        wanted = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind)
+        assert torch.equal(result.float(), wanted.bfloat16().float())
+
+
+def remembers(mode: str) -> bool:
+    """Whether a layer's arithmetic is its own."""
+    arithmetic = precisions.get(mode).arithmetic(CPU)
+    return arithmetic.layer("a") is not arithmetic
+
+
+def test_only_what_remembers_is_a_layers_own() -> None:
+    """Delayed scales, random numbers and rotations; all else is shared."""
+    own = ("fp8-delayed", "nvfp4", "mxfp4:stochastic=on", "mxfp4:hadamard=on")
+    shared = ("fp8", "fp8-block:accumulator=short", "fp8-rowwise:gw=bf16", "mxfp8", "mxfp4", "custom",
+              "nvfp4:stochastic=off:hadamard=off")  # fmt: skip
+    assert all(remembers(mode) for mode in own) and not any(remembers(mode) for mode in shared)
+    settling = [name for name in precisions.names() if precisions.get(name).arithmetic(CPU).settles]
+    assert settling == ["fp8-delayed"]
+
+
+def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
+    """What another layer or another role casts is not looked at; 1 at first, and saturated by what outgrows it."""
+    both: list[Arithmetic] = [of("fp8-delayed:history=1", name) for name in "ab"]
+    large = torch.full((2, 2), 1000.0)
+    assert both[0].cast(large, Role.INPUT).data.max() == 448.0
+    assert both[0].cast(large, Role.INPUT).data.max() == pytest.approx(1000.0)
+    assert both[0].cast(large, Role.WEIGHT).data.max() == 448.0
+    assert both[1].cast(large, Role.INPUT).data.max() == 448.0
+    small = large / 2.0**20
+    assert both[0].cast(small, Role.INPUT).data.max() == 0
+    assert both[0].cast(small, Role.INPUT).data.max() == pytest.approx(1000 / 2.0**20)
+
+
+def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
+    """Of the roles that have some; the others take their own."""
+
+    class Fixed:
+        def next(self, x: Tensor, again: bool = False) -> Tensor:
+            return torch.tensor(2.0)
+
+    recipe = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2, TENSOR))
+    arithmetic, x = RecipeArithmetic(recipe, scales={Role.INPUT: Fixed()}), 100 * normal(16, 16)
+    assert torch.equal(arithmetic.cast(x, Role.INPUT).data, values(x, E4M3, TENSOR, scale=torch.tensor(2.0)))
+    assert torch.equal(arithmetic.cast(x, Role.GRADIENT).data, values(x, E5M2, TENSOR))
+
+
+def test_formats_wider_than_eight_bits_are_values_too() -> None:
+    """BF16 elements are multiplied as float32 values, not as what is left in bf16."""
+    arithmetic = RecipeArithmetic(Recipe(Treatment(BF16), Treatment(TF32), Treatment(BF16)))
+    a, b = arithmetic.cast(normal(8, 32), Role.INPUT), arithmetic.cast(normal(8, 32, seed=1), Role.WEIGHT)
+    assert a.data.dtype == b.data.dtype == torch.float32
+    assert relative_frobenius(arithmetic.product(a, b, torch.float32), a.data.double() @ b.data.double().t()) < 1e-6
