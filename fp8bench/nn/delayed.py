@@ -66,8 +66,11 @@ class DelayedScale:
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again.
+
+    Never while a graph is compiled, whose backward is traced apart.
+    """
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
