@@ -83,6 +83,10 @@ class RecipePrecision(Precision):
             return TensorScale.NONE
         return TensorScale.DELAYED if self.recipe.delayed else TensorScale.CURRENT
 
+    @property
+    def remembers(self) -> bool:
+        return self.recipe.delayed is not None or any(one.stochastic for one in self.recipe.treatments)
+
     def support(self, facts: DeviceFacts) -> Support:
         return recipe_support(self.recipe, self.words, facts)
 

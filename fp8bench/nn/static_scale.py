@@ -31,18 +31,21 @@ class StaticScale:
 
     While the book is watching a cast takes the current scale, and its largest magnitude is entered; from the first
     cast after that on the largest one entered gives the scale. Magnitudes that are 0 or not finite do not count.
+    A scale that is known and never renewed changes nothing here, so that a graph may be compiled around it.
     """
 
     def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, known: float | None = None) -> None:
+        """`known` is the largest magnitude, if it was found before; its scale lies where tensors are being made."""
         self._book = book
         self._fmt = fmt
         self._rounding = rounding
-        self._known = known
         self._amax: Tensor | None = None
         self._scale: Tensor | None = None
         self._renewals: Tensor | None = None
         self._entered: Tensor | None = None
         self._used: Tensor | None = None
+        if known is not None:
+            self._settle(torch.full((), known, dtype=torch.float32))
 
     def next(self, x: Tensor, again: bool = False) -> Tensor:
         """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
@@ -53,10 +56,13 @@ class StaticScale:
             return self._used
         if self._book.watching:
             self._used = self._enter(x)
-        else:
-            scale = self._settled(x)
-            self._used = scale if self._book.rule.bound is None else self._bounded(x, scale, self._book.rule.bound)
-        return self._used
+            return self._used
+        scale = self._standing(x)
+        if self._book.rule.bound is not None:
+            self._used = scale = self._bounded(x, scale, self._book.rule.bound)
+        elif self._used is not None:
+            self._used = None
+        return scale
 
     def standing(self) -> Standing | None:
         """As it is now; waits for the device."""
@@ -72,36 +78,36 @@ class StaticScale:
         self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
         return self._factor(amax)
 
-    def _settled(self, x: Tensor) -> Tensor:
-        """The scale that stands, once what was entered counts."""
+    def _standing(self, x: Tensor) -> Tensor:
+        """The scale that stands, once what was entered counts; of a tensor that nobody has seen its own."""
         if self._entered is not None:
             self._settle(self._entered)
-        if self._scale is None:
-            # Not torch.tensor, which would copy from the host and wait.
-            known = self._known
-            amax = torch.full((), known, device=x.device) if known is not None else largest_magnitude(x)
-            self._settle(amax.to(torch.float32))
+        elif self._scale is None:
+            self._settle(largest_magnitude(x))
         assert self._scale is not None
         return self._scale
 
     def _settle(self, amax: Tensor) -> None:
         """Scale by that largest magnitude from now on: the first time found, later renewed."""
         self._entered = None
-        if self._amax is None or self._scale is None or self._renewals is None:
+        if self._scale is None:
             self._amax, self._scale = amax, self._factor(amax)
             self._renewals = torch.zeros((), dtype=torch.int64, device=amax.device)
-            return
-        self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
+        else:
+            self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
 
     def _bounded(self, x: Tensor, scale: Tensor, bound: float) -> Tensor:
         """The scale that stands, or the current one from now on where too many values would be cut off."""
         if x.numel() == 0:
             return scale
-        beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > self._fmt.largest / scale)
+        # Divided as float_factor divides: elsewhere than on a processor torch takes a reciprocal.
+        limit = torch.full_like(scale, self._fmt.largest) / scale
+        beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > limit)
         too_many = beyond > bound * x.numel()
         # On a GPU the answer is not waited for: both scales are found, and one is taken there.
-        if x.device.type != "cpu" or too_many:
-            self._renew(largest_magnitude(x), too_many)
+        if x.device.type == "cpu" and not too_many:
+            return scale
+        self._renew(largest_magnitude(x), too_many)
         assert self._scale is not None
         return self._scale
 

@@ -59,6 +59,11 @@ class Precision(ABC):
         """Where a tensor's scale comes from, if it has one: it may then come from data instead."""
         return TensorScale.NONE
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what becomes of a tensor depends on casts before: on their magnitudes, or on how many there were."""
+        return False
+
     @abstractmethod
     def support(self, facts: DeviceFacts) -> Support:
         """Native, emulated or refused on that device, and why."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8bench.axes import Axis
-from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
 from fp8bench.protocols.arithmetic import Arithmetic
 from fp8bench.protocols.layers import Layer, key_of
 from fp8bench.protocols.phases import Phases
@@ -123,6 +123,10 @@ class Workload(ABC):
         """What gives each layer its arithmetic, by its name."""
         named = {layer.name: layer for layer in self.layers(dict(setup.case.params))}
         return lambda name: setup.layer(named[name])
+
+    def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
+        """Why layers with these parameters cannot take scales from data so; '' where they can."""
+        return ""
 
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""

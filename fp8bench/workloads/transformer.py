@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
@@ -117,6 +117,12 @@ class Transformer(Workload):
         """Of its products only: attention's core gets values in the model's carrier, whatever the map says."""
         return self._products(params, precision, facts)
 
+    def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
+        """A compiled graph keeps the scales that it was compiled with."""
+        if _choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
+            return ""
+        return "scales cannot be renewed in a compiled graph: choose compile=no, or let them stay as they are found"
+
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         """Those of every block, by their path in the model; the head stays high unless mapped."""
         parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
@@ -128,6 +134,12 @@ class Transformer(Workload):
 
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
+        if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
+            return Support(
+                Level.REFUSED,
+                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
+                "choose compile=no",
+            )
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.level is Level.NATIVE and tokens % along:
@@ -150,7 +162,7 @@ class Transformer(Workload):
         return State(
             model,
             forward,
-            _choice(params, "compile") == "yes",
+            forward is not model,
             attention,
             torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True),
             parameters,
@@ -312,8 +324,12 @@ def _model(
 
 
 def _forward(setup: Setup, model: GPT) -> Forward:
-    """The model itself, or compiled here and now, on text of its own: so that no step has to."""
-    if _choice(dict(setup.case.params), "compile") == "no":
+    """The model itself, or compiled here and now, on text of its own: so that no step has to.
+
+    While scales are found in data it is not compiled: they change from cast to cast.
+    """
+    calibrating = setup.scales is not None and setup.scales.watching
+    if calibrating or _choice(dict(setup.case.params), "compile") == "no":
         return model
     from fp8bench.nn.compiled import compiled
 
