@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.scaled import quantise, values
 from fp8bench.formats.scalings import ScaleRounding, Scaling
@@ -79,6 +80,7 @@ def test_a_nan_makes_its_block_nan_and_no_other(fmt: Format, mode: ScaleRounding
     clean = values(x.nan_to_num(0.0), fmt, mx(mode))
     assert torch.equal(left[2], clean[2]) and torch.equal(left[0, 32:], clean[0, 32:])
     assert stored.scales is not None and (stored.scales == 255).nonzero().tolist() == [[0, 0], [1, 2]]
+    assert not unpack(stored.codes, fmt, 70)[0, :32].any(), "zeros are stored under a scale of NaN"
 
 
 @each_mode

@@ -68,6 +68,24 @@ def test_up_is_the_scale_at_or_above_the_quotient() -> None:
 
 
 @each_scaling
+def test_blocks_that_lie_whole_octaves_below_the_largest(scaling: Scaling) -> None:
+    """Their quotients should be numbers of e4m3, and are so but for rounding, which UP raises to the next."""
+    for amax in torch.rand(300, generator=torch.Generator().manual_seed(4)).tolist():
+        x = gaussian(128, 16).clamp(-1, 1)
+        x[::16, 0] = 1.0
+        x *= amax * torch.arange(8).neg().exp2().repeat_interleave(16)[:, None]
+        assert differing(values(x, E2M1, scaling), reference(x, E2M1, scaling)) == 0
+
+
+def test_under_a_scale_of_zero_all_codes_are_zero_however_large_the_elements() -> None:
+    x = torch.full((1, 32), 2.0**100)
+    x[0, :16] = 2.0**120
+    stored = quantise(-x, E2M1, NVFP4)
+    assert stored.scales is not None and stored.scales.tolist() == [[0x7E, 0]]
+    assert stored.codes.tolist() == [[0xFF] * 8 + [0x88] * 8]
+
+
+@each_scaling
 def test_what_is_not_finite(scaling: Scaling) -> None:
     """The tensor scale is 1; an infinity becomes the largest element under the largest block scale."""
     x = gaussian(32, 64)
@@ -79,6 +97,7 @@ def test_what_is_not_finite(scaling: Scaling) -> None:
     left, stored = values(x, E2M1, scaling), quantise(x, E2M1, scaling)
     assert left.isnan().sum() == 16 * scaling.rows and left[3, 16:32].isnan().all()
     assert stored.scales is not None and (stored.scales == 0x7F).sum() == 1
+    assert not stored.codes[3, 8:16].any(), "zeros are stored under a scale of NaN"
 
 
 @each_scaling
