@@ -1,6 +1,7 @@
 """One live line on a terminal while a run goes along.
 
-It is called between slots, so it does next to nothing most of the time: no threads, at most five redraws a second.
+It is called between slots, so it does next to nothing most of the time: no threads, at most five redraws a second as
+long as the same is being done.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class TerminalProgress:
         self._columns = columns or (lambda: _terminal_columns(stream))
         self._begun = clock()
         self._drawn = -REDRAW_SECONDS
+        self._doing = ""
         self._visible = False
         self._running: dict[str, int] = {}
         self._total = 0
@@ -48,7 +50,9 @@ class TerminalProgress:
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
-        if now - self._drawn >= REDRAW_SECONDS:
+        # What begins may take long: that another thing is done is told at once.
+        if now - self._drawn >= REDRAW_SECONDS or doing != self._doing:
+            self._doing = doing
             self._draw(self._line(case.id, doing, self._seconds_left(case.setting, share, now)), now)
 
     def finished(self, record: Record) -> None:

@@ -121,6 +121,15 @@ def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None
     assert screen.draws() <= 1 + 2 / REDRAW_SECONDS
 
 
+def test_that_another_thing_is_done_is_told_at_once(screen: Screen, clock: Clock) -> None:
+    """It may take long: nobody shall read 'preparing' for as long as a compiler runs."""
+    observer = TerminalProgress(screen, clock, lambda: 200)
+    observer.planned(PLAN)
+    observer.working(CASES[0], "preparing", 0.0)
+    observer.working(CASES[1], "compiling 2 quantisers", 0.0)
+    assert "compiling 2 quantisers" in screen.shown()
+
+
 def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
     """The last column stays free, and both ends of a long id stay visible."""
     for columns in range(1, 60):
