@@ -1,4 +1,4 @@
-"""What holds for all tests: no deadlines, and those that need a GPU are skipped, with the reason, without one."""
+"""What holds for all tests: no deadlines, nothing compiled unasked, and no GPU is no failure but a skip with the reason."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ settings.register_profile(
     "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("house")
+
+# Compiling takes seconds a quantiser. Tests of compiling take it out of their environment.
+os.environ["FP8BENCH_QUANTISERS"] = "eager"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
