@@ -14,6 +14,8 @@ from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.run_facts import missing_of, notes_of
 from fp8bench.report.standing import eager_reason, emulated
 from fp8bench.report.tables import main_error, main_table, noise_floor, phases_table, show_value
+from fp8bench.report.tensor_panels import about_tensors
+from fp8bench.report.tensor_text import LEGEND, tensor_lines
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
@@ -36,15 +38,16 @@ def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: b
 def _panel(panel: Panel, devices: Sequence[DeviceFacts], width: int, paint: Paint) -> list[str]:
     title = wrap(heading(panel.case.workload, panel.shared, panel.case.device, devices), width, hang=INDENT)
     lines = [paint(line, Tone.STRONG) for line in title]
-    lines += wrap(_reference_line(panel), width, INDENT, INDENT)
-    lines += ["", *main_table(panel, width, paint)]
-    phases = phases_table(panel, width, paint)
-    if phases:
-        lines += ["", "phases, as shares of the best case", *phases]
+    if about_tensors(panel):
+        lines += ["", *tensor_lines(panel, width, paint)]
+    else:
+        lines += [*wrap(_reference_line(panel), width, INDENT, INDENT), "", *main_table(panel, width, paint)]
+        phases = phases_table(panel, width, paint)
+        lines += ["", "phases, as shares of the best case", *phases] if phases else []
     data = data_table(panel, width, paint)
     if data:
         lines += ["", *data]
-    numbers = _numbers(panel)
+    numbers = [] if about_tensors(panel) else _numbers(panel)
     if numbers:
         lines += ["", "numbers"]
     lines += [line for text in numbers for line in wrap(text, width, INDENT, INDENT)]
@@ -106,20 +109,29 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
 
 def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
     """A line for every word of the report that needs one, and only for those that occur."""
-    results = [result for panel in panels for result in panel.results]
+    timed = [panel for panel in panels if not about_tensors(panel)]
+    results = [result for panel in timed for result in panel.results]
+    tensors = [LEGEND] if len(timed) < len(panels) else []
     if not any(result.best for result in results):
-        return []
-    lines = [legend.BEST, *_ratio_legends(panels), legend.PHASES]
+        return _quiet(tensors, width, paint)
+    lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES]
     if any(result.finding and result.finding.below_floor for result in results):
         lines.append(legend.BELOW_FLOOR)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
-    lines += [*_error_legends(panels), *_number_legends(panels)]
+    lines += [*_error_legends(timed), *_number_legends(timed), *tensors]
     if any(result.record.statistics for result in results):
         lines.append(legend.DATA)
     seen = {label for result in results for label in result.labels}
     lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
-    text = ["how to read this", *(line for one in lines for line in wrap(one, width, INDENT, INDENT))]
+    return _quiet(lines, width, paint)
+
+
+def _quiet(legends: Sequence[str], width: int, paint: Paint) -> list[str]:
+    """Under their heading, if there are any."""
+    if not legends:
+        return []
+    text = ["how to read this", *(line for one in legends for line in wrap(one, width, INDENT, INDENT))]
     return [*(paint(line, Tone.QUIET) for line in text), ""]
 
 

@@ -27,19 +27,21 @@ _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 def _table() -> Iterator[str]:
     """The default precisions: bf16 and fp16, then the table of element formats and scalings.
 
-    All scalings of the 8-bit formats and of e2m1; the four roundings of MX scales where they differ most and where
-    training uses them; FP6 and the formats of MI300 as they are used.
+    All scalings of the 8-bit formats and of e2m1; the four roundings of MX scales for the format that training uses and
+    for the one that minds most; FP6 and the formats of MI300 as they are used.
     """
-    yield from ("bf16", "fp16")
-    for fmt in ("e4m3fn", "e5m2", "e2m1"):
-        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in _FLOAT_SCALINGS)
-    for fmt in ("e4m3fn", "e2m1"):
-        yield from (f"custom:format={fmt}:scaling=mx{scale}" for scale in _MX_SCALES)
-    yield "custom:format=e5m2:scaling=mx"
-    for fmt in ("e3m2", "e2m3"):
-        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in ("tensor", "row", "mx"))
-    yield from (f"custom:format={fmt}:scaling=tensor" for fmt in ("e4m3fnuz", "e5m2fnuz"))
-    yield from ("custom:format=e2m1:scaling=nvfp4", "custom:format=e2m1:scaling=nvfp4:scale=up")
+    mx = tuple(f"mx{scale}" for scale in _MX_SCALES)
+    scalings = {
+        "e4m3fn": (*_FLOAT_SCALINGS, *mx),
+        "e4m3fnuz": ("tensor",),
+        "e5m2": (*_FLOAT_SCALINGS, "mx"),
+        "e5m2fnuz": ("tensor",),
+        "e3m2": ("tensor", "row", "mx"),
+        "e2m3": ("tensor", "row", "mx"),
+        "e2m1": (*_FLOAT_SCALINGS, *mx, "nvfp4", "nvfp4:scale=up"),
+    }
+    yield from ("fp16", "bf16")
+    yield from (f"custom:format={fmt}:scaling={scaling}" for fmt, known in scalings.items() for scaling in known)
 
 
 @dataclass
@@ -127,10 +129,11 @@ class Numerics(Workload):
         return figures(tensor_error(source, left, view.fmt, view.factors), view.course)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the tensor without any loss scale."""
         from fp8bench.numerics.ranges import Ledger
 
         name, ledger = str(setup.case.param("tensor")), Ledger()
-        ledger.add(CATCHES[name].kind if name in CATCHES else name, _role(setup).value, next(_course(setup)))
+        ledger.add(CATCHES[name].kind if name in CATCHES else name, _role(setup).value, next(_plain_course(setup)))
         return ledger.statistics()
 
 

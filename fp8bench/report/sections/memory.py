@@ -9,10 +9,11 @@ from fp8bench import units
 from fp8bench.report.blocks import Panel
 from fp8bench.report.elements import Axis, Bars, Element, Mark, Part, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import NamedCase, named_cases, titled_panels
+from fp8bench.report.naming import NamedCase, named_cases
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import emulated
 from fp8bench.report.tables import value_of
+from fp8bench.report.tensor_panels import timed_panels
 
 METRIC = "peak_memory"
 # A saving of less is called none.
@@ -29,13 +30,13 @@ class Memory(Section):
     rank = 90
 
     def build(self, material: Material) -> Part | None:
-        elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+        elements = [element for title, panel in timed_panels(material) for element in _panel(title, panel)]
         if not elements:
             return None
         described = next(
             (
                 one.description
-                for _, panel in material.panels()
+                for _, panel in timed_panels(material)
                 for result in panel.results
                 if (one := result.record.measurement(METRIC)) is not None and one.description
             ),

@@ -16,6 +16,7 @@ from fp8bench.report.material import Material
 from fp8bench.report.naming import NamedCase, listed, named_cases, titled_panels
 from fp8bench.report.section import Section, sections
 from fp8bench.report.tables import main_error, show_value, value_of
+from fp8bench.report.tensor_panels import about_tensors
 
 # Measurements in these units are no errors: memory and times have sections of their own.
 _OTHER_UNITS = ("B", "s")
@@ -31,7 +32,7 @@ class Numbers(Section):
 
     def build(self, material: Material) -> Part | None:
         panels = list(titled_panels(material))
-        errors = [element for title, panel in panels for element in _errors(title, panel)]
+        errors = [element for title, panel in panels if not about_tensors(panel) for element in _errors(title, panel)]
         data = [element for title, panel in panels for element in _data(title, panel)]
         if not errors and not data:
             return None

@@ -10,10 +10,11 @@ from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS
 from fp8bench.model import UNATTRIBUTED, Label
 from fp8bench.report.elements import Axis, Element, Part, Stacks, Text, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import NamedCase, listed, named_cases, phase_order, phase_words, titled_panels
+from fp8bench.report.naming import NamedCase, listed, named_cases, phase_order, phase_words
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import emulated
 from fp8bench.report.tables import phases_of
+from fp8bench.report.tensor_panels import timed_panels
 
 # Where the longest step is so many times the shortest, bars of seconds would hide the phases of the short ones.
 _WIDE = 8.0
@@ -35,7 +36,7 @@ class Phases(Section):
     rank = 60
 
     def build(self, material: Material) -> Part | None:
-        found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in titled_panels(material)]
+        found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in timed_panels(material)]
         present = {name for _, cases in found for case in cases for name, seconds in _phases(case).items() if seconds}
         # The same parts everywhere, so that a phase has one colour on the whole page.
         parts = sorted(present | {UNATTRIBUTED}, key=phase_order)

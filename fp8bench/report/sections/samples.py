@@ -15,10 +15,11 @@ from fp8bench.report import legend
 from fp8bench.report.blocks import Result
 from fp8bench.report.elements import Axis, Element, Items, Part, Strips, Text, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import listed, named_cases, titled_panels
+from fp8bench.report.naming import listed, named_cases
 from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import emulated
+from fp8bench.report.tensor_panels import timed_panels
 
 # What a look at the samples themselves can confirm or clear.
 _RESTLESS = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
@@ -67,7 +68,7 @@ class Samples(Section):
 
 
 def _rows(material: Material) -> Iterator[_Row]:
-    for title, panel in titled_panels(material):
+    for title, panel in timed_panels(material):
         for case in named_cases(panel):
             timing = case.result.record.timing
             percent = _distances(step_samples(timing)) if timing is not None else ()

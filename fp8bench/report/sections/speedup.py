@@ -12,10 +12,11 @@ from fp8bench.report.blocks import Result
 from fp8bench.report.drawing.limits import BARS
 from fp8bench.report.elements import Axis, Bars, Mark, Part, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import listed, titled_panels
+from fp8bench.report.naming import listed
 from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import doubts, speed_up, tone_of
+from fp8bench.report.tensor_panels import timed_panels
 
 _LEAD = (
     "Bars to the right of 1x are faster than the reference; whiskers are 99% intervals. Grey ones are in doubt, and "
@@ -45,7 +46,7 @@ class SpeedUp(Section):
     def build(self, material: Material) -> Part | None:
         bars = [
             _Bar(title, panel.reference, panel.place(group), result, speed)
-            for title, panel in titled_panels(material)
+            for title, panel in timed_panels(material)
             for group in panel.groups
             for result in group.results
             if (speed := speed_up(result)) is not None

@@ -11,11 +11,12 @@ from fp8bench.model import Interval
 from fp8bench.report.blocks import Result
 from fp8bench.report.elements import Axis, Part, Point, Scatter, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import listed, titled_panels
+from fp8bench.report.naming import listed
 from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import Standing, doubts, speed_up, standing, tone_of
 from fp8bench.report.tables import main_error, value_of
+from fp8bench.report.tensor_panels import timed_panels
 
 _LEAD = (
     "To the right is faster, further down is more exact. A case is outdone where another of its group is more exact "
@@ -65,7 +66,7 @@ class TradeOff(Section):
 
 def _spots(material: Material) -> Iterator[tuple[str, _Spot]]:
     """What can be drawn: an error above zero, and a speed, or a reason to have none."""
-    for title, panel in titled_panels(material):
+    for title, panel in timed_panels(material):
         metric = main_error(panel)
         for group in panel.groups:
             for result in group.results:

@@ -12,6 +12,8 @@ from fp8bench.report.run_facts import counts, missing_of
 from fp8bench.report.section import Section, sections
 from fp8bench.report.sentences import comparisons, doubt_of_all, said_once
 from fp8bench.report.standing import speed_up
+from fp8bench.report.tensor_panels import about_tensors, timed_panels
+from fp8bench.report.tensor_sentences import best_by_width
 
 # More sentences of one kind are not read; the table has each case.
 _MOST = 12
@@ -28,7 +30,7 @@ class VerdictSection(Section):
 
     def build(self, material: Material) -> Part:
         elements = tuple(element for entry in material.entries for element in _entry(entry, material.alone))
-        compared = any(speed_up(result) for _, panel in material.panels() for result in panel.results)
+        compared = any(speed_up(result) for _, panel in timed_panels(material) for result in panel.results)
         return Part(self.name, "Verdict", elements or (Text("There is no run."),), _LEAD if compared else "")
 
 
@@ -40,12 +42,14 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     devices = dict.fromkeys(panel.case.device for panel in entry.panels)
     name_devices = len(devices) > 1
     found = outcomes(entry.panels)
-    said = said_once(entry.panels)
+    timed = [panel for panel in entry.panels if not about_tensors(panel)]
+    said = said_once(timed)
     if said:
         yield Text(doubt_of_all(said), Tone.DOUBT)
     sentences = [
-        text for panel in entry.panels for text in comparisons(panel, panel.case.device if name_devices else "", said)
+        text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
     ]
+    sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
     sentences += [Text(text, Tone.DOUBT) for text in _few(emulations(found, name_devices))]
     sentences += [Text(text, Tone.DOUBT) for text in _few(skips(found))]
     if sentences:

@@ -1,0 +1,129 @@
+"""Which panels are about tensors, and what their precisions, tensors and figures are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Measurement, Record, Status
+from fp8bench.report.blocks import Panel, Result, panels_of
+from fp8bench.report.tensor_panels import FIGURES, OWN, about_tensors, cell_of, figure, shown, tensor_name, timed_panels
+from fp8bench.report.tensor_sentences import best_by_width
+from fp8bench.units import unit_of
+from tests.materials import Made, material
+from tests.report.tensors import left, products, tensors
+from tests.runs import EMULATED, case, gemm, run_of
+
+
+def panel(made: Made) -> Panel:
+    (found,) = panels_of(*made)
+    return found
+
+
+def result(precision: str, *figures: Measurement, **params: int) -> Result:
+    return Result(Record(case("numerics", precision, {**params}), EMULATED, Status.OK, measurements=figures), None)
+
+
+def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
+    """Whatever it is called; one figure of the same name in some other suite is not enough."""
+    assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
+    run, findings = gemm()
+    one = replace(run.records[0], measurements=(*run.records[0].measurements, Measurement("sqnr_db", "dB", (30.0,))))
+    assert not any(about_tensors(one) for one in panels_of(replace(run, records=(one, *run.records[1:])), findings))
+
+
+def test_times_are_of_the_others() -> None:
+    """So that charts of times leave tensors out."""
+    both = material(tensors("gaussian"), products())
+    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "fmt", "scaling", "words"),
+    [
+        ("bf16", "bf16", "none", "bf16"),
+        ("custom", "e4m3fn", "tensor", "e4m3fn tensor"),
+        ("custom:format=e5m2:scaling=none", "e5m2", "none", "e5m2 none"),
+        ("custom:scaling=row:scale=pow2", "e4m3fn", "row pow2", "e4m3fn row pow2"),
+        ("custom:format=e2m1:scaling=mx", "e2m1", "mx rceil", "e2m1 mx rceil"),
+        ("custom:format=e2m1:scaling=mx:scale=floor", "e2m1", "mx floor", "e2m1 mx floor"),
+        ("custom:format=e2m1:scaling=nvfp4", "e2m1", "nvfp4 nearest", "e2m1 nvfp4 nearest"),
+        ("custom:gradient=e5m2", "custom:gradient=e5m2", OWN, "custom:gradient=e5m2"),
+        ("fp8-delayed:margin=1", "fp8-delayed:margin=1", OWN, "fp8-delayed:margin=1"),
+        ("of-a-later-version", "of-a-later-version", OWN, "of-a-later-version"),
+        ("custom:format=e9m9", "custom:format=e9m9", OWN, "custom:format=e9m9"),
+    ],
+)  # fmt: skip
+def test_a_precision_stands_in_the_table_of_formats_and_scalings(
+    precision: str, fmt: str, scaling: str, words: str
+) -> None:
+    """By its options, with the rounding of scales named; recipes stand apart, and so does what nobody knows here."""
+    cell = cell_of(result(precision))
+    assert (cell.fmt, cell.scaling, cell.words) == (fmt, scaling, words)
+
+
+def test_a_precision_with_a_map_is_none_of_the_table() -> None:
+    one = result("custom")
+    mapped = replace(one, record=replace(one.record, case=replace(one.record.case, precision_map=(("a", "bf16"),))))
+    assert cell_of(mapped).words == "custom{a=bf16}"
+
+
+def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> None:
+    """Shapes are of the tensors, and stay out unless a tensor comes in several."""
+    found = panel(tensors("gaussian", "outliers"))
+    assert [tensor_name(found, group) for group in found.groups] == ["gaussian", "outliers"]
+    params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
+    records = [
+        Record(case("numerics", "bf16", one), EMULATED, Status.OK) for one in [*params, {"tensor": "t", "rows": 8}]
+    ]
+    found = panel((run_of(records), {}))
+    assert [tensor_name(found, group) for group in found.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
+
+
+def test_a_panel_without_tensors_by_name_has_places() -> None:
+    """A user's own suite may have these figures too."""
+    records = [Record(case("mine", "bf16", {"n": n}), EMULATED, Status.OK, measurements=left(30.0)) for n in (1, 2)]
+    found = panel((run_of(records), {}))
+    assert about_tensors(found)
+    assert [tensor_name(found, group) for group in found.groups] == ["n=1", "n=2"]
+    alone = panel((run_of(records[:1]), {}))
+    assert tensor_name(alone, alone.groups[0]) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("sqnr_db", 31.56, "31.6"), ("sqnr_db", 200.0, "exact"), ("underflow_percent", 0.0, "0%"),
+        ("slope", 0.9992, "0.99920"),
+        ("underflow_percent", 0.64, "0.64%"), ("relative_error", 0.0267, "2.7e-02"), ("cosine_loss", 3e-4, "3.0e-04"),
+        ("max_ulp", 0.5, "0.500"), ("dynamic_range_octaves", 17.95, "17.9"), ("slope", 0.0, "0.0e+00"),
+    ],
+)  # fmt: skip
+def test_figures_are_shown_without_their_unit(metric: str, value: float, text: str) -> None:
+    """The column's title has it."""
+    assert shown(value, unit_of(metric)) == text
+    measured = Measurement(metric, unit_of(metric), (value,))
+    assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
+
+
+def test_a_figure_that_a_case_lacks_is_a_dash() -> None:
+    assert figure(result("bf16"), "sqnr_db") == ("-", None)
+
+
+def test_the_best_of_each_width_in_sentences() -> None:
+    """Widths with several precisions only; on more than one tensor how often each is the best."""
+    assert list(best_by_width(panel(tensors("gaussian", "outliers")))) == [
+        "with 8 bits e4m3fn none has the highest SQNR in all 2 tensors of numerics: 60.0 to 61.0 dB"
+    ]
+    run, findings = tensors("gaussian", "outliers", "student-t")
+    changed = [
+        replace(one, measurements=left(90.0)) if one.case.mode.endswith("=row") and number > 12 else one
+        for number, one in enumerate(run.records)
+    ]
+    assert list(best_by_width(panel((replace(run, records=tuple(changed)), findings)))) == [
+        "with 8 bits e4m3fn none has the highest SQNR in 2 of 3 tensors of numerics, e4m3fn row in 1: 60.0 to 90.0 dB"
+    ]
+    assert list(best_by_width(panel(tensors("gaussian")))) == [
+        "with 8 bits e4m3fn none has the highest SQNR on numerics: 60.0 dB"
+    ]
