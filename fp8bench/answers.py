@@ -75,7 +75,7 @@ def sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     if not isinstance(layers, tuple):
         raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")
     for one in layers:
-        if not isinstance(one, Layer) or type(one.high) is not bool or not all(map(_word, (one.name, one.kind))):
+        if not isinstance(one, Layer) or not all(map(_word, (one.name, one.kind))) or one.high not in (True, False):
             words = "name and kind must be text without commas, blanks, '=' and empty parts between points"
             raise _cannot(workload, f"layers() gave {one!r:.120}, which is no Layer, or whose {words}")
     if len({one.name for one in layers}) < len(layers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8bench.arguments import DEFAULT_STORE, MOST_SECONDS, MOST_THREADS
+from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_SECONDS, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.exporting.tensorboard import check as check_tensorboard
@@ -41,6 +41,9 @@ def run(
     case_timeout: float | None = None,
     grid: bool = False,
     trace: str | Path | None = None,
+    static_scales: int | None = None,
+    refresh_scales: int | None = None,
+    saturation_bound: float | None = None,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
@@ -58,24 +61,18 @@ def run(
         isolation=(isolation, bool), grid=(grid, bool),
     )  # fmt: skip
     request = Request(
-        suite=suite,
-        dtypes=_names("dtypes", dtypes),
-        devices=_names("devices", devices),
-        reference=reference,
+        suite=suite, dtypes=_names("dtypes", dtypes), devices=_names("devices", devices), reference=reference,
         axes=tuple((name, _values(name, value)) for name, value in (set or {}).items()),
-        precision_map=tuple((precision_map or {}).items()),
-        data=None if data is None else str(data),
-        quick=quick,
-        budget=_seconds("budget", budget),
-        rounds=None if rounds is None else _whole("rounds", rounds, 1),
-        seed=_whole("seed", seed, 0),
-        threads=_whole("threads", threads, 1, MOST_THREADS),
-        imports=(*_names("imports", imports), *files_of(suite)),
-        isolation=isolation,
-        case_timeout=_seconds("case_timeout", case_timeout),
-        grid=grid,
+        precision_map=tuple((precision_map or {}).items()), data=None if data is None else str(data), quick=quick,
+        budget=_seconds("budget", budget), rounds=None if rounds is None else _whole("rounds", rounds, 1),
+        seed=_whole("seed", seed, 0), threads=_whole("threads", threads, 1, MOST_THREADS),
+        imports=(*_names("imports", imports), *files_of(suite)), isolation=isolation,
+        case_timeout=_seconds("case_timeout", case_timeout), grid=grid,
         trace=None if trace is None else str(_folder("trace", trace)),
-    )
+        static_scales=None if static_scales is None else _whole("static_scales", static_scales, 1, MOST_BATCHES),
+        refresh_scales=None if refresh_scales is None else _whole("refresh_scales", refresh_scales, 1),
+        saturation_bound=_percent("saturation_bound", saturation_bound),
+    )  # fmt: skip
     board = _board(tensorboard)
     done = execute(request, _store(store), observer or SilentObserver(), command_line())
     update_view(done, _store(store))
@@ -122,7 +119,7 @@ _WANTED = {
 def _whole(name: str, value: object, low: int, high: int = (1 << 31) - 1) -> int:
     """A whole number, as the command line's parser would have it; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        most = f" to {high}" if high == MOST_THREADS else ""
+        most = f" to {high}" if high in (MOST_THREADS, MOST_BATCHES) else ""
         raise UsageError(f"{name} must be a whole number from {low}{most}, got {value!r:.80}.")
     return value
 
@@ -132,6 +129,14 @@ def _seconds(name: str, value: object) -> float | None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MOST_SECONDS:
         raise UsageError(f"{name} must be a number of seconds above 0, got {value!r:.80}.")
+    return float(value)
+
+
+def _percent(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 100:
+        raise UsageError(f"{name} must be a percentage from 0 to below 100, got {value!r:.80}.")
     return float(value)
 
 

@@ -16,6 +16,7 @@ DEFAULT_STORE = ".fp8bench"
 DEFAULT_PROJECT = "fp8bench"
 MOST_THREADS = 1024
 MOST_SECONDS = 1e7
+MOST_BATCHES = 100_000
 
 
 class Parser(argparse.ArgumentParser):
@@ -137,6 +138,12 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         "of names (blocks.0); the reference stays pure"
     )
     add("--precision-map", type=_layers, default=(), metavar="LAYER=DTYPE,...", help=words)
+    words = "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed"
+    add("--static-scales", type=_whole("--static-scales", high=MOST_BATCHES), metavar="N", help=words)
+    words = "renew the scales from data in every M-th step"
+    add("--refresh-scales", type=_whole("--refresh-scales"), metavar="M", help=words)
+    words = "renew a tensor's scale from data whenever more than so many percent of its values would saturate"
+    add("--saturation-bound", type=_percent, metavar="PERCENT", help=words)
     add("--data", metavar="FILE", help="text to train on; default Python's own sources")
     words = "module or .py file that registers workloads, precisions or devices of your own"
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
@@ -308,6 +315,16 @@ def _whole(option: str, low: int = 1, high: int = (1 << 31) - 1) -> Callable[[st
 
     parse.__name__ = option
     return parse
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"expected a percentage from 0 to below 100, got {text!r}")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -110,6 +110,8 @@ def _suite(arguments: argparse.Namespace) -> int:
         imports=(*arguments.imports, *files_of(arguments.suite)), isolation=arguments.isolation,
         case_timeout=arguments.case_timeout, grid=arguments.grid,
         trace=None if arguments.trace is None else str(arguments.trace),
+        static_scales=arguments.static_scales, refresh_scales=arguments.refresh_scales,
+        saturation_bound=arguments.saturation_bound,
     )  # fmt: skip
     _import(request.imports)
     check_names(request)

@@ -1,14 +1,15 @@
-"""Which layer of a case takes which precision: a request's map, held against the layers that its cases have."""
+"""Which layer of a case takes which precision, and which scales: a request held against the layers its cases have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fp8bench.answers import answering, sound_layers
-from fp8bench.errors import UnknownName
-from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar, Support
-from fp8bench.protocols import Layer, Workload, key_of, keys_of
-from fp8bench.registry import precisions
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
+from fp8bench.protocols import Layer, TensorScale, Workload, key_of, keys_of
+from fp8bench.registry import precisions, workloads
 
 PrecisionMap = tuple[tuple[str, str], ...]
 # So many names show how they are made.
@@ -45,3 +46,88 @@ def mapped_support(
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
         for kind in dict.fromkeys(layer.kind for layer in own if key_of(layer, keys) == key):
             yield workload.layer_support(kind, params, precisions.get(word), facts)
+
+
+def modes_of(workload: Workload, case: Case) -> dict[str, None]:
+    """The precisions that the layers of a case have, each once."""
+    keys = dict(case.precision_map)
+    own = precisions.get(case.precision)
+    found: dict[str, None] = {}
+    for layer in sound_layers(workload, workload.layers(dict(case.params))):
+        key = key_of(layer, keys)
+        high = own.carried_by or case.precision
+        found[keys[key] if key is not None else high if layer.high else case.precision] = None
+    return found
+
+
+def check_static(request: Request) -> StaticScales | None:
+    """The scales from data that a request asks for, as a rule; raises for those that cannot be."""
+    if request.static_scales is None:
+        for option, given in (
+            ("--refresh-scales", request.refresh_scales),
+            ("--saturation-bound", request.saturation_bound),
+        ):
+            if given is not None:
+                raise UsageError(
+                    f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "
+                    f"leave {option} out."
+                )
+        return None
+    bound = None if request.saturation_bound is None else request.saturation_bound / 100
+    return StaticScales(request.static_scales, request.refresh_scales or 0, bound)
+
+
+def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+    """The groups with scales from data where layers can have them, and what to know of it. Raises if none can."""
+    taken = [[_scales(planned.case) for planned in group.cases] for group in groups]
+    if not any(scales - {TensorScale.NONE} for found in taken for scales in found):
+        known = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
+        raise UsageError(
+            "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
+            f"Add a dtype that has ({', '.join(known)}), or leave it out."
+        )
+    changed = tuple(
+        replace(
+            group,
+            cases=tuple(
+                _scaled(planned, rule) if scales - {TensorScale.NONE} else planned
+                for planned, scales in zip(group.cases, found, strict=True)
+            ),
+        )
+        for group, found in zip(groups, taken, strict=True)
+    )
+    return changed, tuple(_notes(groups, taken))
+
+
+def _scaled(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
+    """A case with scales from data, or the reason why it cannot have them."""
+    case = replace(planned.case, static=rule)
+    refused = workloads.get(case.workload).scales_refused(dict(case.params), rule)
+    if planned.skip or not refused:
+        return replace(planned, case=case)
+    return replace(planned, case=case, support=Support(Level.REFUSED, refused), skip=refused)
+
+
+def _scales(case: Case) -> set[TensorScale]:
+    """Where the layers of a case have their scales from; empty where it has no layers."""
+    return {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
+
+
+def _notes(groups: Sequence[Group], taken: Sequence[Sequence[set[TensorScale]]]) -> Iterator[str]:
+    others: dict[str, None] = {}
+    layerless: dict[str, None] = {}
+    delayed: dict[str, None] = {}
+    for group, found in zip(groups, taken, strict=True):
+        for index, (planned, scales) in enumerate(zip(group.cases, found, strict=True)):
+            if not scales:
+                layerless[planned.case.workload] = None
+            elif scales == {TensorScale.NONE} and index != group.reference:
+                others[planned.case.mode] = None
+            elif TensorScale.DELAYED in scales:
+                delayed[planned.case.mode] = None
+    if others:
+        yield f"--static-scales has no effect on {', '.join(others)}, whose tensors do not have one float32 scale each"
+    if layerless:
+        yield f"--static-scales has no effect on suite {', '.join(layerless)}, which has no layers to find scales for"
+    if delayed:
+        yield f"scales from data take the place of delayed scaling in {', '.join(delayed)}"

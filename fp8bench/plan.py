@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fp8bench.answers import answering, sound_params, sound_support, sound_work
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.layering import PrecisionMap, check_map, layers_of, mapped_support
+from fp8bench.layering import PrecisionMap, check_map, check_static, layers_of, mapped_support, with_static_scales
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.protocols import Layer, Precision, Workload, keys_of
 from fp8bench.registry import devices, precisions, user_module, workloads
@@ -52,7 +52,11 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     notes = []
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
-    return Plan(tuple(groups), tuple(notes))
+    rule = check_static(request)
+    if rule is None:
+        return Plan(tuple(groups), tuple(notes))
+    changed, more = with_static_scales(groups, rule)
+    return Plan(changed, (*notes, *more))
 
 
 def suites_of(request: Request) -> tuple[str, ...]:
@@ -108,6 +112,7 @@ def check_names(request: Request) -> None:
             "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be ended. "
             "Leave one out."
         )
+    check_static(request)
     parts = _parts(request, _CLASSES)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])

@@ -19,6 +19,7 @@ from fp8bench.model import (
     Case,
     DeviceFacts,
     Group,
+    LayerScale,
     Level,
     OperatorTime,
     PlannedCase,
@@ -72,6 +73,7 @@ class Script:
     threads_left: Sequence[str] = ()
     peak: int | None = None
     operators: tuple[OperatorTime, ...] = ()
+    scales: tuple[LayerScale, ...] = ()
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -148,6 +150,13 @@ class FakeWorker(Worker):
             raise WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
         self._labels[key], self._calls[key] = label, 0
         self.now_ns += self._script(label).preparing_ns
+
+    def _calibrate(self, case: Case, facts: DeviceFacts) -> None:
+        self.log.append(("calibrate", case.mode))
+        self._strike("calibrate", case.mode)
+
+    def _scales(self, key: str) -> tuple[LayerScale, ...]:
+        return self._script(self._labels[key]).scales
 
     def _slot(self, key: str, calls: int, discard: int) -> RawSlot:
         assert key in self._calls, f"{key} has no state"

@@ -43,7 +43,7 @@ OPTIONS = {
         "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
         "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
         "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
-        "--csv-wide", "--open", "--no-report",
+        "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},
@@ -198,6 +198,28 @@ REFUSED = {
     "map that changes nothing": (
         ["suite", "transformer", "--dtypes", "bf16", "--precision-map", "mlp=fp8"],
         "would change nothing",
+    ),
+    "no batches": (
+        ["suite", "mlp", "--static-scales", "0"],
+        "--static-scales: expected a whole number from 1 to 100000",
+    ),
+    "a refresh of nothing": (
+        ["suite", "mlp", "--refresh-scales", "9"],
+        "--refresh-scales says when scales from data are renewed, and there are none. Add --static-scales N",
+    ),
+    "a bound for nothing": (["suite", "mlp", "--saturation-bound", "1"], "Add --static-scales N"),
+    "a bound of all": (
+        ["suite", "mlp", "--static-scales", "2", "--saturation-bound", "100"],
+        "a percentage from 0 to below 100",
+    ),
+    "a bound that is none": (["suite", "mlp", "--saturation-bound", "nan"], "a percentage from 0 to below 100"),
+    "static scales without effect": (
+        ["suite", "mlp", "--dtypes", "bf16,mxfp8", "--static-scales", "2"],
+        "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor.",
+    ),
+    "static scales without layers": (
+        ["suite", "gemm", "--dtypes", "fp8", "--static-scales", "2"],
+        "Add a dtype that has",
     ),
     "rounds 0": (["suite", "gemm", "--rounds", "0"], "expected a whole number from 1, got '0'"),
     "rounds -1": (["suite", "gemm", "--rounds", "-1"], "--rounds"),

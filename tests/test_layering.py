@@ -1,4 +1,4 @@
-"""Which layer of a case obeys which key of a precision map."""
+"""Which layer of a case obeys which key of a precision map, and which cases take their scales from data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8bench.errors import UsageError
 from fp8bench.layering import layers_of
-from fp8bench.model import Case, DeviceFacts, Params
+from fp8bench.model import Case, DeviceFacts, Params, Plan, Request, StaticScales
+from fp8bench.plan import check_names, make_plan
 from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
 from fp8bench.registry import workloads
 
@@ -91,3 +93,54 @@ def test_each_layer_gets_an_arithmetic_of_its_own() -> None:
     mapped = replace(setup, layers={"head": Named("low")})
     head = workloads.get("transformer").arithmetics(mapped)("head")
     assert isinstance(head, Named) and head.mode == "low"
+
+
+def static_plan(suite: str, *dtypes: str, **request: object) -> Plan:
+    return make_plan(Request(suite, dtypes, **{"static_scales": 8, **request}), (CPU,))  # type: ignore[arg-type]
+
+
+def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
+    """They tell the case from others of its precision; the rest stays what it is, with a word on it."""
+    plan = static_plan("transformer", "bf16", "fp8", "mxfp8", "fp8-delayed", refresh_scales=100, saturation_bound=0.1)
+    modes = [planned.case.mode for planned in plan.groups[0].cases]
+    rule = "static=8:refresh=100:bound=0.001"
+    assert modes == ["bf16", f"fp8+{rule}", "mxfp8", f"fp8-delayed+{rule}"]
+    assert plan.groups[0].cases[1].case.static == StaticScales(8, 100, 0.001)
+    assert plan.notes == (
+        "--static-scales has no effect on mxfp8, whose tensors do not have one float32 scale each",
+        f"scales from data take the place of delayed scaling in {modes[3].partition('+')[0]}",
+    )
+
+
+def test_one_layer_with_such_scales_is_enough() -> None:
+    """Of a map, or of the precision where a map leaves some layer to it."""
+    plan = static_plan("mlp", "fp32", "bf16", precision_map=(("up", "fp8"),))
+    assert [one.case.mode for one in plan.groups[0].cases] == ["fp32", "bf16{up=fp8}+static=8"]
+    with pytest.raises(UsageError, match="change nothing"):
+        static_plan("mlp", "fp32", "fp8", precision_map=(("up", "bf16"), ("down", "mxfp8")))
+
+
+def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
+    """Alone they are refused: nothing would change."""
+    plan = static_plan("mlp,gemm", "fp32", "fp8")
+    assert plan.notes == (
+        "--static-scales has no effect on suite gemm, which has no layers to find scales for",
+    )  # fmt: skip
+    assert {one.case.workload for group in plan for one in group.cases if one.case.static} == {"mlp"}
+    with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
+        static_plan("gemm", "fp8")
+
+
+def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
+    """Those that stay as they are found can."""
+    compiled = (("compile", ("yes",)),)
+    for request, skipped in (({}, False), ({"refresh_scales": 5}, True), ({"saturation_bound": 1.0}, True)):
+        case = static_plan("transformer", "fp32", "fp8", axes=compiled, **request).groups[0].cases[1]
+        assert case.skip.startswith("scales cannot be renewed in a compiled graph") is skipped
+
+
+@pytest.mark.parametrize("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
+def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
+    """Said before any device is asked for."""
+    with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):
+        check_names(Request("mlp", **options))  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ def unsound(record: Record) -> str:
         return "its work is no count"
     if not all(_is_share_of_a_step(one) for one in record.operators):
         return "its operators have no times"
+    if any(one.renewals < 0 for one in record.scales):
+        return "its scales were renewed less than never"
     timings = (record.timing, record.control, record.paired_with)
     return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
 

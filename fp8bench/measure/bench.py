@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,11 @@ from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
 from fp8bench.measure.operators import operators_of
+from fp8bench.measure.static_scales import Calibrations, step
 from fp8bench.measure.switches import unchanged
 from fp8bench.measure.tracing import record, write
-from fp8bench.model import Case, DeviceFacts, OperatorTime, Overheads, Scalar, TensorStatistics
-from fp8bench.protocols import Arithmetic, Device, Precision, Setup, SilentPhases, Stamper, Workload
+from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 
 
@@ -78,6 +79,20 @@ class _Prepared:
     clock: PhaseClock
     stamper: Stamper
     started: frozenset[Thread]
+    scales: ScaleBook | None
+
+    @property
+    def begin(self) -> Callable[[], None]:
+        """What comes before a timed step: nothing of it is timed but the clock's own start."""
+        book, clock = self.scales, self.clock
+        if book is None:
+            return clock.begin
+
+        def begin() -> None:
+            book.begin_step()
+            clock.begin()
+
+        return begin
 
 
 class Bench:
@@ -88,6 +103,7 @@ class Bench:
 
         self._settings = settings
         self._prepared: dict[str, _Prepared] = {}
+        self._calibrations = Calibrations()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         import_user_modules(settings.imports)
@@ -133,34 +149,44 @@ class Bench:
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = threads()
         with unchanged(), aside(), precision.scope():
-            state = workload.prepare(self._setup(case, facts))
-            workload.step(state, SilentPhases())
+            setup = self._setup(case, facts)
+            state = workload.prepare(setup)
+            step(workload, state, setup, SilentPhases())
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = PhaseClock(stamper)
         started = threads() - before
-        self._prepared[key] = _Prepared(workload, precision, device, facts.index, state, clock, stamper, started)
+        self._prepared[key] = _Prepared(
+            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales
+        )  # fmt: skip
+        gc.collect()
+
+    def calibrate(self, case: Case, facts: DeviceFacts) -> None:
+        """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
+        devices.get(facts.kind).select(facts.index)
+        with unchanged(), apart(), precisions.get(case.precision).scope():
+            self._setup(case, facts)
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         one = self._prepared[key]
         one.device.select(one.index)
-        clock, step, state = one.clock, one.workload.step, one.state
+        clock, begin, timed, state = one.clock, one.begin, one.workload.step, one.state
         marks = []
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
             with unchanged(), silent_step(), one.precision.scope():
                 for _ in range(discard):
-                    clock.begin()
-                    step(state, clock)
+                    begin()
+                    timed(state, clock)
                     clock.end()
                 one.device.synchronise(one.index)
                 cpu, wall = time.process_time(), time.perf_counter()
                 for _ in range(calls):
-                    clock.begin()
-                    step(state, clock)
+                    begin()
+                    timed(state, clock)
                     marks.append(clock.end())
                 host = time.perf_counter() - wall
                 one.device.synchronise(one.index)
@@ -198,15 +224,16 @@ class Bench:
             return None
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with unchanged(), apart(), precision.scope(), _collected_by_hand():
+            setup = self._setup(case, facts)
             gc.collect(0)
             device.empty_cache()  # what lies there would decide how blocks are cut
             meter.start()
             try:
-                state = workload.prepare(self._setup(case, facts))
-                workload.step(state, SilentPhases())  # what it makes once and keeps is there before the mark
+                state = workload.prepare(setup)
+                step(workload, state, setup, SilentPhases())  # what it makes once and keeps is there before the mark
                 gc.collect(0)  # the youngest only: all that has been made since the start
                 meter.mark()
-                workload.step(state, SilentPhases())
+                step(workload, state, setup, SilentPhases())
             finally:
                 peak = meter.stop()
             del state
@@ -223,8 +250,9 @@ class Bench:
         device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         with unchanged(), apart(), precision.scope():
-            state = workload.prepare(self._setup(case, facts))
-            trace = record(partial(workload.step, state), facts.kind)
+            setup = self._setup(case, facts)
+            state = workload.prepare(setup)
+            trace = record(partial(step, workload, state, setup), facts.kind)
             del state
             gc.collect()
         device.empty_cache()
@@ -236,6 +264,11 @@ class Bench:
         one = self._prepared[key]
         with unchanged(), apart():
             return wrong_of(one.workload.check(one.state))
+
+    def scales(self, key: str) -> tuple[LayerScale, ...]:
+        """The scales that a state has from data, as they are after its steps."""
+        book = self._prepared[key].scales
+        return book.standings() if book is not None else ()
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
@@ -287,4 +320,5 @@ class Bench:
         }
         high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
         settings = self._settings
-        return Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)
+        setup = Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)
+        return self._calibrations.applied(workloads.get(case.workload), setup)

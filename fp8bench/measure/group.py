@@ -131,7 +131,8 @@ class GroupMeasurement:
 
     def _sit(self, sitting: Sitting, leader: Outcome | None, candidates: list[Outcome], sittings: int) -> None:
         for arm in sitting.arms:
-            self._observer.working(arm.planned.case, "preparing", 0.0)
+            doing = "finding scales" if arm.planned.case.static else "preparing"
+            self._observer.working(arm.planned.case, doing, 0.0)
         sitting.prepare(self._worker)
         stopped = sitting.run(
             self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
@@ -143,8 +144,9 @@ class GroupMeasurement:
         shared = leader is None or leader.timing is None
         if leader is not None and leader.timing is None:
             leader.timing, leader.control, leader.stopped = reference, control, stopped
+            leader.scales = sitting.reference.scales if sitting.reference else ()
         for outcome, arm in zip(candidates, sitting.candidates, strict=True):
-            outcome.timing, outcome.stopped = arm.timing(), stopped
+            outcome.timing, outcome.stopped, outcome.scales = arm.timing(), stopped, arm.scales
             outcome.paired = leader is not None
             if not shared:  # a sitting of its own: its reference samples belong to this comparison
                 outcome.paired_with, outcome.control = reference, control
@@ -192,5 +194,5 @@ class GroupMeasurement:
             planned.case, planned.support, status, planned.work, is_reference, planned.skip or outcome.failure,
             outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
             outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
-            outcome.trace, outcome.operators,
+            outcome.trace, outcome.operators, outcome.scales if status is Status.OK else (),
         )  # fmt: skip

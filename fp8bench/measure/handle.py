@@ -17,7 +17,7 @@ from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import Case, DeviceFacts, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0
 
@@ -52,6 +52,9 @@ class Worker(ABC):
     def prepare(self, key: str, case: Case, facts: DeviceFacts, limit: float) -> None:
         self.ask(limit, "prepare", key, case, facts)
 
+    def calibrate(self, case: Case, facts: DeviceFacts, limit: float) -> None:
+        self.ask(limit, "calibrate", case, facts)
+
     def slot(self, key: str, calls: int, discard: int, limit: float) -> RawSlot:
         return cast(RawSlot, self.ask(limit, "slot", key, calls, discard))
 
@@ -69,6 +72,9 @@ class Worker(ABC):
 
     def check(self, key: str, limit: float) -> str:
         return cast(str, self.ask(limit, "check", key))
+
+    def scales(self, key: str, limit: float) -> tuple[LayerScale, ...]:
+        return cast(tuple[LayerScale, ...], self.ask(limit, "scales", key))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state; returns the names of threads that it leaves behind."""

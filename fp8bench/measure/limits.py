@@ -25,6 +25,12 @@ class Limits:
             return self.case_timeout
         return max(HANG_SECONDS, work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES) + work.setup_seconds
 
+    def steps(self, work: Work, count: int) -> float:
+        """For preparing a state and so many steps that nobody has timed."""
+        if self.case_timeout is not None:
+            return self.case_timeout
+        return self.first(work) + count * (work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES)
+
     def slot(self, step_seconds: float, calls: int) -> float:
         """For a slot of so many calls of a step whose time is known: 60 s, or 20 times that."""
         if self.case_timeout is not None:

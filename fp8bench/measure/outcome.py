@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.model import Measurement, OperatorTime, PlannedCase, TensorStatistics, Timing
+from fp8bench.model import LayerScale, Measurement, OperatorTime, PlannedCase, TensorStatistics, Timing
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Outcome:
     statistics: tuple[TensorStatistics, ...] = ()
     trace: str = ""
     operators: tuple[OperatorTime, ...] = ()
+    scales: tuple[LayerScale, ...] = ()
 
     def lacks(self, why: str) -> None:
         """Something about it could not be had, which does not fail it."""

@@ -21,7 +21,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
-from fp8bench.model import CELL_PHASES, DeviceFacts, Level, PlannedCase, Segments, SlotSample, Timing
+from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
@@ -53,6 +53,7 @@ class Arm:
     segmentation: Segmentation | None = None
     varying: bool = False
     slots: list[SlotSample] = field(default_factory=list)
+    scales: tuple[LayerScale, ...] = ()
 
     @property
     def emulated(self) -> bool:
@@ -61,6 +62,9 @@ class Arm:
     def prepare(self, worker: Worker) -> None:
         """Build the state, then time a few steps to size the slots and cut the cells."""
         limit = self.limits.first(self.planned.work)
+        static = self.planned.case.static
+        if static is not None:
+            worker.calibrate(self.planned.case, self.facts, self.limits.steps(self.planned.work, static.batches))
         worker.prepare(self.key, self.planned.case, self.facts, limit)
         first = worker.slot(self.key, 1, 0, limit)
         again = first
@@ -92,10 +96,15 @@ class Arm:
         self.add(worker.slot(self.key, self.calls, self.discard, limit), round_number)
 
     def check(self, worker: Worker) -> None:
-        """Raise if the steps have spoilt the state: numbers that are not finite may take another time."""
+        """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
+
+        What scales came to is asked here, after the last step.
+        """
         wrong = worker.check(self.key, self.limits.numbers(self.planned.work))
         if wrong:
             raise WorkerFault("after its steps", wrong)
+        if self.planned.case.static is not None:
+            self.scales = worker.scales(self.key, self.limits.numbers(self.planned.work))
 
     def add(self, raw: RawSlot, round_number: int) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""

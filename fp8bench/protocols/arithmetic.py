@@ -41,7 +41,8 @@ class Arithmetic(ABC):
     `casts` is False where a cast changes nothing, so that nobody opens a CAST phase around nothing; `keeps_source`
     says that the second orientation of an operand must be cast from the source again (block scales run along the
     contraction) and cannot be had by transposing the codes. `explicit` says that a product is more than one of its
-    operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only. `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
+    operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
+    `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
     """
 
     carrier: torch.dtype
