@@ -1,4 +1,4 @@
-"""What holds for all tests: no deadlines, nothing compiled unasked, and no GPU is no failure but a skip with the reason."""
+"""What holds for all tests: no deadlines, nothing compiled unasked; those that need a GPU are skipped without one."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
 
     float32 without dimensions, or with one column for rows, on the tensor's device: no value is read by the host.
     """
+    check_input(x)
     if not _whole(scaling):
         raise ValueError(f"a tensor or a row has one factor, and {scaling.name} has blocks")
     found = float_factor(_amax(x.detach(), by_row=scaling.rows == 1), fmt, scaling.rounding)

@@ -1,0 +1,165 @@
+"""Recipes that cannot be, through every door: one sentence, exit 2, nothing measured and nothing written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8bench
+from fp8bench import pipeline
+from fp8bench.cli import main
+from fp8bench.errors import UsageError
+from fp8bench.formats import scaled
+from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
+from fp8bench.formats.quantise import round_to
+from fp8bench.formats.scalings import MX, NVFP4, TENSOR
+
+# What stands behind --dtypes, and what the sentence must say.
+MODES = [
+    ("fp9", "unknown dtype 'fp9'. Did you mean 'fp8'"),
+    ("fp8-dealyed", "Did you mean 'fp8-delayed'"),
+    ("fp8-delayed:hsitory=3", "unknown option of dtype fp8-delayed 'hsitory'. Did you mean 'history'"),
+    ("mxfp8:history=3", "unknown option of dtype mxfp8 'history'"),
+    ("bf16:scale=pow2", "unknown option of dtype bf16 'scale'"),
+    ("fp8-delayed:history=0", "history cannot be '0': expected a whole number from 1"),
+    ("fp8-delayed:history=many", "history cannot be 'many': expected a whole number"),
+    ("fp8-delayed:history=1e3", "history cannot be '1e3'"),
+    ("fp8-delayed:margin=-1", "margin cannot be '-1': expected a whole number from 0"),
+    ("fp8-delayed:interval=0", "interval cannot be '0'"),
+    ("fp8-delayed:algorithm=mean", "algorithm cannot be 'mean': expected one of max, most_recent"),
+    ("fp8-delayed:history=3:amax_history_len=4", "gives history twice"),
+    ("fp8:formats=hybird", "the nearest is 'hybrid'"),
+    ("fp8:", "has no OPTION=VALUE behind a colon"),
+    ("fp8:scale", "has no OPTION=VALUE behind a colon but 'scale'"),
+    ("fp8:=exact", "has no OPTION=VALUE behind a colon but '=exact'"),
+    ("mxfp8:scale=exact", "scale cannot be 'exact': expected one of floor, even, ceil, rceil"),
+    ("nvfp4:hadamard=on:weight-gradient=bf16", "leave one out"),
+    ("custom:weight=e5m2:format=e2m1:scaling=nvfp4", "NVFP4's scales are for e2m1 elements, not for e5m2"),
+    ("custom:format=bf16:scaling=mx", "MX blocks hold"),
+    ("custom:format=e8m0", "format cannot be 'e8m0'"),
+    ("custom:scaling=1x64", "scaling cannot be '1x64': expected one of"),
+    ("custom:scaling=none:scale=pow2", "leave one out"),
+    ("custom:scaling=tensor:scale=rceil", "not rounded by"),
+]
+
+
+@pytest.fixture
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and workers that must not be started; checked at the end."""
+
+    def never(*arguments: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(pipeline, "ProcessWorker", never)
+    monkeypatch.setattr(pipeline, "LocalWorker", never)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one sentence that a command ends with."""
+    assert main(list(words)) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    (line,) = shown.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
+def test_modes_on_the_command_line(
+    nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
+) -> None:
+    """As a dtype, as the reference, and in a precision map."""
+    assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--dtypes", f"bf16,{mode}")
+    assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--reference", mode)
+    assert said in refused(capsys, "suite", "mlp", "--dtypes", "bf16,fp8", "--precision-map", f"up={mode}")
+    assert said in refused(capsys, "lint-shapes", "--model", "nano", "--dtypes", mode)
+    assert not list(nothing_runs.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
+def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
+    """The same sentence, as an exception."""
+    with pytest.raises(UsageError) as raised:
+        fp8bench.run("gemm", dtypes=["bf16", mode])
+    assert said in str(raised.value) and not list(nothing_runs.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("map_", "said"),
+    [
+        ("nonsense=bf16", "unknown layer of suite transformer 'nonsense'. Known: attn, mlp, head"),
+        ("blocks.99=bf16", "unknown layer of suite transformer 'blocks.99'"),
+        ("mlp=fp9", "unknown dtype 'fp9'"),
+        ("mlp=fp8-delayed:history=0", "history cannot be '0'"),
+        ("mlp", "is not of the form"),
+        ("mlp=bf16,mlp=fp8", "names a layer"),
+    ],
+)
+def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixture[str], map_: str, said: str) -> None:
+    """A layer nobody has, or a mode nobody registered."""
+    assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("use_fp8: true\nfp8_format: hybird", "a.yaml:4: fp8_format cannot be 'hybird'"),
+        ("use_fp8: maybe", "a.yaml:3: use_fp8 cannot be 'maybe'"),
+        ("use_fp8: true\nfp8_amax_history_len: 0", "a.yaml:4: fp8_amax_history_len cannot be '0'"),
+        ("use_fp8: true\nfp8_margin: -1", "a.yaml:4: fp8_margin cannot be '-1'"),
+        ("use_fp8: true\nfp8_margn: 1", "a.yaml:4: unknown key 'fp8_margn'. Did you mean 'fp8_margin'"),
+        ("dtypes: fp8-delayed:history=0", "history cannot be '0'"),
+    ],
+)
+def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str) -> None:
+    """With the line that is wrong."""
+    file = nothing_runs / "a.yaml"
+    file.write_text(f"suite: gemm\nset: {{shape: 64}}\n{lines}\n")
+    assert said in refused(capsys, "suite", "--config", "a.yaml")
+
+
+@pytest.mark.parametrize("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
+def test_a_key_without_effect_is_named_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: str
+) -> None:
+    """A warning with its line; the plan is made all the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(f"suite: gemm\nset: {{shape: 64}}\nno-isolation: true\n{keys}\n")
+    assert main(["suite", "--config", "a.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "fp8_margin has no effect" in shown.err and "fp8" in shown.out
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 64, dtype=torch.bool),
+        torch.ones(4, 64, dtype=torch.complex64), torch.ones(4, 64, dtype=torch.float64),
+        torch.ones(4, 64).to(torch.float8_e4m3fn),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)  # fmt: skip
+def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
+    """Integers and complex ones above all, by every function that takes a tensor."""
+    for call in (
+        lambda: round_to(tensor, E4M3),
+        lambda: scaled.values(tensor, E4M3, TENSOR),
+        lambda: scaled.values(tensor, E2M1, NVFP4),
+        lambda: scaled.quantise(tensor, E4M3, MX),
+        lambda: scaled.factor(tensor, E4M3, TENSOR),
+    ):
+        with pytest.raises(TypeError, match=r"cannot quantise .*: give a tensor of float32, bfloat16 or float16"):
+            call()
+
+
+def test_what_a_format_cannot_do_is_refused() -> None:
+    """Elements that a scaling does not hold, and ways to overflow that a format has no code for."""
+    with pytest.raises(UsageError, match="NVFP4's scales are for e2m1"):
+        scaled.values(torch.ones(4, 64), E5M2, NVFP4)
+    with pytest.raises(UsageError, match="e2m1 has no nan to overflow to"):
+        round_to(torch.ones(4), E2M1, overflow=Overflow.NAN)
