@@ -125,8 +125,9 @@ def _cut(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
         addend = bits.bitwise_right_shift(dropped).bitwise_and(1) + ((1 << (dropped - 1)) - 1)
     else:
         addend = random.bitwise_and((1 << dropped) - 1)
-    rounded = (bits + addend).bitwise_and(-(1 << dropped)).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values)  # a carry out of NaN's mantissa would give -0
+    rounded = (bits + addend).bitwise_and(-(1 << dropped))
+    finite = bits.bitwise_and(~_SIGN) < _EXPONENT_MASK  # a carry out of NaN's mantissa would give -0
+    return torch.where(finite, rounded, bits).view(torch.float32)
 
 
 def _power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:

@@ -1,0 +1,218 @@
+"""Fused quantisers: which there are, what each computes, and how one is compiled.
+
+A kernel reads words (lanes.py) in one canonical layout and writes words of the same shape into memory that it is
+given. Sizes are free where a layout says so: a kernel serves tensors of all shapes and has no guards to fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.block_kernels import block_values
+from fp8bench.formats.grids import E8M0, Format, Overflow
+from fp8bench.formats.lanes import PER_WORD, float_lanes, joined, lanes, result_words, words
+from fp8bench.formats.random_bits import random_bits
+from fp8bench.formats.rounding import nearest, stochastic
+from fp8bench.formats.scalings import Scaling
+
+Compiled = Callable[..., object]
+
+
+class Layout(StrEnum):
+    """How a kernel sees a matrix that lies in memory row by row; the second half are those of transposed operands.
+
+    FLAT as a row of elements, ROWS and COLUMNS with one factor each, BLOCKS (blocks, size) as parts of rows,
+    UPRIGHT (down, size, columns) as parts of columns, RECTANGLES (down, rows, across, columns).
+    """
+
+    FLAT = "flat"
+    ROWS = "rows"
+    BLOCKS = "blocks"
+    RECTANGLES = "rectangles"
+    COLUMNS = "columns"
+    UPRIGHT = "upright"
+
+
+_FREE = {
+    Layout.FLAT: (0,),
+    Layout.ROWS: (0, 1),
+    Layout.BLOCKS: (0,),
+    Layout.RECTANGLES: (0, 2),
+    Layout.COLUMNS: (0, 1),
+    Layout.UPRIGHT: (0, 2),
+}
+"""The dimensions of words whose sizes a kernel leaves open."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One fused quantiser.
+
+    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`), and NVFP4's blocks
+    the tensor's scale. `block` is a block's rows and columns in memory, 0 x 0 where there are none.
+    """
+
+    fmt: Format
+    scaling: Scaling | None
+    layout: Layout
+    source: torch.dtype
+    target: torch.dtype
+    device: str
+    block: tuple[int, int] = (0, 0)
+    overflow: Overflow = Overflow.SATURATE
+    factor: bool = False
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        """'e4m3fn 1x32 e8m0 rceil, float32 to float32, upright, cpu'."""
+        scaled = f" {self.scaling.name}" if self.scaling else " scaled" if self.factor else ""
+        drawn = " stochastic" if self.stochastic else ""
+        dtypes = " to ".join(str(one).removeprefix("torch.") for one in (self.source, self.target))
+        return f"{self.fmt.name}{scaled}{drawn}, {dtypes}, {self.layout!s}, {self.device}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the target has every value that comes out, if it is bfloat16.
+
+        It has those of formats of 8 bits and less. Under a power of two, too: a value of bfloat16's that lies so low
+        that elements go below its subnormals is a whole number of their steps, before and after rounding.
+        """
+        plain = self.scaling is None and not self.factor
+        return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
+
+    def __call__(self, given: Tensor, out: Tensor, *others: Tensor) -> tuple[()]:
+        """Quantise words into words by torch's operations. Others: the factor, and the seed, of kernels that have one.
+
+        Factors are () or (rows, 1), or (1, words) for COLUMNS; NVFP4's is the tensor's scale.
+        """
+        factor = others[0] if self.factor else None
+        random = self._random(given, others[-1]) if self.stochastic else None
+        values = lanes(given)
+        if self.scaling is None:
+            left = self._elements(values, factor, random)
+        elif self.layout is Layout.UPRIGHT:
+            left = self._upright(values, factor, random)
+        else:
+            left = block_values(values, self.fmt, self.scaling, factor, random)
+        out.copy_(joined(left, self.target, self.exact))
+        return ()
+
+    def _elements(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+        drawn: Sequence[Tensor | None] = random or [None] * len(values)
+        if factor is None:
+            return [self._rounded(one, by) for one, by in zip(values, drawn, strict=True)]
+        # Columns have factors of their own: those of two neighbours stand in a word, too.
+        factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
+        rounded = [self._rounded(one * by, draw) for one, by, draw in zip(values, factors, drawn, strict=True)]
+        return [one * by.reciprocal() for one, by in zip(rounded, factors, strict=True)]
+
+    def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
+        if random is None:
+            return nearest(values, self.fmt, self.overflow)
+        return stochastic(values, self.fmt, random, self.overflow)
+
+    def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+        """Each column of words holds columns of elements, whose blocks have scales of their own."""
+        assert self.scaling is not None
+        left = []
+        for lane, one in enumerate(values):
+            drawn = [random[lane].unsqueeze(-1)] if random else None
+            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+        return [one.squeeze(-1) for one in left]
+
+    def _random(self, given: Tensor, seed: Tensor) -> list[Tensor]:
+        """Numbers for each lane, counted along the rows of the operand, which are columns in memory if it is turned."""
+        every = PER_WORD[self.source]
+        shape = [*given.shape[:-1], given.shape[-1] * every]
+        if self.layout is Layout.UPRIGHT:
+            down, size, columns = shape
+            numbers = random_bits((columns, down, size), seed).permute(1, 2, 0)
+        else:
+            numbers = random_bits(shape, seed)
+        return [numbers[..., lane::every] for lane in range(every)]
+
+
+_compiling = threading.Lock()
+
+
+def compiled(kernel: Kernel) -> Compiled:
+    """The kernel compiled, to be called as it is (with what it takes alone, in the same order).
+
+    Inductor is called directly: what torch.compile gives has guards, four times the overhead of a call, and is lost
+    where a dispatch mode was on at its first call. Raises whatever torch or a compiler raises.
+    """
+    from torch._inductor import config, standalone_compile
+
+    with _compiling, warnings.catch_warnings(), config.patch(_options(config)):
+        warnings.simplefilter("ignore")  # of torch's about itself
+        graph, inputs = _traced(kernel)
+        return standalone_compile(graph, [*inputs], dynamic_shapes="from_graph")
+
+
+def _options(config: object) -> dict[str, object]:
+    """Inductor's options, as far as this version of torch has them.
+
+    Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
+    torch has them one operation at a time.
+    """
+    wanted: dict[str, object] = {
+        "cpp.dynamic_threads": True,
+        "compile_threads": 1,
+        "emulate_precision_casts": True,
+        "emulate_divison_rounding": True,  # its name until torch 2.12
+        "eager_numerics.division_rounding": True,
+        "eager_numerics.disable_ftz": True,
+    }
+    known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _traced(kernel: Kernel) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """The kernel's operations as a graph, and tensors without memory for it, free sizes as symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    free = _FREE[kernel.layout]
+
+    def fake(real: Tensor, free: Sequence[int]) -> Tensor:
+        sizes = [DimDynamic.DYNAMIC if one in free else DimDynamic.STATIC for one in range(real.dim())]
+        return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    given, out, *others = _examples(kernel)
+    every = range(given.dim())
+    inputs = [fake(given, free), fake(out, free), *(fake(one, every[: one.dim()]) for one in others)]
+    with mode:
+        return make_fx(kernel, tracing_mode="fake")(*inputs), inputs
+
+
+_MANY, _ROWS, _COLUMNS = 1 << 20, 16, 24
+
+
+def _examples(kernel: Kernel) -> list[Tensor]:
+    """Tensors of a kernel's layout, large enough that a compiler thinks of threads."""
+    shapes = {
+        Layout.FLAT: (_MANY,),
+        Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
+        Layout.COLUMNS: (_ROWS * 32, _COLUMNS * 32),
+        Layout.BLOCKS: (_MANY >> 4, kernel.block[1]),
+        Layout.UPRIGHT: (_ROWS, kernel.block[0], _COLUMNS * 32),
+        Layout.RECTANGLES: (_ROWS, kernel.block[0], _COLUMNS, kernel.block[1]),
+    }
+    device = torch.device(kernel.device)
+    x = torch.empty(shapes[kernel.layout], dtype=kernel.source, device=device)
+    given, out = words(x), result_words(torch.empty_like(x, dtype=kernel.target), kernel.source)
+    factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
+    factor = torch.empty(factors.get(kernel.layout, ()), dtype=torch.float32, device=device)
+    if kernel.layout is Layout.COLUMNS:
+        factor = result_words(factor, kernel.source)
+    seed = torch.empty((), dtype=torch.int64, device=device)
+    return [given, out, *([factor] if kernel.factor else []), *([seed] if kernel.stochastic else [])]
