@@ -6,6 +6,7 @@ Analysis and reports start from the Run this returns, or from the file it was ke
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from fp8bench.measure.bench import Settings
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
+from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.measure.stopping import rule_for
 from fp8bench.measure.trace_files import trace_folder
 from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run
@@ -103,10 +105,12 @@ def _measure(
     """The groups one by one, each kept as soon as it is done."""
     noted: set[str] = set()
     measured: list[Record] = []
+    quantisers = quantisers_for(run.request.quick, os.environ)
     try:
         for place, group in enumerate(groups):
             _note_company(writer, noted)
-            measured += _group(group, run, _share(run.request.budget, start, len(groups) - place), worker, observer)
+            budget = _share(run.request.budget, start, len(groups) - place)
+            measured += _group(group, run, budget, worker, observer, quantisers)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -127,6 +131,7 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)
+    quantisers_for(request.quick, os.environ)
     if request.trace is not None and write:
         check_folder("--trace", Path(request.trace))
     if not reads_corpus(request):
@@ -179,9 +184,12 @@ def _share(budget: float | None, start: float, groups_left: int) -> float | None
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / groups_left
 
 
-def _group(group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer) -> tuple[Record, ...]:
+def _group(
+    group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer, quantisers: Quantisers
+) -> tuple[Record, ...]:
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
     limits = Limits(run.request.case_timeout)
     traces = trace_folder(run)
-    return GroupMeasurement(group, facts, worker, rule, decided, run.request.seed, observer, limits, traces).run()
+    seed = run.request.seed
+    return GroupMeasurement(group, facts, worker, rule, decided, seed, observer, limits, traces, quantisers).run()

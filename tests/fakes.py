@@ -61,6 +61,8 @@ class Script:
     """What one mode does: its n-th step since preparing, what preparing takes, its memory, its faults.
 
     `memory` is its share of the worker's capacity, `peak` what it answers in the pass that measures memory.
+    `quantisers` are how many it asks for in its first step, and how many more in each later one; `uncompilable` is why
+    none of them compiles.
     """
 
     step: Callable[[int], Step] = field(default_factory=lambda: gemm_steps(10 * MS))
@@ -74,6 +76,8 @@ class Script:
     peak: int | None = None
     operators: tuple[OperatorTime, ...] = ()
     scales: tuple[LayerScale, ...] = ()
+    quantisers: Sequence[int] = ()
+    uncompilable: str = ""
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -99,6 +103,8 @@ class FakeWorker(Worker):
         self._labels: dict[str, str] = {}
         self._calls: dict[str, int] = {}
         self._asked: dict[tuple[str, str], int] = {}
+        self._compiled: dict[str, int] = {}
+        self._failed: dict[str, str] = {}
 
     def clock(self) -> float:
         """Virtual seconds."""
@@ -119,6 +125,8 @@ class FakeWorker(Worker):
     def close(self) -> None:
         self.alive = False
         self._calls.clear()
+        self._compiled.clear()
+        self._failed.clear()
 
     def restart(self) -> None:
         self.restarts += self.alive
@@ -151,6 +159,32 @@ class FakeWorker(Worker):
         self._labels[key], self._calls[key] = label, 0
         self.now_ns += self._script(label).preparing_ns
 
+    def _waiting(self, label: str) -> int:
+        """How many quantisers a mode has asked for by now, less those that are compiled. Modes share none."""
+        mode = label.rstrip("'")
+        steps = 1 + max(
+            (count for key, count in self._calls.items() if self._labels[key].rstrip("'") == mode), default=0
+        )
+        asked = sum(self._script(label).quantisers[:steps])
+        return 0 if mode in self._failed else asked - self._compiled.get(mode, 0)
+
+    def _quantisers(self) -> tuple[int, str]:
+        modes = dict.fromkeys(label.rstrip("'") for label in self.held)
+        return sum(self._waiting(mode) for mode in modes), next(iter(self._failed.values()), "")
+
+    def _compile_quantisers(self, key: str) -> None:
+        label = self._labels[key]
+        mode = label.rstrip("'")
+        waiting = self._waiting(label)
+        self.log.append(("compile", label, waiting))
+        assert waiting, "nothing waits to be compiled"
+        self._strike("compile", label)
+        if self._script(label).uncompilable:
+            self._failed[mode] = self._script(label).uncompilable
+        else:
+            self._compiled[mode] = self._compiled.get(mode, 0) + waiting
+        self._calls[key] += 1
+
     def _calibrate(self, case: Case, facts: DeviceFacts) -> None:
         self.log.append(("calibrate", case.mode))
         self._strike("calibrate", case.mode)
@@ -169,7 +203,11 @@ class FakeWorker(Worker):
         self.now_ns += sum(sum(intervals) for _, intervals in steps)
         kept = steps[discard:]
         seconds = sum(sum(intervals) for _, intervals in kept) / 1e9
-        return RawSlot(tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept), seconds, seconds, seconds / calls)
+        mode, asked = label.rstrip("'"), sum(self._script(label).quantisers[: 1 + self._calls[key]])
+        fused = min(asked, self._compiled.get(mode, 0)) * (calls + discard)
+        eager = asked * (calls + discard) - fused
+        raw = tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept)
+        return RawSlot(raw, seconds, seconds, seconds / calls, eager, fused)
 
     def _release(self, key: str) -> tuple[str, ...]:
         held = self._calls.pop(key, None)

@@ -20,6 +20,7 @@ from fp8bench.measure.answers import errors_of, statistics_of, wrong_of
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
+from fp8bench.measure.fusing import Fusing
 from fp8bench.measure.operators import operators_of
 from fp8bench.measure.static_scales import Calibrations, step
 from fp8bench.measure.switches import unchanged
@@ -49,12 +50,17 @@ class RawStep:
 
 @dataclass(frozen=True)
 class RawSlot:
-    """The timed steps of a slot, with host and process clocks over all of them."""
+    """The timed steps of a slot, with host and process clocks over all of them.
+
+    Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
+    """
 
     steps: tuple[RawStep, ...]
     wall_seconds: float
     cpu_seconds: float
     host_seconds: float
+    eager_quantisers: int = 0
+    fused_quantisers: int = 0
 
 
 @contextmanager
@@ -104,6 +110,7 @@ class Bench:
         self._settings = settings
         self._prepared: dict[str, _Prepared] = {}
         self._calibrations = Calibrations()
+        self._fusing = Fusing()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         import_user_modules(settings.imports)
@@ -168,12 +175,31 @@ class Bench:
             self._setup(case, facts)
         gc.collect()
 
+    def quantisers(self) -> tuple[int, str]:
+        """How many quantisers states have asked for wait to be compiled; why others stay eager, '' if none does."""
+        return len(self._fusing.waiting()), self._fusing.why_eager()
+
+    def compile_quantisers(self, key: str) -> None:
+        """Compile those that wait, and run a state's untimed step again: first calls are dear."""
+        one = self._prepared[key]
+        one.device.select(one.index)
+        before = threads()
+        with unchanged(), aside(), one.precision.scope():
+            self._fusing.compile()
+            if one.scales is not None:
+                one.scales.begin_step()
+            one.workload.step(one.state, SilentPhases())
+        one.device.synchronise(one.index)
+        still_running(threads() - before)  # what compiling has started may end before anything is timed
+        gc.collect()
+
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         one = self._prepared[key]
         one.device.select(one.index)
         clock, begin, timed, state = one.clock, one.begin, one.workload.step, one.state
         marks = []
+        eager, fused = self._fusing.calls()
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
@@ -196,7 +222,8 @@ class Bench:
                 gc.enable()
         steps = tuple(RawStep(tuple(codes), tuple(one.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         one.stamper.recycle()
-        return RawSlot(steps, wall, cpu, host / calls)
+        eager_now, fused_now = self._fusing.calls()
+        return RawSlot(steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         """The workload's numerical errors for one case, in a pass of its own."""

@@ -16,7 +16,8 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.outcome import Outcome, exhausted
 from fp8bench.measure.passes import Passes
-from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
+from fp8bench.measure.quantisers import Quantisers
+from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
 from fp8bench.measure.trace_files import TraceFolder
 from fp8bench.model import DeviceFacts, Group, Level, Record, Status
@@ -38,6 +39,7 @@ class GroupMeasurement:
         observer: Observer,
         limits: Limits = USUAL,
         traces: TraceFolder | None = None,
+        quantisers: Quantisers | None = None,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -50,6 +52,7 @@ class GroupMeasurement:
         self._observer = observer
         self._limits = limits
         self._traces = traces
+        self._quantisers = quantisers
         self._outcomes = [Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
@@ -105,6 +108,8 @@ class GroupMeasurement:
                 self._sit(sitting, leader, candidates, len(waiting) + 1)
             except ArmFailed as raised:
                 failed = raised
+            except CompilingFailed:
+                return "again"  # in a fresh worker, and without compiling
             finally:
                 left_over = self._release(sitting)
             failed = failed or left_over
@@ -133,7 +138,9 @@ class GroupMeasurement:
         for arm in sitting.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
-        sitting.prepare(self._worker)
+        sitting.prepare(
+            self._worker, self._quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
+        )
         stopped = sitting.run(
             self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),

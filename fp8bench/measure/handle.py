@@ -55,6 +55,14 @@ class Worker(ABC):
     def calibrate(self, case: Case, facts: DeviceFacts, limit: float) -> None:
         self.ask(limit, "calibrate", case, facts)
 
+    def quantisers(self) -> tuple[int, str]:
+        """How many quantisers wait to be compiled; why others stay eager, '' if none does."""
+        return cast(tuple[int, str], self.ask(HANG_SECONDS, "quantisers"))
+
+    def compile_quantisers(self, key: str, limit: float) -> None:
+        """Compile those that wait, and run a state's untimed step again."""
+        self.ask(limit, "compile_quantisers", key)
+
     def slot(self, key: str, calls: int, discard: int, limit: float) -> RawSlot:
         return cast(RawSlot, self.ask(limit, "slot", key, calls, discard))
 

@@ -11,6 +11,8 @@ HANG_STEPS = 20
 # Slower than any device that will finish in a reasonable time: allows for steps nobody has timed yet.
 SLOWEST_FLOPS = 5e9
 SLOWEST_BYTES = 50e6
+# Ten times what a cold compile of one quantiser takes.
+COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Limits:
         if self.case_timeout is not None:
             return self.case_timeout
         return self.first(work) + count * (work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES)
+
+    def compiling(self, work: Work, count: int) -> float:
+        """For compiling so many quantisers, which is no matter of the case, and for a step that nobody has timed."""
+        return COMPILE_SECONDS * count + self.first(work)
 
     def slot(self, step_seconds: float, calls: int) -> float:
         """For a slot of so many calls of a step whose time is known: 60 s, or 20 times that."""

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
+from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
@@ -30,12 +31,18 @@ WARMED_BELOW_SECONDS = 100e-3
 # A step this long is timed well enough by its first call.
 LONG_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
+_MORE_COMPILATIONS = 2
+_FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
 
 class Judge(Protocol):
     """Says whether a candidate's question is answered by what there is so far."""
 
     def __call__(self, case: Timing, reference: Timing, control: Timing | None) -> bool: ...
+
+
+# Told of an arm what is being done with it.
+Tell = Callable[["Arm", str], None]
 
 
 @dataclass
@@ -54,28 +61,63 @@ class Arm:
     varying: bool = False
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
+    why_eager: str = ""
+    ran_eager: bool = False
+    ran_fused: bool = False
 
     @property
     def emulated(self) -> bool:
         return self.planned.support.level is Level.EMULATED
 
-    def prepare(self, worker: Worker) -> None:
-        """Build the state, then time a few steps to size the slots and cut the cells."""
+    def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
+        """Build the state, compile its quantisers, then time a few steps to size the slots and cut the cells.
+
+        Those steps may ask for other quantisers than the untimed one has: a scale that is remembered, not found.
+        """
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
         if static is not None:
             worker.calibrate(self.planned.case, self.facts, self.limits.steps(self.planned.work, static.batches))
         worker.prepare(self.key, self.planned.case, self.facts, limit)
-        first = worker.slot(self.key, 1, 0, limit)
-        again = first
-        if _seconds(first) < LONG_SECONDS:
-            again = worker.slot(self.key, _CALIBRATING_CALLS, 0, self.limits.slot(_seconds(first), _CALIBRATING_CALLS))
-        best = min(again.steps, key=lambda step: sum(step.intervals_ns))
+        self._compile(worker, quantisers, tell)
+        best = self._fastest_of_a_few(worker, limit)
+        for _ in range(_MORE_COMPILATIONS):
+            if not self._compile(worker, quantisers, tell):
+                break
+            best = self._fastest_of_a_few(worker, limit)
         self.step_seconds = max(sum(best.intervals_ns) * 1e-9, 1e-7)
         self.calibrated = best
         self.segmentation = segment(best.codes, best.intervals_ns)
         if self.step_seconds < REPEAT_BELOW_SECONDS:
             self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
+
+    def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
+        """Have the quantisers that the state has asked for compiled; False where none waited."""
+        if quantisers is None or not quantisers.compiled:
+            self.why_eager = "" if quantisers is None else quantisers.why_eager
+            return False
+        waiting, self.why_eager = worker.quantisers()
+        if not waiting:
+            return False
+        if tell is not None:
+            tell(self, f"compiling {waiting} quantiser{'s' * (waiting != 1)}")
+        limit = self.limits.compiling(self.planned.work, waiting)
+        try:
+            worker.compile_quantisers(self.key, limit)
+        except (WorkerLost, WorkerHung) as error:
+            hung = isinstance(error, WorkerHung)
+            quantisers.why_eager = f"compiling took more than {limit:g} s" if hung else f"compiling failed: {error}"
+            raise CompilingFailed(self) from error
+        self.why_eager = worker.quantisers()[1]
+        return True
+
+    def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
+        """The fastest of a few steps, none of which is kept; a long one is enough."""
+        first = worker.slot(self.key, 1, 0, limit)
+        again = first
+        if _seconds(first) < LONG_SECONDS:
+            again = worker.slot(self.key, _CALIBRATING_CALLS, 0, self.limits.slot(_seconds(first), _CALIBRATING_CALLS))
+        return min(again.steps, key=lambda step: sum(step.intervals_ns))
 
     def cut_like(self, lead: Arm) -> None:
         """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
@@ -109,6 +151,8 @@ class Arm:
     def add(self, raw: RawSlot, round_number: int) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
         assert self.segmentation is not None
+        self.ran_eager |= raw.eager_quantisers > 0
+        self.ran_fused |= raw.fused_quantisers > 0
         rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
         if self.varying or any(row is None for row in rows):
             self._vary()
@@ -136,7 +180,8 @@ class Arm:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         codes = Counter(self.segmentation.codes if self.segmentation else ())
         entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
-        return Timing(segments, tuple(self.slots), entries, self.varying)
+        eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager else ""
+        return Timing(segments, tuple(self.slots), entries, self.varying, eager, self.ran_fused)
 
 
 def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
@@ -153,6 +198,14 @@ def _fold(phases: Sequence[str], call: Sequence[int]) -> tuple[int, ...]:
 
 def _seconds(raw: RawSlot) -> float:
     return sum(raw.steps[0].intervals_ns) * 1e-9
+
+
+class CompilingFailed(Exception):
+    """The worker did not survive compiling an arm's quantisers. No fault of the arm's: it can do without."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(arm.key)
+        self.arm = arm
 
 
 class ArmFailed(Exception):
@@ -179,11 +232,11 @@ class Sitting:
     def arms(self) -> list[Arm]:
         return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
 
-    def prepare(self, worker: Worker) -> None:
+    def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
         """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
         for arm in self.arms:
             with _guarding(arm):
-                arm.prepare(worker)
+                arm.prepare(worker, quantisers, tell)
         lead = self.arms[0]
         for arm in self.arms[1:]:
             arm.cut_like(lead)
