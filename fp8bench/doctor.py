@@ -18,6 +18,7 @@ from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.plan import make_plan, suites_of
+from fp8bench.protocols import Precision
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.units import percent, seconds, size
 
@@ -66,9 +67,10 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.cuda or facts.hip:
         details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
     yield f"{facts.key}: {facts.name} ({', '.join(details)})"
+    longest = max(len(name) for name in precisions.names())
     for name in by_rank():
         support = precisions.get(name).support(facts)
-        yield f"  {name:<7} {support.level.value:<9} {support.reason}"
+        yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
 
 
 def by_rank() -> list[str]:
@@ -183,3 +185,13 @@ def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
             support = precision.support(one)
             note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
             yield f"    on {one.key} {support.level.value}{note}"
+        yield from _options(precision)
+    yield "options stand behind a precision's name, any number of them: fp8-delayed:history=16:margin=1"
+
+
+def _options(precision: Precision) -> Iterator[str]:
+    """Each with its default and what it says, in a column of their own."""
+    words = [f"{option.name}={option.default}" for option in precision.options]
+    for word, option in zip(words, precision.options, strict=True):
+        also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
+        yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"

@@ -147,4 +147,9 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     text = "\n".join(listing("dtypes", ()))
     assert "nvfp4 (also fp4): " in text
+    for name in precisions.names():
+        for option in precisions.get(name).options:
+            assert f"    :{option.name}={option.default}" in text and f"  {option.description}" in text
+    assert "(also amax_history_len, fp8_amax_history_len)" in text
+    assert "fp8-delayed:history=16:margin=1" in text.splitlines()[-1]
     assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())

@@ -35,7 +35,7 @@ def formats_option(default: str) -> Option:
 
 def float_scale_option(default: ScaleRounding) -> Option:
     """What float32 scales may be."""
-    words = "exact: largest / amax; pow2: the power of two that takes in no more"
+    words = "exact: largest / amax; pow2: the next power of two below, so that nothing saturates"
     return Option("scale", words, default.value, one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO))
 
 

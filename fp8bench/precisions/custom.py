@@ -47,7 +47,7 @@ class Custom(RecipePrecision):
         "custom:format=e3m2:scaling=row."
     )
     rank = 90
-    words = "formats of one's own choice"
+    words = "custom formats"
     options = (
         Option("format", f"of all tensors: {', '.join(_ELEMENTS)}", E4M3.name, _element),
         _own("input"), _own("weight"), _own("gradient"),

@@ -70,7 +70,7 @@ def test_support(device: str) -> None:
         ("fp8-block", H200, "no native backend for block-scaled FP8"),
         ("fp8-block:accumulator=promoted", CPU, "no hardware for block-scaled FP8"),
         ("mxfp6", B200, "no native backend for MXFP6"),
-        ("custom", H200, "no native backend for formats of one's own choice"),
+        ("custom", H200, "no native backend for custom formats"),
         ("fp8-rowwise", MI300X, "e4m3fnuz"),
         ("fp8-block", MI300X, "no native backend"),
         ("mxfp8", B200, "no native backend"),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.errors import UsageError
 from fp8bench.model import Measurement
 from fp8bench.registry import precisions
 from fp8bench.report import legend
@@ -134,9 +135,14 @@ def _described(by_mode: dict[str, dict[str, list[Measurement]]], metric: str) ->
 
 
 def _summary(result: Result) -> str:
-    """A precision's formats in its own words; '' for one that is not known here."""
-    name = result.record.case.precision
-    return precisions.get(name).summary if name in precisions.names(hidden=True) else ""
+    """A precision's formats in its own words, and the options it was given; '' for one that is not known here."""
+    mode = result.record.case.precision
+    try:
+        summary = precisions.get(mode).summary
+    except UsageError:
+        return ""
+    _, *options = mode.split(":")
+    return f"{summary} Here with {', '.join(options)}." if options else summary
 
 
 def _field(members: Sequence[Measurement]) -> Field:

@@ -51,6 +51,25 @@ def test_every_error_by_precision() -> None:
     assert table.rows[2][1].hint.startswith("no hardware") and "E4M3" in table.rows[2][0].hint
 
 
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("fp8:scale=pow2:accumulator=short", "to nearest even. Here with scale=pow2, accumulator=short."),
+        ("mxfp8", "elements to nearest even."),
+        ("somebody's", ""),
+        ("fp8:bits=9", ""),
+        ("fp8-delayed:history=0", ""),
+    ],
+)
+def test_a_mode_is_told_with_its_options_and_one_not_known_here_not_at_all(mode: str, words: str) -> None:
+    """A run may come from elsewhere: another version's options, a module that was not imported."""
+    run, findings = transformer()
+    last = replace(run.records[-1], case=replace(run.records[-1].case, precision=mode))
+    (table,) = of_kind(part("numbers", (replace(run, records=(*run.records[:-1], last)), findings)), Table)
+    assert table.rows[-1][0].text == mode and table.rows[-1][0].hint.endswith(words)
+    assert bool(table.rows[-1][0].hint) == bool(words)
+
+
 def test_of_several_groups_the_smallest_and_the_largest() -> None:
     run, findings = gemm()
     first = replace(run.records[0], measurements=(error("product_error", 1e-7),))
