@@ -26,13 +26,25 @@ def short_product(a: Tensor, b: Tensor, accumulator: Accumulator) -> Tensor:
     SHORT sums all of K so. PROMOTED adds the sum of every 128 elements of K to a float32 one and begins again at 0.
     Inside an instruction float64 takes the place of exact sums: of FP8 values they have no more than 53 bits.
     """
+    found: Tensor = _summed(a, b, accumulator is Accumulator.PROMOTED)
+    return found
+
+
+# An operator, so that a compiled graph need not unroll what is a loop over all of K.
+@torch.library.custom_op("fp8bench::short_product", mutates_args=())
+def _summed(a: Tensor, b: Tensor, promoted: bool) -> Tensor:
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
-    length = PROMOTION if accumulator is Accumulator.PROMOTED else max(a.shape[1], 1)
+    length = PROMOTION if promoted else max(a.shape[1], 1)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
         stretch = slice(start, start + length)
         total += _short_sum(wide_a[:, stretch], wide_b[:, stretch])
     return total
+
+
+@_summed.register_fake
+def _like(a: Tensor, b: Tensor, promoted: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
 
 
 def _short_sum(a: Tensor, b: Tensor) -> Tensor:
