@@ -10,7 +10,7 @@ from fp8bench.protocols import Role
 # A small model, trained until its loss has come down from chance to what letters are worth.
 SIZE = "nano"
 BATCH = 4
-STEPS = 60
+STEPS = 40
 # So many last steps are caught: what a scale that comes from earlier steps needs.
 COURSE = 8
 

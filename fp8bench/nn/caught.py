@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -31,6 +32,17 @@ class _Catching(PlainArithmetic):
         if (course := self._kept.get((self._name, role))) is not None:
             course.append(tensor.detach().clone())
         return super().cast(tensor, role)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More would make another sum of the same numbers, and no speed for matrices as small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Adam:
@@ -68,7 +80,7 @@ def caught(corpus: str, seed: int) -> Mapping[str, Course]:
     def choose(name: str) -> Arithmetic:
         return _Catching(name, kept)
 
-    with torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
+    with _one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
         model = GPT(config, choose, torch.float32)
         loader = TokenLoader(corpus, BATCH, config.sequence, "cpu", seed, config.vocabulary)

@@ -112,16 +112,16 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
     timed = [panel for panel in panels if not about_tensors(panel)]
     results = [result for panel in timed for result in panel.results]
     tensors = [LEGEND] if len(timed) < len(panels) else []
+    looked_at = any(result.record.statistics for panel in panels for result in panel.results)
+    data = [legend.DATA] if looked_at else []
     if not any(result.best for result in results):
-        return _quiet(tensors, width, paint)
+        return _quiet([*tensors, *data] if tensors else [], width, paint)
     lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES]
     if any(result.finding and result.finding.below_floor for result in results):
         lines.append(legend.BELOW_FLOOR)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
-    lines += [*_error_legends(timed), *_number_legends(timed), *tensors]
-    if any(result.record.statistics for result in results):
-        lines.append(legend.DATA)
+    lines += [*_error_legends(timed), *_number_legends(timed), *tensors, *data]
     seen = {label for result in results for label in result.labels}
     lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
     return _quiet(lines, width, paint)

@@ -1,0 +1,62 @@
+"""Figures by names that say their unit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8bench.formats.grids import BF16, E4M3
+from fp8bench.formats.quantise import round_to
+from fp8bench.numerics.figures import figures
+from fp8bench.numerics.scale_course import scale_course
+from fp8bench.numerics.tensor_error import tensor_error
+from fp8bench.units import EXACT_DB, unit_of
+
+X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+UNITS = {
+    "sqnr_db": "dB", "sqnr_row_median_db": "dB", "sqnr_row_p1_db": "dB", "sqnr_block_median_db": "dB",
+    "sqnr_block_p1_db": "dB", "relative_error": "ratio", "max_ulp": "ulp", "cosine_loss": "ratio", "slope": "ratio",
+    "underflow_percent": "%", "underflow_nonzero_percent": "%", "saturation_percent": "%", "subnormal_percent": "%",
+    "not_finite_percent": "%", "utilisation_percent": "%", "dynamic_range_octaves": "octaves",
+    "scale_drift_octaves": "octaves", "scale_lag_octaves": "octaves",
+}  # fmt: skip
+
+
+def test_every_figure_has_its_name_and_unit() -> None:
+    """And the value that the tensor's error has."""
+    error = tensor_error(X, round_to(X, E4M3), E4M3)
+    found = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
+    assert {name: unit_of(name) for name in found} == UNITS
+    assert all(type(value) is float and math.isfinite(value) for value in found.values())
+    assert found["sqnr_db"] == error.sqnr_db and found["slope"] == error.slope and found["max_ulp"] == error.max_ulp
+    assert error.cosine is not None and found["cosine_loss"] == 1 - error.cosine
+    assert error.utilisation is not None and found["utilisation_percent"] == 100 * error.utilisation
+    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == (1.0, 0.0)
+
+
+def test_what_is_exact_is_told_by_the_cap() -> None:
+    """A number all the same, above those of any error; parts too."""
+    x = X.to(torch.bfloat16)
+    found = figures(tensor_error(x, x, BF16))
+    assert {name: value for name, value in found.items() if name.endswith("_db")} == dict.fromkeys(
+        (name for name in UNITS if name.endswith("_db")), EXACT_DB
+    )
+    assert found["relative_error"] == found["cosine_loss"] == 0
+    tiny = X.double() * (1 + 1e-11)
+    assert figures(tensor_error(X.double(), tiny))["sqnr_db"] == EXACT_DB == pytest.approx(20 * 10)
+
+
+def test_what_a_tensor_does_not_have_is_left_out() -> None:
+    """Ratios of a zero tensor, what needs a format, a scale's course."""
+    zero = figures(tensor_error(torch.zeros(4), torch.zeros(4), E4M3))
+    assert set(zero) == {
+        "max_ulp", "underflow_percent", "underflow_nonzero_percent", "saturation_percent", "subnormal_percent",
+        "not_finite_percent",
+    }  # fmt: skip
+    assert not any(zero.values())
+    assert set(UNITS) - set(figures(tensor_error(X, X / 2))) == {
+        "max_ulp", "saturation_percent", "subnormal_percent", "utilisation_percent", "scale_drift_octaves",
+        "scale_lag_octaves",
+    }  # fmt: skip
