@@ -1,0 +1,90 @@
+"""A recipe as numbers: whatever mode casts a tensor, its factors and its scale are those that the cast used."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.recipe_view import view_of
+from fp8bench.numerics.tensor_error import tensor_error
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+def normal(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(48, 160, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
+    """What is left of the last tensor after the others."""
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("x")
+    for step in steps:
+        operand = arithmetic.cast(step, role)
+    return arithmetic.restore(operand, torch.float32)
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize(
+    "mode",
+    ["fp8", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8", "mxfp6", "mxfp4", "nvfp4:stochastic=off",
+     "custom:format=e3m2:scaling=none", "custom:format=e5m2fnuz:scaling=128x128", "bf16", "fp16"],
+)  # fmt: skip
+def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role) -> None:
+    """Which no other grid or scale would say of it; saturated values are told apart."""
+    x = normal(3.0)
+    view = view_of(precisions.get(mode), role, x)
+    found = tensor_error(x, cast(mode, role, x), view.fmt, view.factors)
+    assert view.fmt is not None and view.course is None
+    assert found.max_ulp is not None and 0.45 < found.max_ulp < 0.5 + 2**-18
+    assert found.saturation_percent is not None and found.saturation_percent < 6
+
+
+def test_formats_are_those_of_the_role() -> None:
+    """And of precisions without a recipe their own."""
+    formats = {
+        (mode, role): view_of(precisions.get(mode), role, normal()).fmt
+        for mode in ("fp8", "nvfp4", "bf16")
+        for role in Role
+    }
+    assert formats["fp8", Role.INPUT] is formats["fp8", Role.WEIGHT] is E4M3 and formats["fp8", Role.GRADIENT] is E5M2
+    assert formats["nvfp4", Role.GRADIENT] is E2M1 and formats["bf16", Role.INPUT] is BF16
+    assert view_of(precisions.get("fp16"), Role.INPUT, normal()).fmt is FP16
+    assert view_of(precisions.get("fp32"), Role.INPUT, normal()).fmt is None
+
+
+def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
+    """It doubles from step to step here, and each step's scale is made for half of its largest value."""
+    steps = [normal(2.0**power) for power in range(4)]
+    before = list(reversed(steps[:-1]))
+    view = view_of(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
+    assert view.factors is not None and view.course is not None
+    amax = float(steps[-2].abs().max())
+    assert float(view.factors.steps) == pytest.approx(amax / 448, rel=1e-6)
+    assert view.course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
+    assert view.course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
+    found = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
+    assert found.utilisation == pytest.approx(2, rel=1e-5) and found.saturated
+    assert found.max_ulp is not None and found.max_ulp < 0.5 + 2**-18
+
+
+def test_a_margin_lies_idle() -> None:
+    """Two octaves of it, where the data stay as they are."""
+    steps = [normal() for _ in range(3)]
+    view = view_of(precisions.get("fp8-delayed:margin=2"), Role.INPUT, steps[-1], steps[:-1])
+    assert (
+        view.course is not None and view.course.most_lag == pytest.approx(-2, abs=1e-6) and view.course.most_drift == 0
+    )
+
+
+def test_a_delayed_scale_without_steps_before_it_is_one() -> None:
+    """As the cast has it."""
+    x = normal()
+    view = view_of(precisions.get("fp8-delayed"), Role.INPUT, x)
+    assert view.factors is not None and float(view.factors.steps) == 1 and view.course is not None
+    assert view.course.most_lag == pytest.approx(math.log2(float(x.abs().max()) / 448), abs=1e-6)

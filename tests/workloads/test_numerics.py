@@ -1,0 +1,209 @@
+"""The suite numerics: its tensors, its precisions, and that its figures are those of its casts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.clock import PhaseClock
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.nn.catches import CATCHES
+from fp8bench.nn.caught import caught
+from fp8bench.plan import make_plan
+from fp8bench.protocols import Role, Setup
+from fp8bench.registry import precisions
+from fp8bench.workloads.numerics import MADE, Numerics
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
+
+
+def setup_for(
+    precision: str, tensor: str = "gaussian", corpus: Corpus | None = None, seed: int = 0, **changes: Scalar
+) -> Setup:
+    given = {"tensor": tensor, "rows": 96, "columns": 160, "role": "auto", **changes}
+    (params,) = Numerics().expand(given)
+    one = precisions.get(precision)
+    arithmetic = one.arithmetic(CPU)
+    path = corpus.path if corpus else None
+    return Setup(
+        Case("numerics", params, precision, "cpu"), CPU, seed, arithmetic, arithmetic, {}, one.loss_scale, corpus=path
+    )
+
+
+def errors(
+    precision: str, tensor: str = "gaussian", corpus: Corpus | None = None, **changes: Scalar
+) -> dict[str, float]:
+    return Numerics().error(setup_for(precision, tensor, corpus, **changes))
+
+
+def test_the_default_precisions_are_a_table_of_formats_and_scalings() -> None:
+    """Each once, under the word that runs are kept under: what is left out is refused by nobody."""
+    words = [precisions.canonical(word) for word in Numerics.dtypes]
+    assert len(set(words)) == len(words)
+    chosen = [precisions.get(word).chosen for word in words if word.startswith("custom")]
+    assert {one["format"] for one in chosen} == {"e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e3m2", "e2m3", "e2m1"}
+    assert {one["scaling"] for one in chosen} == {"none", "tensor", "row", "1x128", "128x128", "mx", "nvfp4"}
+    scales = {one["scale"] for one in chosen if one["format"] == "e2m1" and one["scaling"] == "mx"}
+    assert (
+        scales == {"auto", "floor", "even", "ceil"}
+        and precisions.get("custom:scaling=mx").recipe.input.scaling.rounding == "rceil"
+    )  # type: ignore[attr-defined]
+
+
+def test_all_tensors_are_looked_at_by_default() -> None:
+    """Made ones, and those of each layer kind and role."""
+    plan = make_plan(Request("numerics", devices=("cpu",)), (CPU,), "text:00000000")
+    named = [group.cases[0].case.param("tensor") for group in plan]
+    assert named == [*MADE, *CATCHES] and len(named) == 13
+    assert all(planned.runs for group in plan for planned in group.cases)
+
+
+@pytest.mark.parametrize("name", [*MADE, *CATCHES])
+def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) -> None:
+    """Plans know both before there is a tensor."""
+    setup = setup_for("fp16", name, corpus)
+    state = Numerics().prepare(setup)
+    params = dict(setup.case.params)
+    assert state.source.shape == (params["rows"], params["columns"]) and state.source.dtype == torch.float32
+    assert Numerics().work(params).bytes == state.source.numel() * 4
+    assert state.role == (CATCHES[name].role if name in CATCHES else MADE[name])
+    assert dict(setup_for("fp16", name, corpus, role="weight").case.params)["role"] == "weight"
+
+
+def test_a_tensor_comes_from_the_seed_alone(corpus: Corpus) -> None:
+    """The control has one of its own with the same values, of a caught tensor too."""
+    for name in ("outliers", "mlp-input"):
+        one, other = (Numerics().prepare(setup_for("bf16", name, corpus)).source for _ in range(2))
+        assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+    assert not torch.equal(
+        Numerics().prepare(setup_for("bf16", seed=1)).source, Numerics().prepare(setup_for("bf16")).source
+    )
+
+
+def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
+    """And needs the text."""
+    state = Numerics().prepare(setup_for("bf16", "head-weight", corpus))
+    assert torch.equal(state.source, caught(corpus.path, 0)["head-weight"][-1])
+    with pytest.raises(ValueError, match="needs a token file"):
+        Numerics().prepare(setup_for("bf16", "head-weight"))
+
+
+def test_a_step_is_a_cast() -> None:
+    """And nothing else."""
+    setup = setup_for("mxfp8")
+    state, clock = Numerics().prepare(setup), PhaseClock(HostStamper())
+    clock.begin()
+    Numerics().step(state, clock)
+    codes, _ = clock.end()
+    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "cast", "unattributed"]
+
+
+def test_figures_are_those_of_ml_dtypes_casts() -> None:
+    """Another implementation's numbers, straight from the definition of SQNR."""
+    x = Numerics().prepare(setup_for("bf16")).source.numpy()
+    for precision, dtype in (("bf16", ml_dtypes.bfloat16), ("custom:scaling=none", ml_dtypes.float8_e4m3fn)):
+        error = x.astype(dtype).astype(np.float64) - x.astype(np.float64)
+        wanted = 10 * math.log10((x.astype(np.float64) ** 2).sum() / (error**2).sum())
+        assert errors(precision)["sqnr_db"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_finer_scales_keep_more_of_what_outliers_hide() -> None:
+    """Block scales keep the small values that one scale for all loses; on Gaussian values they hardly differ."""
+    modes = [f"custom:format=e2m1:scaling={one}" for one in ("tensor", "row", "1x128", "mx", "nvfp4")]
+    blocks = [errors(mode, "outliers")["sqnr_block_median_db"] for mode in modes]
+    assert blocks == sorted(blocks) and blocks[-1] - blocks[0] > 15
+    lost = [errors(mode, "outliers")["underflow_percent"] for mode in modes]
+    assert lost[0] > 90 and lost[-1] < 20
+    gaussian = [errors(f"custom:scaling={one}")["sqnr_db"] for one in ("none", "tensor", "row", "1x128", "mx")]
+    assert max(gaussian) - min(gaussian) < 0.5
+
+
+def test_what_saturates_is_counted_before_the_clamp() -> None:
+    """FLOOR lets the largest of a block go, RCEIL none; an element grid without a scale all that is beyond it."""
+    found = {
+        one: errors(f"custom:scaling=mx:scale={one}")["saturation_percent"]
+        for one in ("floor", "even", "ceil", "rceil")
+    }
+    assert found["floor"] > found["even"] > found["ceil"] == found["rceil"] == 0
+    x = Numerics().prepare(setup_for("bf16", "outliers")).source
+    found = errors("custom:format=e2m1:scaling=none", "outliers")
+    assert found["saturation_percent"] == pytest.approx(100 * float((x.abs() > 6).double().mean()))
+
+
+def test_gradients_need_a_scale(corpus: Corpus) -> None:
+    """Those of the feed-forward layers are all below what E4M3 has; with any scale little of them is lost."""
+    assert errors("custom:scaling=none", "mlp-gradient", corpus)["underflow_percent"] > 99
+    assert errors("custom:scaling=none", "mlp-gradient", corpus)["sqnr_db"] < 1
+    for scaling in ("tensor", "row", "mx"):
+        assert errors(f"custom:scaling={scaling}", "mlp-gradient", corpus)["sqnr_db"] > 30
+
+
+def test_roles_have_their_formats_and_their_rounding() -> None:
+    """E5M2 for gradients in the hybrid recipe; NVFP4's gradients are rounded stochastically."""
+    inputs, gradients = (errors("fp8", role=role)["sqnr_db"] for role in ("input", "gradient"))
+    assert inputs == pytest.approx(31.5, abs=0.3) and gradients == pytest.approx(25.6, abs=0.3)
+    assert errors("nvfp4", role="input")["max_ulp"] <= 0.5 + 2**-18
+    assert 0.9 < errors("nvfp4", role="gradient")["max_ulp"] < 1 + 2**-18
+
+
+def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
+    """So that its error is that of any scale a tensor, not of a scale of 1; how it followed is told."""
+    delayed, current = (errors(mode, "mlp-gradient", corpus) for mode in ("fp8-delayed", "fp8"))
+    assert delayed["sqnr_db"] == pytest.approx(current["sqnr_db"], abs=0.5) and delayed["underflow_percent"] < 1
+    assert set(delayed) - set(current) == {"scale_drift_octaves", "scale_lag_octaves"}
+    course = [float(one.abs().max()) for one in caught(corpus.path, 0)["mlp-gradient"]]
+    lags = [math.log2(now / max(course[:step])) for step, now in enumerate(course) if step]
+    assert delayed["scale_lag_octaves"] == pytest.approx(max(lags), abs=1e-5)
+    recent = errors("fp8-delayed:algorithm=most_recent", "mlp-gradient", corpus)
+    lags = [math.log2(now / before) for before, now in itertools.pairwise(course)]
+    assert recent["scale_lag_octaves"] == pytest.approx(max(lags), abs=1e-5)
+
+
+def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
+    """As they would in training; what the data are made of is said without it."""
+    scaled, plain = setup_for("fp16", "log-normal"), setup_for("bf16", "log-normal")
+    assert torch.equal(Numerics().prepare(scaled).source, Numerics().prepare(plain).source * 1024)
+    assert Numerics().statistics(scaled) == Numerics().statistics(plain)
+    assert (
+        Numerics().statistics(plain)[0].kind == "log-normal" and Numerics().statistics(plain)[0].role == Role.GRADIENT
+    )
+
+
+def test_overflow_of_fp16_is_said() -> None:
+    """torch's cast has infinities: they fail no case, and stand in no SQNR."""
+    found = errors("fp16", "log-normal", rows=512, columns=512, role="gradient")
+    assert found["not_finite_percent"] == 0
+    one = setup_for("fp16", "log-normal", rows=512, columns=512)
+    large = Setup(one.case, one.facts, 0, one.arithmetic, one.high, {}, 1e9)
+    found = Numerics().error(large)
+    assert found["not_finite_percent"] > 0 and all(math.isfinite(value) for value in found.values())
+    assert found["not_finite_percent"] <= found["saturation_percent"]
+
+
+@pytest.mark.parametrize("facts", [CPU, H200])
+def test_what_rounds_nothing_is_refused(facts: DeviceFacts) -> None:
+    """With the reason."""
+    for precision, why in (("fp32", "nothing is rounded"), ("tf32", "nothing to round")):
+        support = Numerics().support({}, precisions.get(precision), facts)
+        assert support.level is Level.REFUSED and why in support.reason
+    assert Numerics().support({}, precisions.get("fp8"), facts).level is not Level.REFUSED
+
+
+def test_a_tensor_that_nobody_knows_is_a_sentence() -> None:
+    """With the nearest."""
+    (axis,) = (one for one in Numerics().axes(CPU) if one.name == "tensor")
+    with pytest.raises(ValueError, match="the nearest is 'gaussian'"):
+        axis.parse("gausian")
