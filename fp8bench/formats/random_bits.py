@@ -22,7 +22,7 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
     `seed` is an int64 tensor of one element. Elements 2^32 apart have keys of their own, so that nothing repeats.
     """
-    _check_seed(seed)
+    check_seed(seed)
     index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
     seed = seed.reshape(())
     key = _mixed(_low(index.bitwise_right_shift(_WORD)) * _GOLDEN + _low(seed.bitwise_right_shift(_WORD)))
@@ -30,7 +30,7 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     return _shifted(_mixed(_mixed(_low(index) + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
 
 
-def _check_seed(seed: object) -> None:
+def check_seed(seed: object) -> None:
     """Raise where a seed is none: shifts of a narrower one would give anything."""
     if not isinstance(seed, Tensor) or seed.dtype is not torch.int64 or seed.numel() != 1:
         raise TypeError("a seed is an int64 tensor of one element, on the device of what is rounded.")

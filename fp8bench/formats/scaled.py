@@ -65,7 +65,7 @@ def values(
     scales takes its block along.
     """
     check_input(x)
-    _check(fmt, scaling, scale)
+    check_scaling(fmt, scaling, scale)
     if out is not None:
         check_output(out, x)
     if scaling is None:
@@ -75,7 +75,7 @@ def values(
         left = elements.mul_(inverse)
     else:
         blocks = _blocks(x, scaling)
-        (left,) = block_values([blocks], fmt, scaling, _tensor_scale(x, scaling), _random(blocks, seed))
+        (left,) = block_values([blocks], fmt, scaling, current_tensor_scale(x, scaling), _random(blocks, seed))
         left = _unblocked(left, x.shape, scaling)
     return left if out is None else out.copy_(left)
 
@@ -101,13 +101,13 @@ def quantise(
     scale is NaN is zeros.
     """
     check_input(x)
-    _check(fmt, scaling, scale)
+    check_scaling(fmt, scaling, scale)
     if scaling is None:
         return _stored(round_to(x, fmt, seed=seed), None, None, fmt, scaling)
     if _whole(scaling):
         elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
         return _stored(elements, scales, None, fmt, scaling)
-    blocks, tensor_scale = _blocks(x, scaling), _tensor_scale(x, scaling)
+    blocks, tensor_scale = _blocks(x, scaling), current_tensor_scale(x, scaling)
     (elements,), scales = block_elements([blocks], fmt, scaling, tensor_scale, _random(blocks, seed))
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
@@ -134,7 +134,8 @@ def dequantise(scaled: Scaled, dtype: torch.dtype = torch.float32) -> Tensor:
     return _unblocked(blocks * scales.view(by_block), shape, scaling).to(dtype)
 
 
-def _check(fmt: Format, scaling: Scaling | None, scale: Tensor | None) -> None:
+def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
+    """Raise where elements are not scaled so, or where a scale is given that has no place."""
     if scaling is not None:
         scaling.check(fmt)
     if scale is not None and (scaling is None or not _whole(scaling)):
@@ -164,7 +165,8 @@ def _amax(x: Tensor, by_row: bool = False) -> Tensor:
     return torch.maximum(low.neg(), high).abs().to(torch.float32).view(shape)
 
 
-def _tensor_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
+def current_tensor_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
+    """NVFP4's scale above those of blocks; None under other scalings."""
     return nvfp4_tensor_scale(_amax(x.detach())) if scaling.scale is E4M3 else None
 
 

@@ -1,0 +1,227 @@
+"""Quantisers as operators of torch's: each family is one, which runs as one kernel once that has been compiled.
+
+`values` and `round_to` are what scaled.py and quantise.py have by those names, bit for bit. A call never compiles:
+until `compile_kernels` has been called for what is `wanted`, it runs as many operations. To a compiler around it and
+to a dispatch mode a call is one operator, whichever way it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats import quantise, scaled
+from fp8bench.formats.fused import Compiled, Kernel, compiled
+from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
+from fp8bench.formats.placing import Place, Quantisation, factor_of, place
+from fp8bench.formats.quantise import check_input, check_output, checked_overflow
+from fp8bench.formats.random_bits import check_seed
+from fp8bench.formats.scaled import check_scaling
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+
+_SCHEMA = (
+    "(Tensor x, Tensor(a!) out, str fmt, str overflow, int rows, int columns, str scale_format, str rounding, "
+    "Tensor? scale, Tensor? seed) -> ()"
+)
+_SCALE = 6  # behind x and out
+FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
+"""The operators' names: without scaling, and with float32 scales of a tensor, row or block, e8m0 and e4m3 ones."""
+
+
+class _Kernels:
+    """The kernels of this process. Calls come from any thread."""
+
+    def __init__(self) -> None:
+        self.ready: dict[Kernel, Compiled] = {}
+        self.wanted: dict[Kernel, None] = {}
+        self.refused: dict[Kernel, str] = {}
+        self.eager = 0
+        self.fused = 0
+        self._lock = threading.Lock()
+
+    def get(self, kernel: Kernel) -> Compiled | None:
+        """The kernel compiled, or None, and then it is wanted from now on."""
+        found = self.ready.get(kernel)
+        with self._lock:
+            if found is not None:
+                self.fused += 1
+                return found
+            self.eager += 1
+            if kernel not in self.refused:
+                self.wanted[kernel] = None
+        return None
+
+    def compile(self, kernel: Kernel) -> None:
+        if kernel in self.ready:
+            return
+        try:
+            self.ready[kernel] = compiled(kernel)
+        except Exception as error:
+            self.refused[kernel] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            with self._lock:
+                self.wanted.pop(kernel, None)
+
+
+_KERNELS = _Kernels()
+
+
+def values(
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling | None,
+    *,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What scaled.values gives. Without `out` the result lies in memory as x does."""
+    check_input(x)
+    check_scaling(fmt, scaling, scale)
+    return _quantised(x, fmt, scaling, Overflow.SATURATE, seed, scale, out)
+
+
+def round_to(
+    x: Tensor,
+    fmt: Format,
+    out: Tensor | None = None,
+    *,
+    overflow: Overflow = Overflow.SATURATE,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """What quantise.round_to gives. Without `out` the result lies in memory as x does."""
+    check_input(x)
+    return _quantised(x, fmt, None, checked_overflow(fmt, overflow), seed, None, out)
+
+
+def _quantised(
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling | None,
+    overflow: Overflow,
+    seed: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    if seed is not None:
+        check_seed(seed)
+    if out is None:
+        out = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
+    else:
+        check_output(out, x)
+    family, *written = _written(scaling)
+    getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *written, scale, seed)
+    return out
+
+
+def wanted() -> tuple[Kernel, ...]:
+    """The kernels that calls would have taken, had they been compiled."""
+    return tuple(_KERNELS.wanted)
+
+
+def compile_kernels(kernels: Iterable[Kernel]) -> None:
+    """Compile kernels for this process: seconds for each the first time, tenths where torch's cache on disk has it.
+
+    Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
+    """
+    for kernel in kernels:
+        _KERNELS.compile(kernel)
+
+
+def refused() -> dict[Kernel, str]:
+    """Why kernels stay eager that did not compile."""
+    return dict(_KERNELS.refused)
+
+
+def eager_calls() -> int:
+    """How many calls have run as many operations, though there is a kernel for them."""
+    return _KERNELS.eager
+
+
+def fused_calls() -> int:
+    """How many calls have run as one kernel."""
+    return _KERNELS.fused
+
+
+def moved_bytes(operator: torch._ops.OpOverload, x: Tensor, out: Tensor, *others: object) -> int:
+    """Bytes that a call of an operator reads and writes, given as it is called.
+
+    Every pass over a tensor counts: a factor that is not given takes one of its own. What is copied because it lies
+    in an odd way does not count, nor do scales.
+    """
+    scale = others[_SCALE]
+    family = str(operator).split(".")[1]  # fp8bench.mx.default
+    current = family == "nvfp4" or (family in ("tensor", "row") and scale is None)
+    return x.nbytes * (2 if current else 1) + out.nbytes
+
+
+@lru_cache
+def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
+    """A scaling as an operator's name and arguments, which are numbers and words."""
+    if scaling is None:
+        return "round", 0, 0, "", ""
+    kept = scaling.scale.name if scaling.scale else ""
+    if scaling.scale is not None:
+        family = "mx" if scaling.scale is E8M0 else "nvfp4"
+    else:
+        family = "tensor" if not scaling.rows else "row" if not scaling.columns else "block"
+    return family, scaling.rows, scaling.columns, kept, scaling.rounding.value
+
+
+@lru_cache
+def _read(rows: int, columns: int, kept: str, rounding: str) -> Scaling | None:
+    """The scaling that was written so."""
+    return Scaling(rows, columns, FORMATS[kept] if kept else None, ScaleRounding(rounding)) if rounding else None
+
+
+def _run(
+    x: Tensor,
+    out: Tensor,
+    fmt: str,
+    overflow: str,
+    rows: int,
+    columns: int,
+    scale_format: str,
+    rounding: str,
+    scale: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    """What an operator does, on every device."""
+    scaling = _read(rows, columns, scale_format, rounding)
+    what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
+    found = place(x, out, what)
+    kernel = _KERNELS.get(found.kernel) if found else None
+    if found is not None and kernel is not None:
+        _run_fused(kernel, found, x, out, factor_of(x, what, found, scale), seed)
+    elif scaling is None:
+        quantise.round_to(x, what.fmt, out, overflow=what.overflow, seed=seed)
+    else:
+        scaled.values(x, what.fmt, scaling, seed=seed, scale=scale, out=out)
+
+
+def _run_fused(
+    kernel: Compiled, found: Place, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
+) -> None:
+    direct = found.takes(out)
+    written = found.empty(out.device) if not direct else out.t() if found.turned else out
+    others = [one for one in (factor, None if seed is None else seed.reshape(())) if one is not None]
+    kernel(found.words(found.matrix(x)), found.result_words(written), *others)
+    if not direct:
+        found.keep(written, out)
+
+
+def _nothing(*arguments: object) -> None:
+    """What a call gives where tensors have no memory."""
+
+
+_LIBRARY = torch.library.Library("fp8bench", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _family in FAMILIES:
+    # Not by torch.library.custom_op, a call of which takes 40 us before it does anything.
+    _LIBRARY.define(f"{_family}{_SCHEMA}")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_family, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_family, _nothing, "Meta")  # type: ignore[no-untyped-call]
