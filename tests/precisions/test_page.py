@@ -1,0 +1,85 @@
+"""The page on precisions against the modes themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.nn.recipe_precision import RecipePrecision
+from fp8bench.registry import precisions
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_text()
+H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
+
+
+def table(title: str) -> list[list[str]]:
+    """The cells of the table whose first column and second column are called so."""
+    (rows,) = re.findall(rf"^\| mode \| {title} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def recipes() -> dict[str, Recipe]:
+    """Of the modes that are recipes, by rank."""
+    found = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
+    return {one.name: one.recipe for one in found if isinstance(one, RecipePrecision)}
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_formats_by_role_and_where_a_mode_is_native() -> None:
+    """Every recipe has a row, in the order of ranks but for custom, which is last anyway."""
+    rows = {words(row[0])[0]: row[1:] for row in table("inputs")}
+    assert sorted(rows) == sorted(recipes())
+    for name, recipe in recipes().items():
+        assert [words(cell)[0] for cell in rows[name][:3]] == [one.fmt.name for one in recipe.treatments]
+        native = precisions.get(name).support(H200).level is Level.NATIVE
+        assert rows[name][4].startswith("NVIDIA from 8.9" if native else "nowhere")
+        extents = {one.scaling.name.split()[0] for one in recipe.treatments if one.scaling}
+        said = {"tensor": "a tensor", "row": "a row", "1x32": "MX", "1x16": "NVFP4"}
+        assert all(said.get(extent, extent) in rows[name][3] for extent in extents)
+
+
+def test_options_values_defaults_and_aliases() -> None:
+    """In the order they are declared; every value that is named can be chosen, the first is the default."""
+    rows = table("option")
+    declared = [(name, option) for name in recipes() for option in precisions.get(name).options]
+    assert sorted((words(row[0])[0], words(row[1])[0]) for row in rows) == sorted(
+        (name, option.name) for name, option in declared
+    )
+    for mode, named, values, also in rows:
+        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        assert tuple(words(also)) == option.aliases
+        if words(values):
+            assert words(values)[0] == option.default
+            assert [str(option.parse(word)) for word in words(values)] == words(values)
+        else:
+            default, low, high = re.findall(r"\d+", values)
+            assert default == option.default and option.parse(low) == int(low) and option.parse(high) == int(high)
+            for beyond in (int(low) - 1, int(high) + 1):
+                with pytest.raises(ValueError, match=f"from {low} to {high}"):
+                    option.parse(str(beyond))
+
+
+def test_all_values_of_a_choice_are_named() -> None:
+    """What a refusal lists is what the page lists."""
+    for mode, named, values, _ in table("option"):
+        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        if not words(values) or "or a" in values:
+            continue
+        with pytest.raises(ValueError, match="expected one of") as caught:
+            option.parse("nonsense of its own")
+        known = str(caught.value).removeprefix("expected one of ").partition(";")[0].split(", ")
+        assert sorted(known) == sorted(words(values))
+
+
+def test_modes_on_the_page_are_modes() -> None:
+    """Whatever stands with a colon in it, and means what the page says it means."""
+    for word in set(re.findall(r"`([a-z0-9-]+:[a-z0-9_=:-]+)`", PAGE)):
+        assert precisions.canonical(word)
+    assert precisions.canonical("fp8-delayed:fp8_margin=1:amax_history_len=1024") == "fp8-delayed:margin=1"
