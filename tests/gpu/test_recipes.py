@@ -1,4 +1,4 @@
-"""Modes on a GPU: the same values as on a processor, native products near emulated ones, and a host that never waits."""
+"""Modes on a GPU: the same values as on a processor, native products near emulated ones, a host that never waits."""
 
 from __future__ import annotations
 
