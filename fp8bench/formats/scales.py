@@ -6,6 +6,8 @@ Scales decode: value = element * scale. `amax` is float32 throughout, NaN where 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -42,17 +44,17 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     or above the exact quotient amax / largest. From 2^-127 (of zero blocks too) to 2^(128 - e), that of blocks with an
     infinity. NaN where amax is: its inverse is then a number.
     """
-    bits = amax.view(torch.int32)
-    largest_mantissa = int(fmt.largest / 2.0**fmt.max_exponent * (1 << _MANTISSA_BITS)) & _MANTISSA_MASK
-    if rounding is ScaleRounding.EVEN:
-        bits = bits + (1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1))  # a tie below a power of two goes up to it
-    code = bits.bitwise_right_shift(_MANTISSA_BITS) - fmt.max_exponent
-    if rounding is ScaleRounding.CEIL:
-        code = code + (bits.bitwise_and(_MANTISSA_MASK) > 0).to(torch.int32)
-    elif rounding is ScaleRounding.RCEIL:
-        code = code + (bits.bitwise_and(_MANTISSA_MASK) > largest_mantissa).to(torch.int32)
-    code = code.clamp(0, E8M0_LARGEST_CODE)
-    return torch.where(amax.isnan(), amax, _power_of_two(code)), _power_of_two(E8M0_LARGEST_CODE - code)
+    # What carries into the exponent: mantissas above that of the largest value, above zero, from a tie on, or none.
+    carry = {
+        ScaleRounding.RCEIL: _MANTISSA_MASK - (_bits(fmt.largest) & _MANTISSA_MASK),
+        ScaleRounding.CEIL: _MANTISSA_MASK,
+        ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
+        ScaleRounding.FLOOR: 0,
+    }[rounding]
+    raised = (amax.view(torch.int32) + carry).bitwise_and(_EXPONENT_MASK)
+    exponent = (raised - (fmt.max_exponent << _MANTISSA_BITS)).clamp(min=0)
+    inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
+    return torch.where(amax.isnan(), amax, _power_of_two(exponent)), inverse
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
@@ -88,6 +90,11 @@ def _up(values: Tensor, fmt: Format) -> Tensor:
     return raised.clamp(max=fmt.largest)
 
 
-def _power_of_two(code: Tensor) -> Tensor:
-    """2^(code - 127) as float32; that of code 0 is a subnormal."""
-    return code.bitwise_left_shift(_MANTISSA_BITS).clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """The float32 number with those bits for exponent and none for mantissa; that of zero is 2^-127, a subnormal."""
+    return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
+
+
+def _bits(value: float) -> int:
+    """Of a positive number as float32."""
+    return int.from_bytes(struct.pack(">f", value))
