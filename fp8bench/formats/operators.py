@@ -55,6 +55,10 @@ class _Kernels:
                 self.wanted[kernel] = None
         return None
 
+    def forget(self) -> None:
+        with self._lock:
+            self.wanted.clear()
+
     def compile(self, kernel: Kernel) -> None:
         if kernel in self.ready:
             return
@@ -122,6 +126,11 @@ def _quantised(
 def wanted() -> tuple[Kernel, ...]:
     """The kernels that calls would have taken, had they been compiled."""
     return tuple(_KERNELS.wanted)
+
+
+def forget_wanted() -> None:
+    """Want nothing, until calls ask again: whoever compiles asks for what runs from here on."""
+    _KERNELS.forget()
 
 
 def compile_kernels(kernels: Iterable[Kernel]) -> None:

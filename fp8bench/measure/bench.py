@@ -10,17 +10,17 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fp8bench.measure.answers import errors_of, statistics_of, wrong_of
+from fp8bench.measure import fusing
+from fp8bench.measure.answers import errors_of, gradient_error_of, losses_of, statistics_of, wrong_of
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
-from fp8bench.measure.fusing import Fusing
 from fp8bench.measure.operators import operators_of
 from fp8bench.measure.static_scales import Calibrations, step
 from fp8bench.measure.switches import unchanged
@@ -110,7 +110,6 @@ class Bench:
         self._settings = settings
         self._prepared: dict[str, _Prepared] = {}
         self._calibrations = Calibrations()
-        self._fusing = Fusing()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         import_user_modules(settings.imports)
@@ -155,6 +154,7 @@ class Bench:
         device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = threads()
+        fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
         with unchanged(), aside(), precision.scope():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
@@ -177,7 +177,13 @@ class Bench:
 
     def quantisers(self) -> tuple[int, str]:
         """How many quantisers states have asked for wait to be compiled; why others stay eager, '' if none does."""
-        return len(self._fusing.waiting()), self._fusing.why_eager()
+        return fusing.waiting(), fusing.why_eager()
+
+    def compiler(self, facts: DeviceFacts) -> str:
+        """Whether quantisers compile for a device, in words."""
+        devices.get(facts.kind).select(facts.index)
+        with unchanged(), aside():
+            return fusing.tried(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
@@ -185,7 +191,7 @@ class Bench:
         one.device.select(one.index)
         before = threads()
         with unchanged(), aside(), one.precision.scope():
-            self._fusing.compile()
+            fusing.compile_waiting()
             if one.scales is not None:
                 one.scales.begin_step()
             one.workload.step(one.state, SilentPhases())
@@ -199,7 +205,7 @@ class Bench:
         one.device.select(one.index)
         clock, begin, timed, state = one.clock, one.begin, one.workload.step, one.state
         marks = []
-        eager, fused = self._fusing.calls()
+        eager, fused = fusing.calls()
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
@@ -222,7 +228,7 @@ class Bench:
                 gc.enable()
         steps = tuple(RawStep(tuple(codes), tuple(one.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         one.stamper.recycle()
-        eager_now, fused_now = self._fusing.calls()
+        eager_now, fused_now = fusing.calls()
         return RawSlot(steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
@@ -285,6 +291,20 @@ class Bench:
         device.empty_cache()
         write(trace, Path(file))
         return operators_of(trace["traceEvents"])
+
+    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
+        """The losses of a case's first training steps, from that draw of its weights."""
+        devices.get(facts.kind).select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with unchanged(), apart(), precision.scope():
+            return losses_of(workload.losses(replace(self._setup(case, facts), draw=draw), steps))
+
+    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
+        """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
+        devices.get(facts.kind).select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with unchanged(), apart(), precision.scope():
+            return gradient_error_of(workload.gradient_error(self._setup(case, facts), self._setup(reference, facts)))
 
     def check(self, key: str) -> str:
         """What is wrong with a state after its steps; '' if nothing is."""

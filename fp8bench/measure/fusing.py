@@ -6,48 +6,65 @@ this process, and as many operations until then.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Hashable
+import time
 from typing import Any
-
-from fp8bench.errors import Fp8benchError
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
 
 
-class Fusing:
-    """Compiles what was asked for. What does not compile stays as it is, and is not tried again."""
+def forget_waiting() -> None:
+    """What was asked for by now waits no longer: only what runs from here on says what it needs."""
+    operators = _operators()
+    if operators is not None:
+        operators.forget_wanted()
 
-    def __init__(self) -> None:
-        self._failed: dict[Hashable, str] = {}
 
-    def waiting(self) -> tuple[Hashable, ...]:
-        """What was asked for, is not compiled, and may yet be."""
-        operators = _operators()
-        if operators is None:
-            return ()
-        return tuple(kernel for kernel in operators.wanted() if kernel not in self._failed)
+def waiting() -> int:
+    """How many quantisers were asked for, are not compiled, and may yet be."""
+    operators = _operators()
+    return 0 if operators is None else len(operators.wanted())
 
-    def compile(self) -> None:
-        """Compile all that waits, one by one.
 
-        Whatever goes wrong is no fault of the case: it runs, and says that its quantisers were eager.
-        """
-        for kernel in self.waiting():
-            try:
-                _operators().compile_kernels((kernel,))
-            except Exception as error:  # noqa: BLE001 - a compiler may fail in any way
-                self._failed[kernel] = _reason(error)
+def compile_waiting() -> None:
+    """Compile all that waits, one by one.
 
-    def why_eager(self) -> str:
-        """Why some stay eager, '' if none does."""
-        return next(iter(self._failed.values()), "")
+    Whatever goes wrong is no fault of the case: it runs, and says that its quantisers were eager.
+    """
+    operators = _operators()
+    for kernel in () if operators is None else operators.wanted():
+        with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
+            operators.compile_kernels((kernel,))
 
-    def calls(self) -> tuple[int, int]:
-        """How often quantisers have run in this process: as many operations, and as one compiled kernel."""
-        operators = _operators()
-        return (0, 0) if operators is None else (operators.eager_calls(), operators.fused_calls())
+
+def why_eager() -> str:
+    """Why some stay eager, '' if none does."""
+    operators = _operators()
+    reasons = () if operators is None else tuple(operators.refused().values())
+    return f"compiling failed: {_one_line(reasons[0])}" if reasons else ""
+
+
+def calls() -> tuple[int, int]:
+    """How often quantisers have run in this process: as many operations, and as one compiled kernel."""
+    operators = _operators()
+    return (0, 0) if operators is None else (operators.eager_calls(), operators.fused_calls())
+
+
+def tried(device: str) -> str:
+    """Whether a quantiser compiles for a device, in words: a small one is, from torch's cache if it was before."""
+    import torch
+
+    from fp8bench.formats.grids import E4M3
+    from fp8bench.formats.operators import round_to
+
+    forget_waiting()
+    round_to(torch.ones(64, device=device), E4M3)
+    begun = time.perf_counter()
+    compile_waiting()
+    seconds = time.perf_counter() - begun
+    return why_eager() or f"a quantiser compiles in {seconds:.1f} s"
 
 
 def _operators() -> Any:
@@ -55,9 +72,7 @@ def _operators() -> Any:
     return sys.modules.get(_OPERATORS)
 
 
-def _reason(error: BaseException) -> str:
-    """'compiling failed: InvalidCxxCompiler: No working C++ compiler found', in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
-    words = ": ".join(part for part in (kind, lines[0] if lines else "") if part)
-    return f"compiling failed: {words[:_LONGEST_REASON].rstrip('.')}"
+def _one_line(text: str) -> str:
+    """The first words of a compiler's complaint."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:1])[:_LONGEST_REASON].rstrip(".:")

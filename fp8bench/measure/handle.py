@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.faults import described, recovered
-from fp8bench.measure.limits import HANG_SECONDS
+from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overheads, Scalar, TensorStatistics
 
@@ -59,6 +59,10 @@ class Worker(ABC):
         """How many quantisers wait to be compiled; why others stay eager, '' if none does."""
         return cast(tuple[int, str], self.ask(HANG_SECONDS, "quantisers"))
 
+    def compiler(self, facts: DeviceFacts) -> str:
+        """Whether quantisers compile for a device, in words."""
+        return cast(str, self.ask(COMPILE_SECONDS, "compiler", facts))
+
     def compile_quantisers(self, key: str, limit: float) -> None:
         """Compile those that wait, and run a state's untimed step again."""
         self.ask(limit, "compile_quantisers", key)
@@ -77,6 +81,12 @@ class Worker(ABC):
 
     def trace(self, case: Case, facts: DeviceFacts, file: Path, limit: float) -> tuple[OperatorTime, ...]:
         return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))
+
+    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int, limit: float) -> tuple[float, ...]:
+        return cast(tuple[float, ...], self.ask(limit, "losses", case, facts, steps, draw))
+
+    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts, limit: float) -> float | None:
+        return cast("float | None", self.ask(limit, "gradient_error", case, reference, facts))
 
     def check(self, key: str, limit: float) -> str:
         return cast(str, self.ask(limit, "check", key))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats import hadamard
-from fp8bench.formats.quantise import round_to
+from fp8bench.formats.operators import round_to, values
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.formats.scaled import values
 from fp8bench.nn.accumulators import short_product
 from fp8bench.nn.delayed import DelayedScale, backward_is_running
 from fp8bench.nn.static_scale import kept_scales
