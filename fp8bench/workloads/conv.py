@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Arithmetic, Grid, Layer, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -98,12 +98,18 @@ class Conv(Workload):
         return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier), setup.settles)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of both convolutions."""
+        """Of the operands of both convolutions; where windows are written out, in the carrier: each pixel counts once."""
+        from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
 
         ledger, own = Ledger(), self.arithmetics(setup)
-        state = _exercise(setup, lambda name: WatchingArithmetic(own(name), "conv", ledger), setup.arithmetic.carrier)
+
+        def watched(name: str) -> Arithmetic:
+            inner = own(name)
+            return WatchingArithmetic(PlainArithmetic(inner.carrier) if inner.explicit else inner, "conv", ledger)
+
+        state = _exercise(setup, watched, setup.arithmetic.carrier)
         ledger.tallies.clear()  # preparing ran forward once
         state.outcome()
         return ledger.statistics()
