@@ -98,7 +98,7 @@ class Conv(Workload):
         return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier), setup.settles)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of both convolutions; where windows are written out, in the carrier: each pixel counts once."""
+        """Of the operands of both convolutions; where windows are written out, of the carrier: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
