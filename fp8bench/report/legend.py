@@ -16,7 +16,7 @@ LABELS: dict[Label, str] = {
     Label.FEW_SAMPLES: "few rounds: the interval rests on little",
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
-    Label.EAGER_QUANTISER: "quantisers ran as many operations and not as one compiled kernel: casts take longer so",
+    Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
