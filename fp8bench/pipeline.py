@@ -34,7 +34,7 @@ from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, R
 from fp8bench.paths import check_folder
 from fp8bench.plan import check_names, make_plan, reads_corpus
 from fp8bench.protocols import Observer
-from fp8bench.registry import import_user_modules
+from fp8bench.registry import import_user_modules, workloads
 from fp8bench.resuming import refuse_elsewhere, refuse_foreign, refuse_lost
 
 
@@ -192,4 +192,6 @@ def _group(
     limits = Limits(run.request.case_timeout)
     traces = trace_folder(run)
     seed = run.request.seed
+    if not workloads.get(group.cases[0].case.workload).fused:
+        quantisers = Quantisers("the suite is about numbers, and compiles none")
     return GroupMeasurement(group, facts, worker, rule, decided, seed, observer, limits, traces, quantisers).run()

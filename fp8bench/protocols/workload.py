@@ -70,8 +70,9 @@ class Workload(ABC):
     """Something to measure. State lives in the worker; `step` is what is timed.
 
     `layer_kinds` are kinds that layers have in all its cases, `dtypes` the precisions of a run that names none,
-    `history` the cases whose numbers are followed from commit to commit. `error`, `statistics` and `check` run apart
-    from any timing.
+    `history` the cases whose numbers are followed from commit to commit. `fused` says whether quantisers are compiled
+    before they are timed: not where numbers are all that it is about. `error`, `statistics` and `check` run apart from
+    any timing.
     """
 
     name: ClassVar[str]
@@ -81,6 +82,7 @@ class Workload(ABC):
     layer_kinds: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8")
     history: ClassVar[Grid | None] = None
+    fused: ClassVar[bool] = True
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -129,7 +131,10 @@ class Workload(ABC):
         return ""
 
     def error(self, setup: Setup) -> Mapping[str, float]:
-        """Relative numerical errors of one case, by metric name. One that is not finite fails the case."""
+        """Numerical errors of one case, by metric name. One that is not finite fails the case.
+
+        The end of a name says the unit (`units.unit_of`): '_db', '_percent', '_ulp', '_octaves'; else a plain ratio.
+        """
         return {}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:

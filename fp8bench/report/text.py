@@ -101,7 +101,7 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
             if finding is not None and finding.why:
                 word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
                 yield f"{result.mode} {word}", finding.why, place
-            if Label.EAGER_QUANTISER in result.labels:
+            if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):
                 yield f"{result.mode} {Label.EAGER_QUANTISER}", eager_reason(result), place
             if record.detail:  # it was timed, but something else about it could not be had
                 yield result.mode, record.detail, place

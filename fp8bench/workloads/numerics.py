@@ -64,6 +64,7 @@ class Numerics(Workload):
     name = "numerics"
     summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
     uses_corpus = True
+    fused = False
     dtypes = tuple(_table())
     history = Grid(
         cpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("512",)},
