@@ -107,6 +107,15 @@ def build_parser() -> Parser:
             "some product fits on none.",
         )
     )  # fmt: skip
+    _add_sensitivity(
+        commands.add_parser(
+            "sensitivity", help="which layers suffer most in low precision, and a map that keeps the loss",
+            allow_abbrev=False,
+            description="Trains the transformer with one layer at a time in low precision and the rest in the "
+            "reference, then looks for a precision map that keeps the loss, and runs every map that it tries.",
+            epilog="Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted.",
+        )
+    )  # fmt: skip
     _add_selftest(commands.add_parser("selftest", help="check the harness itself", allow_abbrev=False))
     return parser
 
@@ -253,6 +262,31 @@ def _add_lint(lint: argparse.ArgumentParser) -> None:
     add("--devices", type=_words("--devices"), default=(), metavar="A,B", help=words)
     add("--json", action="store_true", help="print the findings as JSON instead")
     words = "also write them there as rows, one a product, mode and device; '-' prints them instead"
+    add("--csv", metavar="PATH", help=words)
+
+
+def _add_sensitivity(sensitivity: argparse.ArgumentParser) -> None:
+    add = sensitivity.add_argument
+    add("--size", default="nano", metavar="NAME", help="the model, as in suite transformer; default nano")
+    add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
+    add("--reference", default="bf16", metavar="DTYPE", help="the precision of the rest; default bf16")
+    add("--by", choices=("layer", "kind"), default="layer", help="what is low at a time; default layer")
+    words = "training steps of every run; default 50"
+    add("--steps", type=_whole("--steps", high=MOST_BATCHES), default=50, metavar="N", help=words)
+    words = "the largest loss gap that a suggested map may have; default 1"
+    add("--tolerance", type=_percent, default=1.0, metavar="PERCENT", help=words)
+    add("--seed", type=_whole("--seed", 0), default=0, metavar="N", help="for data and weights; default 0")
+    words = "CPU threads of torch; default 1"
+    add("--threads", type=_whole("--threads", high=MOST_THREADS), default=1, metavar="N", help=words)
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
+    add("--data", metavar="FILE", help="text to train on; default Python's own sources")
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="as in suite")
+    words = "the most that one training may take; default far more than its work needs"
+    add("--case-timeout", type=_seconds, metavar="SECONDS", help=words)
+    add("--no-isolation", dest="isolation", action="store_false", help="train in this process, without a worker")
+    add("--store", type=_path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
+    add("--json", action="store_true", help="print all of it as JSON instead of the tables, every loss included")
+    words = "also write the runs there as rows; '-' prints them instead of the tables"
     add("--csv", metavar="PATH", help=words)
 
 

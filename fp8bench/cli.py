@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "lint-shapes": _lint_shapes, "selftest": _selftest,
+        "lint-shapes": _lint_shapes, "sensitivity": _sensitivity, "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -268,6 +268,14 @@ def _history(arguments: argparse.Namespace) -> int:
 
     _import(arguments.imports)
     return run_command(arguments)
+
+
+def _sensitivity(arguments: argparse.Namespace) -> int:
+    from fp8bench.sensitivity_commands import sensitivity
+
+    _import(arguments.imports)
+    with only_once():
+        return sensitivity(arguments)
 
 
 def _lint_shapes(arguments: argparse.Namespace) -> int:

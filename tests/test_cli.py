@@ -58,6 +58,10 @@ OPTIONS = {
     "lint-shapes": COMMON | {
         "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },
+    "sensitivity": COMMON | {
+        "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
+        "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv",
+    },
     "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 

@@ -35,6 +35,18 @@ def wrong_of(given: object) -> str:
     return _text(given, "what check() returns ('' if nothing is wrong)")
 
 
+def losses_of(given: object) -> tuple[float, ...]:
+    """Numbers, which may be NaN."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"losses() returned {_shown(given)}; expected numbers, one a step")
+    return tuple(_number(one, "a loss") for one in given)
+
+
+def gradient_error_of(given: object) -> float | None:
+    """A number, or nothing."""
+    return None if given is None else _number(given, "what gradient_error() returns")
+
+
 def _statistics(given: object) -> TensorStatistics:
     if not isinstance(given, TensorStatistics):
         raise TypeError(f"statistics() gave {_shown(given)}; expected a TensorStatistics")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,8 @@ class Setup:
 
     `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
     `layers` the exceptions of the precision map by its keys; `corpus` is the token file, where the workload reads one.
-    `scales` keeps what layers take from data, where the case asks for it.
+    `scales` keeps what layers take from data, where the case asks for it. `draw` chooses other initial weights for the
+    same data.
     """
 
     case: Case
@@ -34,6 +35,7 @@ class Setup:
     loss_scale: float = 1.0
     corpus: str | None = None
     scales: ScaleBook | None = None
+    draw: int = 0
 
     def layer(self, layer: Layer) -> Arithmetic:
         """The arithmetic of one layer, its own where it remembers something."""
@@ -140,6 +142,14 @@ class Workload(ABC):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """The values that a step works on, before any scaling; asked once a group, in its reference's precision."""
         return ()
+
+    def losses(self, setup: Setup, steps: int) -> Sequence[float]:
+        """The loss of each of so many training steps, up to one that is not finite; () where nothing is trained."""
+        return ()
+
+    def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
+        """How far the first step's gradients are from those in another setup, relative; None where there are none."""
+        return None
 
     def check(self, state: Any) -> str:
         """What is wrong with a state after all its steps ('the loss is NaN'); '' if nothing is."""

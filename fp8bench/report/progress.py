@@ -33,7 +33,7 @@ class TerminalProgress:
     ) -> None:
         self._stream = stream
         self._clock = clock
-        self._columns = columns or (lambda: _terminal_columns(stream))
+        self._columns = columns or (lambda: columns_of(stream))
         self._begun = clock()
         self._drawn = -REDRAW_SECONDS
         self._doing = ""
@@ -108,7 +108,8 @@ def _shorten(text: str, room: int) -> str:
     return f"{text[: kept - tail]}...{text[len(text) - tail :]}"
 
 
-def _terminal_columns(stream: TextIO) -> int:
+def columns_of(stream: TextIO) -> int:
+    """How wide a terminal is, as far as it says so."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or _FALLBACK_COLUMNS
     except (OSError, ValueError, AttributeError):
@@ -117,11 +118,14 @@ def _terminal_columns(stream: TextIO) -> int:
 
 def observer_for(stream: TextIO | None, environ: Mapping[str, str]) -> Observer:
     """A live line where a person watches; silence in pipes, CI and dumb terminals."""
+    return TerminalProgress(stream) if stream is not None and is_watched(stream, environ) else SilentObserver()
+
+
+def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
+    """Whether a person looks at a stream, on a terminal that can redraw a line."""
     if stream is None or stream.closed or not stream.isatty():
-        return SilentObserver()
-    if environ.get("CI") or environ.get("TERM") == "dumb":
-        return SilentObserver()
-    return TerminalProgress(stream)
+        return False
+    return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ BACKENDS = {
     "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION",
 }  # fmt: skip
 COMPILE_SECONDS = 600.0
+# Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
+_DRAWS_APART = 0x9E3779B9
 
 
 @dataclass
@@ -196,16 +199,45 @@ class Transformer(Workload):
         core = HeadwiseCore(FusedCore())
         model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
         reference_loss, reference = _gradients(setup, model, model, 1.0)
+        loss, gradients = self._first_gradients(setup)
+        return {
+            "loss_error": abs(loss - reference_loss) / abs(reference_loss),
+            "gradient_error": joint_relative_frobenius(gradients, reference),
+        }
+
+    def losses(self, setup: Setup, steps: int) -> Sequence[float]:
+        """Of the very steps that are timed: each step's mean over its micro-batches."""
+        state = self.prepare(setup)
+        inner = state.forward
+        seen: list[Tensor] = []
+        found: list[float] = []
+
+        def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+            loss = inner(tokens, targets, phase)
+            seen.append(loss.detach())
+            return loss
+
+        state.forward = forward
+        while len(found) < steps and all(map(math.isfinite, found[-1:])):
+            self.step(state, SilentPhases())
+            found.append(sum(map(float, seen)) / len(seen))
+            seen.clear()
+        return found
+
+    def gradient_error(self, setup: Setup, reference: Setup) -> float:
+        from fp8bench.numerics.errors import joint_relative_frobenius
+
+        _, wanted = self._first_gradients(reference)
+        return joint_relative_frobenius(self._first_gradients(setup)[1], wanted)
+
+    def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
+        """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with _attention_by(_choice(dict(setup.case.params), "attention")):
             forward = _forward(setup, model)
             if setup.settles:
                 _gradients(setup, model, forward, setup.loss_scale)
-            loss, gradients = _gradients(setup, model, forward, setup.loss_scale)
-        return {
-            "loss_error": abs(loss - reference_loss) / abs(reference_loss),
-            "gradient_error": joint_relative_frobenius(gradients, reference),
-        }
+            return _gradients(setup, model, forward, setup.loss_scale)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of all products of one micro-batch, forward and backward, by layer kind and role.
@@ -319,7 +351,7 @@ def _model(
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
     with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
-        torch.manual_seed(setup.seed)
+        torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
         return GPT(_config(setup), choose, carrier, checkpointing, core)
 
 

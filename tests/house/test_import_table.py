@@ -70,6 +70,8 @@ TABLE: dict[str, frozenset[str]] = {
     "frames": ANYONE,
     "history_commands": ANYONE,
     "lint_commands": ANYONE,
+    "sensitivity": FLOOR | {"answers", "measure", "plan", "protocols", "registry", "report"},
+    "sensitivity_commands": ANYONE,
     "linting": FLOOR | {"formats", "nn", "protocols", "registry", "report"},
     "arguments": FLOOR,
     "training_keys": FLOOR | {"registry"},
@@ -126,6 +128,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
             "fp8bench.doctor",
             "fp8bench.history.runs",
             "fp8bench.lint_commands",
+            "fp8bench.sensitivity_commands",
             "fp8bench.report.progress",
         }
     ),

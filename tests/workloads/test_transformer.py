@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +25,9 @@ from fp8bench.nn.compiled import compiled
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.numerics.errors import joint_relative_frobenius
 from fp8bench.plan import make_plan
-from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.transformer import State, Transformer, _gradients, _model
+from fp8bench.workloads.transformer import State, Transformer, _gradients, _loader, _model
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -459,3 +460,53 @@ def test_weights_that_are_not_finite_are_told_by_name(corpus: Corpus) -> None:
     with torch.no_grad():
         state.model.head.weight[0, 0] = torch.inf
     assert Transformer().check(state).endswith("blocks.0.attn.qkv.weight and 1 more")
+
+
+def test_losses_are_those_of_the_steps_that_are_timed(corpus: Corpus) -> None:
+    """Each the mean of its micro-batches; a first step has the loss of the model as it was made."""
+    setup = setup_for(corpus, "fp8")
+    losses = Transformer().losses(setup, 3)
+    state = Transformer().prepare(setup)
+    first, _ = _gradients(setup, state.model, state.model, 1.0)
+    assert len(losses) == 3 and losses[0] == pytest.approx(first, rel=1e-6)
+    later = stepped(setup, 2)
+    loader = _loader(setup)
+    batches = [loader.next() for _ in range(6)][4:]
+    third = [float(later.model(*batch, SilentPhases()).detach()) for batch in batches]
+    assert losses[2] == pytest.approx(sum(third) / 2, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody trains on."""
+    inner = Transformer.step
+
+    def spoiling(self: Transformer, state: State, phase: Phases) -> None:
+        inner(self, state, phase)
+        torch.nn.init.constant_(state.model.embedding, math.nan)
+
+    monkeypatch.setattr(Transformer, "step", spoiling)
+    losses = Transformer().losses(setup_for(corpus), 5)
+    assert len(losses) == 2 and math.isfinite(losses[0]) and math.isnan(losses[1])
+
+
+def test_other_draws_are_other_weights_on_the_same_data(corpus: Corpus) -> None:
+    """Each its own, and the same again; the first one is that of the seed alone."""
+    setup = setup_for(corpus)
+    states = [Transformer().prepare(replace(setup, draw=draw)) for draw in (0, 1, 2, 1)]
+    heads = [state.model.head.weight for state in states]
+    assert torch.equal(heads[1], heads[3])
+    assert not any(torch.equal(heads[one], heads[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+    tokens = [state.loader.next()[0] for state in states]
+    assert all(torch.equal(one, tokens[0]) for one in tokens)
+
+
+def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> None:
+    """By the definition, from the same weights and data; none differ from their own."""
+    low, high = (setup_for(corpus, name) for name in ("fp8", "bf16"))
+    found = []
+    for setup in (low, high):
+        model = Transformer().prepare(setup).model
+        found.append(_gradients(setup, model, model, setup.loss_scale)[1])
+    wanted = joint_relative_frobenius(*found)
+    assert 0 < wanted < 0.5 and Transformer().gradient_error(low, high) == wanted
+    assert Transformer().gradient_error(low, low) == 0.0
