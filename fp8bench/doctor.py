@@ -5,17 +5,20 @@ Gathers and words its findings; the command line prints them.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
+from fp8bench.errors import WorkerError
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
+from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.plan import make_plan, suites_of
 from fp8bench.protocols import Precision
@@ -40,6 +43,7 @@ def examine(calibrate: bool) -> Iterator[str]:
         if not any(one.accelerated for one in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device"
+        yield f"compiler  {compiler_state(worker, facts)}"
         yield f"NVML      {nvml_state()}"
         yield f"boards    {boards()}"
         if calibrate:
@@ -76,6 +80,21 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
 def by_rank() -> list[str]:
     """Precisions from the highest down."""
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
+
+
+def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
+    """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
+    quantisers = quantisers_for(False, os.environ)
+    if not quantisers.compiled:
+        return f"not tried: {quantisers.why_eager}"
+    return "; ".join(f"{one.key}: {_compiler(worker, one)}" for one in facts)
+
+
+def _compiler(worker: Worker, facts: DeviceFacts) -> str:
+    try:
+        return worker.compiler(facts)
+    except WorkerError as error:
+        return f"compiling ended the worker: {error}"
 
 
 def nvml_state() -> str:

@@ -11,6 +11,8 @@ import torch
 
 from fp8bench import doctor
 from fp8bench.doctor import examine, listing, nvml_state
+from fp8bench.errors import WorkerLost
+from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts
 from fp8bench.registry import precisions, workloads
@@ -40,6 +42,21 @@ def test_versions_machine_and_load_are_named() -> None:
     for word in ("machine ", "cores ", "load ", "clocks ", "NVML "):
         assert word in text
     assert "what looking costs" not in text
+
+
+def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has turned compiling off. A compiler that ends the worker is named, and ends nothing else."""
+    assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
+
+    def compiler(self: LocalWorker, facts: DeviceFacts) -> str:
+        if facts.accelerated:
+            raise WorkerLost("it crashed")
+        return "a quantiser compiles in 1.2 s"
+
+    monkeypatch.delenv("FP8BENCH_QUANTISERS")
+    monkeypatch.setattr(LocalWorker, "compiler", compiler)
+    words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
+    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200)) == words
 
 
 def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+from fp8bench.formats.grids import E4M3
+
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
 
@@ -56,7 +58,6 @@ def tried(device: str) -> str:
     """Whether a quantiser compiles for a device, in words: a small one is, from torch's cache if it was before."""
     import torch
 
-    from fp8bench.formats.grids import E4M3
     from fp8bench.formats.operators import round_to
 
     forget_waiting()
@@ -75,4 +76,5 @@ def _operators() -> Any:
 def _one_line(text: str) -> str:
     """The first words of a compiler's complaint."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:1])[:_LONGEST_REASON].rstrip(".:")
+    count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may stand alone in its line
+    return " ".join(lines[:count])[:_LONGEST_REASON].rstrip(".:")

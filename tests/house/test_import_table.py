@@ -57,7 +57,7 @@ TABLE: dict[str, frozenset[str]] = {
     "exporting": FLOOR | {"paths"},
     "interrupts": FLOOR,
     "streams": FLOOR,
-    "measure": FLOOR | {"paths", "profiler", "protocols", "registry"},
+    "measure": FLOOR | {"formats", "paths", "profiler", "protocols", "registry"},
     "report": FLOOR | {"analysis", "protocols", "registry"},
     "nn": FLOOR | {"axes", "formats", "numerics", "protocols"},
     "precisions": LEAF,
