@@ -13,9 +13,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fp8bench.formats.grids import E4M3, E8M0, Format
+from fp8bench.formats.grids import E8M0, Format
 from fp8bench.formats.rounding import drawn_magnitudes, nearest, nearest_magnitudes, saturated, signed, stochastic
-from fp8bench.formats.scales import float_factor, mx_scale, nvfp4_block_scale
+from fp8bench.formats.scales import float_factor, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale
 from fp8bench.formats.scalings import Scaling
 
 RECTANGLE_DIMENSIONS = 4
@@ -28,17 +28,18 @@ def block_values(
 ) -> list[Tensor]:
     """What their format and scaling leave of the blocks, in the same layout.
 
-    `tensor_scale` is NVFP4's; with `random` numbers for each element rounding is stochastic.
+    With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, from these blocks unless
+    it is given.
     """
-    elements, scales = block_elements(lanes, fmt, scaling, tensor_scale, random)
-    left = scales if tensor_scale is None else scales * tensor_scale
+    elements, scales, above = block_elements(lanes, fmt, scaling, tensor_scale, random)
+    left = scales if above is None else scales * above
     return [one * left for one in elements]
 
 
 def block_elements(
     lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """Elements on the format's grid and the blocks' scales, all of them float32; scales keep reduced dimensions.
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Elements on the format's grid, the blocks' scales, NVFP4's tensor scale; scales keep reduced dimensions.
 
     A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
     under float32 scales it stays alone.
@@ -49,17 +50,18 @@ def block_elements(
     if scaling.scale is None:
         factor = float_factor(amax, fmt, scaling.rounding)
         rounded = [_rounded(lane * factor, fmt, one) for lane, one in zip(lanes, drawn, strict=True)]
-        return rounded, factor.reciprocal()
+        return rounded, factor.reciprocal(), None
     if scaling.scale is E8M0:
         scales, inverse = mx_scale(amax, fmt, scaling.rounding)
         scaled = [one * inverse for one in magnitudes]
     else:
-        assert scaling.scale is E4M3 and tensor_scale is not None
+        # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
+        tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
         scales = nvfp4_block_scale(amax, tensor_scale, scaling.rounding)
         divisor = _divisor(scales * tensor_scale)
         scaled = [one / divisor for one in magnitudes]
     rounded = [_rounded_magnitudes(saturated(one, fmt), fmt, by) for one, by in zip(scaled, drawn, strict=True)]
-    return [signed(one, lane, fmt) for one, lane in zip(rounded, lanes, strict=True)], scales
+    return [signed(one, lane, fmt) for one, lane in zip(rounded, lanes, strict=True)], scales, tensor_scale
 
 
 def block_amax(magnitudes: Lanes) -> Tensor:

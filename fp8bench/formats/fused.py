@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.block_kernels import block_values
-from fp8bench.formats.grids import E8M0, Format, Overflow
-from fp8bench.formats.lanes import PER_WORD, float_lanes, joined, lanes, result_words, words
-from fp8bench.formats.random_bits import random_bits
+from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
+from fp8bench.formats.lanes import float_lanes, joined, lanes, result_words, words
+from fp8bench.formats.random_bits import keyed_bits
 from fp8bench.formats.rounding import nearest, stochastic
+from fp8bench.formats.scales import nvfp4_tensor_scale
 from fp8bench.formats.scalings import Scaling
 
 Compiled = Callable[..., object]
@@ -51,12 +52,16 @@ _FREE = {
 """The dimensions of words whose sizes a kernel leaves open."""
 
 
+_SHORTEST = 32
+"""Columns of a block whose values are taken by twos: half as many words fill the longest vector of a processor's."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One fused quantiser.
 
-    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`), and NVFP4's blocks
-    the tensor's scale. `block` is a block's rows and columns in memory, 0 x 0 where there are none.
+    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`). `block` is a block's
+    rows and columns in memory, 0 x 0 where there are none.
     """
 
     fmt: Format
@@ -78,6 +83,12 @@ class Kernel:
         return f"{self.fmt.name}{scaled}{drawn}, {dtypes}, {self.layout!s}, {self.device}"
 
     @property
+    def twos(self) -> bool:
+        """Whether words hold two values: bfloat16 ones, unless blocks are shorter than a vector of such words."""
+        short = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST
+        return self.source is torch.bfloat16 and not short
+
+    @property
     def exact(self) -> bool:
         """Whether the target has every value that comes out, if it is bfloat16.
 
@@ -88,9 +99,9 @@ class Kernel:
         return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
 
     def __call__(self, given: Tensor, out: Tensor, *others: Tensor) -> tuple[()]:
-        """Quantise words into words by torch's operations. Others: the factor, and the seed, of kernels that have one.
+        """Quantise words into words, by torch's operations. Others: the factor, the seed's key, of kernels with one.
 
-        Factors are () or (rows, 1), or (1, words) for COLUMNS; NVFP4's is the tensor's scale.
+        Factors are () or (rows, 1), or (1, words) for COLUMNS.
         """
         factor = others[0] if self.factor else None
         random = self._random(given, others[-1]) if self.stochastic else None
@@ -98,9 +109,9 @@ class Kernel:
         if self.scaling is None:
             left = self._elements(values, factor, random)
         elif self.layout is Layout.UPRIGHT:
-            left = self._upright(values, factor, random)
+            left = self._upright(values, random)
         else:
-            left = block_values(values, self.fmt, self.scaling, factor, random)
+            left = block_values(values, self.fmt, self.scaling, random=random)
         out.copy_(joined(left, self.target, self.exact))
         return ()
 
@@ -118,24 +129,27 @@ class Kernel:
             return nearest(values, self.fmt, self.overflow)
         return stochastic(values, self.fmt, random, self.overflow)
 
-    def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+    def _upright(self, values: list[Tensor], random: list[Tensor] | None) -> list[Tensor]:
         """Each column of words holds columns of elements, whose blocks have scales of their own."""
         assert self.scaling is not None
+        above = None
+        if self.scaling.scale is E4M3:
+            above = nvfp4_tensor_scale(torch.stack([one.abs().amax() for one in values]).amax())
         left = []
         for lane, one in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
-            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, above, drawn)
         return [one.squeeze(-1) for one in left]
 
-    def _random(self, given: Tensor, seed: Tensor) -> list[Tensor]:
+    def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
         """Numbers for each lane, counted along the rows of the operand, which are columns in memory if it is turned."""
-        every = PER_WORD[self.source]
+        every = 2 if self.twos else 1
         shape = [*given.shape[:-1], given.shape[-1] * every]
         if self.layout is Layout.UPRIGHT:
             down, size, columns = shape
-            numbers = random_bits((columns, down, size), seed).permute(1, 2, 0)
+            numbers = keyed_bits((columns, down, size), key).permute(1, 2, 0)
         else:
-            numbers = random_bits(shape, seed)
+            numbers = keyed_bits(shape, key)
         return [numbers[..., lane::every] for lane in range(every)]
 
 
@@ -209,10 +223,10 @@ def _examples(kernel: Kernel) -> list[Tensor]:
     }
     device = torch.device(kernel.device)
     x = torch.empty(shapes[kernel.layout], dtype=kernel.source, device=device)
-    given, out = words(x), result_words(torch.empty_like(x, dtype=kernel.target), kernel.source)
+    given, out = words(x, kernel.twos), result_words(torch.empty_like(x, dtype=kernel.target), kernel.twos)
     factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
     factor = torch.empty(factors.get(kernel.layout, ()), dtype=torch.float32, device=device)
     if kernel.layout is Layout.COLUMNS:
-        factor = result_words(factor, kernel.source)
-    seed = torch.empty((), dtype=torch.int64, device=device)
-    return [given, out, *([factor] if kernel.factor else []), *([seed] if kernel.stochastic else [])]
+        factor = result_words(factor, kernel.twos)
+    key = torch.empty((), dtype=torch.int32, device=device)
+    return [given, out, *([factor] if kernel.factor else []), *([key] if kernel.stochastic else [])]

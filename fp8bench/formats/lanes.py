@@ -1,8 +1,9 @@
-"""How fused quantisers read and write: float32 values one by one, bfloat16 values by twos, as halves of a word.
+"""How fused quantisers read and write: values one by one, or bfloat16 values by twos, as halves of a word.
 
 A loop over numbers of 16 and of 32 bits vectorises badly on a CPU (a tenth of the speed of a copy), one over words of
-32 bits does not. The halves of a word are two lanes: float32 tensors of the words' shape, that of the first values
-and that of the second. Bytes lie in little-endian order, as on all devices of torch's.
+32 bits does not, unless it is shorter than a vector of them: that over blocks of 16 is read one by one. The halves of a
+word are two lanes: float32 tensors of the words' shape, that of the first values and that of the second. Bytes lie in
+little-endian order, as on all devices of torch's.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from torch import Tensor
 from fp8bench.formats.grids import BF16, Overflow
 from fp8bench.formats.rounding import nearest
 
-PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
-"""How many values of a dtype a word holds."""
-
 _HALF = 16
 _LOW_HALF = 0xFFFF
 _HIGH_HALF = -0x10000
@@ -25,22 +23,22 @@ _WORD = 32
 _LOW_WORD = 0xFFFFFFFF
 
 
-def words(x: Tensor) -> Tensor:
-    """A contiguous tensor as words of 32 bits: half as many columns where two values share one."""
-    return x.view(torch.int32) if x.dtype is torch.bfloat16 else x
+def words(x: Tensor, twos: bool) -> Tensor:
+    """A contiguous tensor as words: half as many columns where two bfloat16 values share one."""
+    return x.view(torch.int32) if twos else x
 
 
-def result_words(out: Tensor, source: torch.dtype) -> Tensor:
-    """A contiguous tensor as what the lanes of words of `source` are joined to, in the shape of those words."""
-    if source is torch.bfloat16:
+def result_words(out: Tensor, twos: bool) -> Tensor:
+    """A contiguous tensor as what the lanes of words are joined to, in the shape of those words."""
+    if twos:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
 
 
 def lanes(given: Tensor) -> list[Tensor]:
     """The values of words as float32."""
-    if given.dtype is torch.float32:
-        return [given]
+    if given.dtype is not torch.int32:
+        return [given.to(torch.float32)]
     halves = given.bitwise_left_shift(_HALF), given.bitwise_and(_HIGH_HALF)
     return [half.view(torch.float32) for half in halves]
 
@@ -54,7 +52,7 @@ def float_lanes(given: Tensor) -> list[Tensor]:
 
 
 def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
-    """Lanes as words of values of the dtype `target`; `exact` says that it has them all."""
+    """Two lanes as words of values of the dtype `target`, which has them all if `exact`; one as it is."""
     if len(values) == 1:
         return values[0]
     if target is torch.float32:

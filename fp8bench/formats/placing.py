@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats.fused import Kernel, Layout
-from fp8bench.formats.grids import E4M3, Format, Overflow
-from fp8bench.formats.lanes import PER_WORD, result_words, words
-from fp8bench.formats.scaled import current_tensor_scale, factor
+from fp8bench.formats.grids import Format, Overflow
+from fp8bench.formats.lanes import result_words, words
+from fp8bench.formats.scaled import factor
 from fp8bench.formats.scalings import Scaling
 
 _MOST_ELEMENTS = (1 << 31) - 1
@@ -68,11 +68,11 @@ class Place:
 
     def words(self, matrix: Tensor) -> Tensor:
         """The matrix as words in the kernel's layout."""
-        return words(matrix.view(self._shape()))
+        return words(matrix.view(self._shape()), self.kernel.twos)
 
     def result_words(self, matrix: Tensor) -> Tensor:
         """The same of what is written."""
-        return result_words(matrix.view(self._shape()), self.kernel.source)
+        return result_words(matrix.view(self._shape()), self.kernel.twos)
 
     def keep(self, matrix: Tensor, out: Tensor) -> None:
         """Copy what a kernel wrote elsewhere."""
@@ -108,7 +108,7 @@ def place(x: Tensor, out: Tensor, what: Quantisation) -> Place | None:
     rows, columns = _matrix(x.t() if turned else x)
     height, width = _whole(rows, block[0]), _whole(columns, block[1])
     divided = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
-    paired = x.dtype is torch.bfloat16 and divided % PER_WORD[torch.bfloat16] == 0
+    paired = x.dtype is torch.bfloat16 and divided % 2 == 0
     source = torch.bfloat16 if paired else torch.float32
     target = torch.bfloat16 if paired and out.dtype is torch.bfloat16 else torch.float32
     kernel = Kernel(
@@ -120,7 +120,7 @@ def place(x: Tensor, out: Tensor, what: Quantisation) -> Place | None:
         device=str(x.device),
         block=block,
         overflow=what.overflow,
-        factor=scaling is not None and (block == (0, 0) or scaling.scale is E4M3),
+        factor=scaling is not None and block == (0, 0),
         stochastic=what.stochastic,
     )
     return Place(kernel, height, width, turned, (height, width) != (rows, columns))
@@ -131,15 +131,13 @@ def factor_of(x: Tensor, what: Quantisation, place: Place, scale: Tensor | None)
     kernel = place.kernel
     if what.scaling is None or not kernel.factor:
         return None
-    if kernel.scaling is not None:
-        return current_tensor_scale(x, kernel.scaling)
     found = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return found.reshape(())
     each = found.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return each.reshape(place.height, 1)
-    return result_words(each.reshape(1, place.width).contiguous(), kernel.source)
+    return result_words(each.reshape(1, place.width).contiguous(), kernel.twos)
 
 
 def _turned(x: Tensor, what: Quantisation) -> bool:

@@ -18,7 +18,7 @@ from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, check_output, round_to
 from fp8bench.formats.random_bits import random_bits
-from fp8bench.formats.scales import float_factor, nvfp4_tensor_scale
+from fp8bench.formats.scales import float_factor
 from fp8bench.formats.scalings import Scaling
 
 
@@ -75,7 +75,7 @@ def values(
         left = elements.mul_(inverse)
     else:
         blocks = _blocks(x, scaling)
-        (left,) = block_values([blocks], fmt, scaling, current_tensor_scale(x, scaling), _random(blocks, seed))
+        (left,) = block_values([blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed))
         left = _unblocked(left, x.shape, scaling)
     return left if out is None else out.copy_(left)
 
@@ -107,8 +107,10 @@ def quantise(
     if _whole(scaling):
         elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
         return _stored(elements, scales, None, fmt, scaling)
-    blocks, tensor_scale = _blocks(x, scaling), current_tensor_scale(x, scaling)
-    (elements,), scales = block_elements([blocks], fmt, scaling, tensor_scale, _random(blocks, seed))
+    blocks = _blocks(x, scaling)
+    (elements,), scales, tensor_scale = block_elements(
+        [blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed)
+    )
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
     return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
@@ -165,9 +167,9 @@ def _amax(x: Tensor, by_row: bool = False) -> Tensor:
     return torch.maximum(low.neg(), high).abs().to(torch.float32).view(shape)
 
 
-def current_tensor_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
-    """NVFP4's scale above those of blocks; None under other scalings."""
-    return nvfp4_tensor_scale(_amax(x.detach())) if scaling.scale is E4M3 else None
+def _empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
+    """NVFP4's tensor scale where there are no blocks that it could come from."""
+    return torch.ones((), device=x.device) if scaling.scale is E4M3 and not x.numel() else None
 
 
 def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
