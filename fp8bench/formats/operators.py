@@ -19,7 +19,7 @@ from fp8bench.formats.fused import Compiled, Kernel, compiled
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.placing import Place, Quantisation, factor_of, place
 from fp8bench.formats.quantise import check_input, check_output, checked_overflow
-from fp8bench.formats.random_bits import check_seed
+from fp8bench.formats.random_bits import check_seed, key_of
 from fp8bench.formats.scaled import check_scaling
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 
@@ -218,7 +218,7 @@ def _run_fused(
 ) -> None:
     direct = found.takes(out)
     written = found.empty(out.device) if not direct else out.t() if found.turned else out
-    others = [one for one in (factor, None if seed is None else seed.reshape(())) if one is not None]
+    others = [one for one in (factor, None if seed is None else key_of(seed)) if one is not None]
     kernel(found.words(found.matrix(x)), found.result_words(written), *others)
     if not direct:
         found.keep(written, out)

@@ -15,6 +15,7 @@ RANDOM_BITS = 24
 
 _GOLDEN = -0x61C88647
 _WORD = 32
+_INDICES = (1 << 31) - 1
 
 
 def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
@@ -23,11 +24,27 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     `seed` is an int64 tensor of one element. Elements 2^32 apart have keys of their own, so that nothing repeats.
     """
     check_seed(seed)
+    if prod(shape) <= _INDICES:
+        return keyed_bits(shape, key_of(seed))
     index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
+    return _drawn(_low(index), key_of(seed, index.bitwise_right_shift(_WORD)))
+
+
+def keyed_bits(shape: Sequence[int], key: Tensor) -> Tensor:
+    """The numbers of a tensor of fewer than 2^31 elements, by its key: what a kernel is traced with."""
+    return _drawn(torch.arange(prod(shape), dtype=torch.int32, device=key.device).view(shape), key)
+
+
+def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
+    """The int32 key of a seed, without dimensions; that of each stretch of 2^32 elements where their numbers stand."""
     seed = seed.reshape(())
-    key = _mixed(_low(index.bitwise_right_shift(_WORD)) * _GOLDEN + _low(seed.bitwise_right_shift(_WORD)))
-    key = _mixed(key + _low(seed))
-    return _shifted(_mixed(_mixed(_low(index) + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
+    high = _low(seed.bitwise_right_shift(_WORD))
+    first = high if stretch is None else _low(stretch) * _GOLDEN + high
+    return _mixed(_mixed(first) + _low(seed))
+
+
+def _drawn(index: Tensor, key: Tensor) -> Tensor:
+    return _shifted(_mixed(_mixed(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
 
 
 def check_seed(seed: object) -> None:
