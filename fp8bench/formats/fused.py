@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.block_kernels import block_values
-from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
+from fp8bench.formats.grids import E8M0, Format, Overflow
 from fp8bench.formats.lanes import float_lanes, joined, lanes, result_words, words
 from fp8bench.formats.random_bits import keyed_bits
 from fp8bench.formats.rounding import nearest, stochastic
-from fp8bench.formats.scales import nvfp4_tensor_scale
 from fp8bench.formats.scalings import Scaling
 
 Compiled = Callable[..., object]
@@ -60,8 +59,9 @@ _SHORTEST = 32
 class Kernel:
     """One fused quantiser.
 
-    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`). `block` is a block's
-    rows and columns in memory, 0 x 0 where there are none.
+    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`), and so are NVFP4's
+    UPRIGHT blocks the tensor's scale: others make it faster of their own amaxes. `block` is a block's rows and columns
+    in memory, 0 x 0 where there are none.
     """
 
     fmt: Format
@@ -101,7 +101,7 @@ class Kernel:
     def __call__(self, given: Tensor, out: Tensor, *others: Tensor) -> tuple[()]:
         """Quantise words into words, by torch's operations. Others: the factor, the seed's key, of kernels with one.
 
-        Factors are () or (rows, 1), or (1, words) for COLUMNS.
+        Factors are () or (rows, 1), or (1, words) for COLUMNS; for UPRIGHT blocks of NVFP4's it is the tensor's scale.
         """
         factor = others[0] if self.factor else None
         random = self._random(given, others[-1]) if self.stochastic else None
@@ -109,7 +109,7 @@ class Kernel:
         if self.scaling is None:
             left = self._elements(values, factor, random)
         elif self.layout is Layout.UPRIGHT:
-            left = self._upright(values, random)
+            left = self._upright(values, factor, random)
         else:
             left = block_values(values, self.fmt, self.scaling, random=random)
         out.copy_(joined(left, self.target, self.exact))
@@ -129,16 +129,13 @@ class Kernel:
             return nearest(values, self.fmt, self.overflow)
         return stochastic(values, self.fmt, random, self.overflow)
 
-    def _upright(self, values: list[Tensor], random: list[Tensor] | None) -> list[Tensor]:
+    def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         """Each column of words holds columns of elements, whose blocks have scales of their own."""
         assert self.scaling is not None
-        above = None
-        if self.scaling.scale is E4M3:
-            above = nvfp4_tensor_scale(torch.stack([one.abs().amax() for one in values]).amax())
         left = []
         for lane, one in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
-            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, above, drawn)
+            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
         return [one.squeeze(-1) for one in left]
 
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:

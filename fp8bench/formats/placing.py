@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats.fused import Kernel, Layout
-from fp8bench.formats.grids import Format, Overflow
+from fp8bench.formats.grids import E4M3, Format, Overflow
 from fp8bench.formats.lanes import result_words, words
-from fp8bench.formats.scaled import factor
+from fp8bench.formats.scaled import current_tensor_scale, factor
 from fp8bench.formats.scalings import Scaling
 
 _MOST_ELEMENTS = (1 << 31) - 1
@@ -120,7 +120,7 @@ def place(x: Tensor, out: Tensor, what: Quantisation) -> Place | None:
         device=str(x.device),
         block=block,
         overflow=what.overflow,
-        factor=scaling is not None and block == (0, 0),
+        factor=scaling is not None and (block == (0, 0) or (scaling.scale is E4M3 and layout is Layout.UPRIGHT)),
         stochastic=what.stochastic,
     )
     return Place(kernel, height, width, turned, (height, width) != (rows, columns))
@@ -131,6 +131,8 @@ def factor_of(x: Tensor, what: Quantisation, place: Place, scale: Tensor | None)
     kernel = place.kernel
     if what.scaling is None or not kernel.factor:
         return None
+    if kernel.scaling is not None:
+        return current_tensor_scale(x)
     found = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return found.reshape(())
