@@ -61,7 +61,7 @@ class Arm:
     varying: bool = False
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
-    why_eager: str = ""
+    why_eager: str | None = None
     ran_eager: bool = False
     ran_fused: bool = False
 
@@ -73,6 +73,7 @@ class Arm:
         """Build the state, compile its quantisers, then time a few steps to size the slots and cut the cells.
 
         Those steps may ask for other quantisers than the untimed one has: a scale that is remembered, not found.
+        Without `quantisers` nobody asks how they run, and nothing is said of it.
         """
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
@@ -94,7 +95,7 @@ class Arm:
     def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
         """Have the quantisers that the state has asked for compiled; False where none waited."""
         if quantisers is None or not quantisers.compiled:
-            self.why_eager = "" if quantisers is None else quantisers.why_eager
+            self.why_eager = None if quantisers is None else quantisers.why_eager
             return False
         waiting, self.why_eager = worker.quantisers()
         if not waiting:
@@ -180,7 +181,7 @@ class Arm:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         codes = Counter(self.segmentation.codes if self.segmentation else ())
         entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
-        eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager else ""
+        eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
         return Timing(segments, tuple(self.slots), entries, self.varying, eager, self.ran_fused)
 
 

@@ -155,6 +155,17 @@ def test_a_run_that_shall_not_compile_does_not(
     assert noted == os.environ["FP8BENCH_QUANTISERS"]
 
 
+def test_a_suite_that_is_about_numbers_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table shows no times, and it has dozens of quantisers."""
+    monkeypatch.delenv("FP8BENCH_QUANTISERS")
+    monkeypatch.setattr(operators, "compiled", lambda kernel: pytest.fail("something was compiled"))
+    monkeypatch.chdir(tmp_path)
+    small = ("--set", "tensor=gaussian", "--set", "rows=8", "--set", "columns=32", "--rounds", "1", "--no-report")
+    assert main(["suite", "numerics", *small, "--dtypes", f"bf16,{MODE}", "--no-isolation"]) == 0
+    timing = load("last").run.records[-1].timing
+    assert timing is not None and timing.eager == "the suite is about numbers, and compiles none"
+
+
 def test_a_variable_that_says_neither_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
