@@ -46,7 +46,7 @@ def models() -> tuple[str, ...]:
 def features_of(model: str) -> Features:
     """All linear layers of a model, its head the last."""
     if model in SIZES:
-        return _of_config(SIZES[model])
+        return of_config(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
 
 
@@ -55,7 +55,8 @@ def usual_tokens(model: str) -> int:
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def _of_config(config: GPTConfig) -> Features:
+def of_config(config: GPTConfig) -> Features:
+    """The linear layers of a trained model, those of one block and its head."""
     width = config.width
     return {
         "qkv": (width + 2 * config.key_heads * config.head_width, width),

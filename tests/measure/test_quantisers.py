@@ -30,7 +30,7 @@ def test_what_is_compiled(quick: bool, variable: str | None, why: str) -> None:
 @pytest.mark.parametrize("word", ["off", "Eager", "1", "eager "])
 def test_other_words_are_refused(word: str) -> None:
     """With those that there are."""
-    with pytest.raises(UsageError, match="FP8BENCH_QUANTISERS is .*Set it to eager"):
+    with pytest.raises(UsageError, match=r"FP8BENCH_QUANTISERS is .*Set it to eager"):
         quantisers_for(False, {QUANTISERS_VARIABLE: word})
 
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from fp8bench.nn.layer_sizes import HEADS, MODELS, PRODUCTS, features_of, models, sides_of, usual_tokens
+import pytest
+import torch
+
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.layer_sizes import HEADS, MODELS, PRODUCTS, features_of, models, of_config, sides_of, usual_tokens
+from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES
+
+
+@pytest.mark.parametrize("modern", [False, True])
+def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> None:
+    """Every layer of a small one by its name, in both manners; grouped heads and gates included."""
+    config = replace(SIZES["nano"], modern=modern, key_heads=2 if modern else 4, layers=1)
+    plain = PlainArithmetic(torch.float32)
+    model = GPT(config, lambda name: plain, torch.float32)
+    built = {
+        name.rpartition(".")[2]: one.weight.shape for name, one in model.named_modules() if isinstance(one, Linear)
+    }
+
+    assert {name: torch.Size(sides) for name, sides in of_config(config).items()} == built
 
 
 @pytest.mark.parametrize("name", SIZES)
