@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +62,10 @@ def test_what_a_tensor_does_not_have_is_left_out() -> None:
         "max_ulp", "saturation_percent", "subnormal_percent", "utilisation_percent", "scale_drift_octaves",
         "scale_lag_octaves",
     }  # fmt: skip
+
+
+def test_the_page_has_every_figure_with_its_unit() -> None:
+    """And none that is not there."""
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text().partition("## Of a product")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
+    assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS
