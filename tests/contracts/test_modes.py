@@ -15,6 +15,7 @@ from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request
 from fp8bench.plan import make_plan
 from fp8bench.registry import precisions, workloads
+from fp8bench.workloads import optimizer
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 # Sizes that fill neither blocks nor the matrices that operands are rotated by.
@@ -60,6 +61,12 @@ def case_of(workload: str, mode: str, corpus: Corpus) -> Case:
     (planned,) = group.cases
     assert planned.runs and planned.support.level is Level.EMULATED, planned.skip
     return planned.case
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimiser's error takes a thousand."""
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -98,11 +98,11 @@ def test_stochastic_gradients_are_right_on_average() -> None:
     treatment = arithmetic.recipe.gradient
     assert treatment.stochastic and treatment.scaling == NVFP4_UP
     total, errors = torch.zeros(64, 64), []
-    for count in range(1, 401):
+    for count in range(1, 101):
         total += arithmetic.cast(source, Role.GRADIENT).data
-        if count in (1, 100, 400):
+        if count in (1, 25, 100):
             errors.append(relative_frobenius(total / count, source))
-    assert errors[1] < 1.2 * errors[0] / 10 and errors[2] < 1.2 * errors[0] / 20
+    assert errors[1] < 1.1 * errors[0] / 5 and errors[2] < 1.1 * errors[0] / 10
 
 
 def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
