@@ -16,10 +16,11 @@ from fp8bench import __version__
 from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.errors import WorkerError
+from fp8bench.layering import layers_of
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.quantisers import quantisers_for
-from fp8bench.model import DeviceFacts, Level, Request, Scalar
+from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
 from fp8bench.plan import make_plan, suites_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import devices, precisions, workloads
@@ -184,12 +185,22 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
     for axis in workloads.get(name).axes(facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+    layers = layers_of(workloads.get(name), _settings(name, facts))
+    if layers:
+        kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+        names = f"{layers[0].name} to {layers[-1].name}" if len(layers) > 1 else layers[0].name
+        yield f"layers for --precision-map: by kind {kinds}; by name {names}, or the front part of names"
     grid = workloads.get(name).history
     if grid is not None:
         values = " ".join(
             f"{axis}={','.join(one)}" for axis, one in (grid.gpu if facts.accelerated else grid.cpu).items()
         )
         yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
+
+
+def _settings(name: str, facts: DeviceFacts) -> list[Params]:
+    """The parameters of a suite's default cases there."""
+    return [group.cases[0].case.params for group in make_plan(Request(name, devices=(facts.key,)), (facts,))]
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from fp8bench.codec import decode, encode
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.plan import MOST_CASES, check_names, make_plan
-from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.registry import workloads
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -441,6 +441,9 @@ class Answering(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return cast(Support, self.answers["support"])
 
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return cast(tuple[Layer, ...], self.answers["layers"]) if "layers" in self.answers else super().layers(params)
+
     def prepare(self, setup: Setup) -> None:
         return None
 
@@ -491,6 +494,32 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
     if "support" not in wrong:
         with pytest.raises(UsageError, match=sentence):
             check_names(asked)
+
+
+BAD_LAYERS: dict[str, tuple[Any, str]] = {
+    "no tuple": ([Layer("a", "a")], r"layers\(\) gave \[Layer"),
+    "none": (None, r"layers\(\) gave None, and must give a tuple of Layer"),
+    "pairs": ((("a", "a"),), "which is no Layer"),
+    "a name that is none": ((Layer(3, "a"),), "which is no Layer, or whose name and kind must be text"),  # type: ignore[arg-type]
+    "a comma": ((Layer("a,b", "a"),), "without commas"),
+    "a sign of a map": ((Layer("a", "b=c"),), "without commas, blanks, '='"),
+    "two lines": ((Layer("a\nb", "a"),), "without commas"),
+    "no name": ((Layer("", "a"),), "without commas"),
+    "an empty part": ((Layer("a..b", "a"),), "empty parts between points"),
+    "high in words": ((Layer("a", "a", "yes"),), "which is no Layer"),  # type: ignore[arg-type]
+    "one twice": ((Layer("a", "a"), Layer("a", "b")), "two of its layers have the same name"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_layers_that_no_map_can_name_are_refused(name: str, answering: type[Answering]) -> None:
+    """When a map is given; nobody else asks for them."""
+    layers, sentence = BAD_LAYERS[name]
+    answering.answers = {**SOUND, "layers": layers}
+    check_names(Request("answering", ("fp32",)))
+    with pytest.raises(UsageError, match=sentence) as caught:
+        check_names(Request("answering", ("fp32", "bf16"), precision_map=(("a", "fp8"),)))
+    assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
 
 
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
