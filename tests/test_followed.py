@@ -233,10 +233,21 @@ FAULTS: dict[str, tuple[Workload, str]] = {
     "an error with a dash": (tiny(errors=("loss-error",)), "'loss-error' cannot be the name of a metric"),
     "no such count": (tiny(per="joules"), "time cannot be told per 'joules'; it can per flops, tokens, bytes"),
     "an alias": (tiny(dtypes=("fp32", "fp4")), "the dtype 'fp4' is an alias of nvfp4"),
+    "another word for a mode": (tiny(dtypes=("fp8:gw=low",)), "the dtype 'fp8:gw=low' is an alias of fp8"),
+    "a mode that cannot be": (tiny(dtypes=("fp8-delayed:history=0",)), "fp8-delayed: history cannot be '0'"),
     "no such dtype": (tiny(dtypes=("fp33",)), "unknown dtype 'fp33'. Did you mean 'fp32'?"),
     "a dtype twice": (tiny(dtypes=("fp32", "fp32")), "its dtypes are fp32, fp32; name at least one, and each once"),
     "no dtype": (tiny(dtypes=()), "its dtypes are none; name at least one, and each once"),
 }  # fmt: skip
+
+
+def test_modes_with_options_are_followed_by_their_one_word() -> None:
+    """As a parameter of asv's, where it is a text like any other."""
+    mode = "fp8-delayed:history=16:margin=1"
+    workload = tiny(dtypes=("bf16", mode))
+    check_grid(workload)
+    assert list(parameters(workload)["dtype"]) == ["bf16", mode]
+    assert reference_of(workload) == "bf16" and series_of(workload, None)
 
 
 @pytest.mark.parametrize("name", FAULTS)
