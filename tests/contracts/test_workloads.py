@@ -273,7 +273,9 @@ def test_a_grid_declares_what_its_cases_have(name: str, grids: Run) -> None:
     grid, records = measured(grids, name)
     phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
-    errors = {one.metric for record in records for one in record.measurements} - {MEMORY}
+    measurements = [one for record in records for one in record.measurements if one.metric != MEMORY]
+    assert all(one.unit == unit_of(one.metric) for one in measurements)
+    errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
 
 
