@@ -77,8 +77,8 @@ class Numerics(Workload):
         side = "4096" if facts.accelerated else "512"
         known = (*MADE, *CATCHES)
         return (
-            Axis("tensor", "made, or caught from a short training of a small transformer: the input, weight and gradient "
-                 "of attn, mlp and head", known, one_of(*known)),
+            Axis("tensor", "made, or caught from a short training of a small transformer: the input, weight and "
+                 "gradient of attn, mlp and head", known, one_of(*known)),
             Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
             Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
             Axis("role", "which of a precision's formats and scalings it gets; auto: the one that is most its own",
