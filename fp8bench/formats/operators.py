@@ -169,7 +169,6 @@ def moved_bytes(operator: torch._ops.OpOverload, x: Tensor, out: Tensor, *others
     return x.nbytes * (2 if current else 1) + out.nbytes
 
 
-@lru_cache
 def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
     """A scaling as an operator's name and arguments, which are numbers and words."""
     if scaling is None:

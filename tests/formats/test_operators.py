@@ -1,0 +1,347 @@
+"""Quantisers as operators: fused like eager, bit by bit; what they do before and while being compiled; who may call.
+
+Kernels are compiled once for this module, as few as there are ways through the code: each costs a second or two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8bench.errors import UsageError
+from fp8bench.formats import operators, quantise, scaled
+from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, TF32, Format, Overflow
+from fp8bench.formats.operators import compile_kernels, eager_calls, fused_calls, moved_bytes, round_to, values, wanted
+from fp8bench.formats.placing import Quantisation, place
+from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Asked(NamedTuple):
+    """What is quantised into what, and whether operands are transposed as those of backward products are."""
+
+    fmt: Format
+    scaling: Scaling | None
+    source: torch.dtype = F32
+    target: torch.dtype = F32
+    turned: bool = False
+    overflow: Overflow = Overflow.SATURATE
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        words = (self.fmt.name, self.scaling and self.scaling.name, self.source, self.target, self.overflow.value)
+        flags = ("turned" * self.turned, "stochastic" * self.stochastic)
+        return " ".join(str(word).removeprefix("torch.") for word in (*words, *flags) if word)
+
+
+ASKED = [
+    Asked(E4M3, None),
+    Asked(E5M2, None, BF16, BF16),
+    Asked(E4M3, None, BF16),
+    Asked(TF32, None, overflow=Overflow.INFINITY),
+    Asked(FP16, None, BF16, BF16, overflow=Overflow.INFINITY),
+    Asked(E4M3FNUZ, None, overflow=Overflow.NAN),
+    Asked(E2M1, None, stochastic=True),
+    Asked(E4M3, TENSOR),
+    Asked(E5M2, TENSOR, BF16, BF16),
+    Asked(E4M3, ROW),
+    Asked(E4M3, ROW, BF16, turned=True),
+    Asked(E4M3, BLOCK, BF16),
+    Asked(E4M3, BLOCK, turned=True),
+    Asked(E4M3, SQUARE, BF16),
+    Asked(E4M3, MX),
+    Asked(E4M3, MX, BF16, BF16),
+    Asked(E2M1, MX, turned=True),
+    Asked(E2M1, NVFP4),
+    Asked(E2M1, NVFP4, BF16),
+    Asked(E2M1, NVFP4, turned=True, stochastic=True),
+    Asked(E2M1, NVFP4_SQUARE),
+]
+SEED = torch.tensor(11)
+
+
+def awkward() -> Tensor:
+    """Float32 numbers of every kind: subnormals, halves, zeros of both signs, infinities, NaN, and blocks of each."""
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.randn(160, 256, generator=generator).mul_(torch.randn(160, 256, generator=generator).mul_(8).exp2_())
+    bits = torch.randint(-(1 << 31), 1 << 31, (32, 256), generator=generator).to(torch.int32).view(F32)
+    halves = torch.arange(-4096, 4096).view(32, 256) / 64
+    x = torch.cat([spread, bits, halves])
+    x[0, :140], x[1, :40], x[2, 5] = 0.0, -0.0, float("nan")
+    x[3, 7], x[4, :32] = float("inf"), float("-inf")
+    x[5] *= 1e-38
+    x[6] *= 1e36
+    x[7, :32] = torch.tensor(1e-45)
+    return x
+
+
+AWKWARD = awkward()
+
+
+def pieces(asked: Asked) -> Iterator[Tensor]:
+    """Tensors of one kernel: other shapes and strides, whole blocks and not, one element, one row, other memory."""
+    x = AWKWARD.to(asked.source)
+    if asked.turned:
+        yield from (x.t(), x[:96].t(), x[:, :1].contiguous().t())
+        if asked.source is F32:
+            yield x[:45].t()
+        return
+    yield from (x, x[:96].view(4, 24, 256), x[:, 3:200], x[:1], x.view(-1)[2:514], x.expand(2, *x.shape))
+    if asked.source is F32:
+        yield from (x.t(), x[0, 0], x[:7, :33], x.view(-1)[1:50], x.half(), x[:, :-1].contiguous().bfloat16())
+
+
+def eagerly(x: Tensor, asked: Asked) -> Tensor:
+    """What the operations give that operators are made of."""
+    out = torch.empty(x.shape, dtype=asked.target)
+    seed = SEED if asked.stochastic else None
+    if asked.scaling is None:
+        return quantise.round_to(x, asked.fmt, out, overflow=asked.overflow, seed=seed)
+    return scaled.values(x, asked.fmt, asked.scaling, seed=seed, out=out)
+
+
+def called(x: Tensor, asked: Asked, out: Tensor | None = None) -> Tensor:
+    """What the operator gives, into memory that lies as `x` does."""
+    out = torch.full_like(x, 7.0, dtype=asked.target) if out is None else out
+    seed = SEED if asked.stochastic else None
+    if asked.scaling is None:
+        return round_to(x, asked.fmt, out, overflow=asked.overflow, seed=seed)
+    return values(x, asked.fmt, asked.scaling, seed=seed, out=out)
+
+
+def differences(one: Tensor, other: Tensor) -> int:
+    """Elements that differ in any bit, but for a NaN's."""
+    assert one.shape == other.shape and one.dtype == other.dtype
+    wide, second = one.float().contiguous().view(torch.int32), other.float().contiguous().view(torch.int32)
+    return int(((wide != second) & ~(one.isnan() & other.isnan())).sum())
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Every kernel of this module, compiled."""
+    for asked in ASKED:
+        called(AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source), asked)
+    compile_kernels(wanted())
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which no kernel was asked for yet."""
+    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_fused_is_eager_bit_by_bit(asked: Asked) -> None:
+    before = fused_calls(), eager_calls()
+    for number, x in enumerate(pieces(asked)):
+        assert differences(called(x, asked), eagerly(x, asked)) == 0, (x.shape, x.stride(), x.dtype)
+        if number == 0:
+            assert (fused_calls(), eager_calls()) == (before[0] + 1, before[1])
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[7], ASKED[9], ASKED[14], ASKED[17]], ids=str)
+def test_any_output_takes_the_values(asked: Asked) -> None:
+    shape = AWKWARD.shape
+    outputs = [
+        torch.empty(shape, dtype=BF16),
+        torch.empty(shape, dtype=F16),
+        torch.empty(shape[::-1]).t(),
+        torch.empty(shape[0], 300)[:, 7:263],
+        torch.empty(AWKWARD.numel() + 1)[1:].view(shape),
+    ]
+    for out in outputs:
+        expected = eagerly(AWKWARD, asked).to(out.dtype)
+        assert called(AWKWARD, asked, out) is out
+        assert differences(out, expected) == 0, (out.dtype, out.stride())
+    inside = AWKWARD.clone()
+    assert differences(called(inside, asked, inside), eagerly(AWKWARD, asked)) == 0
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_result_lies_as_its_tensor_does() -> None:
+    for x in (AWKWARD, AWKWARD.t(), AWKWARD.bfloat16()):
+        result = values(x, E4M3, MX)
+        assert (result.dtype, result.stride()) == (F32, x.stride())
+
+
+@pytest.mark.usefixtures("compiled")
+def test_no_call_compiles_or_has_guards_to_fail() -> None:
+    from torch._dynamo.utils import counters
+
+    counted = {name: dict(one) for name, one in counters.items()}
+    kernels = wanted()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in (1, 2, 3, 31, 64, 129):
+            for columns in (32, 64, 96, 128, 1024):
+                x = torch.randn(rows, columns)
+                for asked in (ASKED[0], ASKED[9], ASKED[14]):
+                    assert differences(called(x, asked), eagerly(x, asked)) == 0
+    assert {name: dict(one) for name, one in counters.items()} == counted
+    assert wanted() == kernels
+
+
+@pytest.mark.usefixtures("compiled")
+def test_subnormals_are_numbers_still() -> None:
+    """A kernel's library is not linked with what turns them off for the process."""
+    assert float(torch.tensor(1e-40) * 0.5) > 0
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_is_not_compiled_runs_eagerly_and_is_wanted() -> None:
+    asked = Asked(E4M3, MX)
+    assert wanted() == ()
+    for _ in range(2):
+        assert differences(called(AWKWARD, asked), eagerly(AWKWARD, asked)) == 0
+    assert (eager_calls(), fused_calls()) == (2, 0)
+    assert [str(kernel) for kernel in wanted()] == ["e4m3fn 1x32 e8m0 rceil, float32 to float32, blocks, cpu"]
+    compile_kernels(wanted())
+    called(AWKWARD, asked)
+    assert (eager_calls(), fused_calls(), wanted()) == (2, 1, ())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_has_no_kernel_is_not_counted() -> None:
+    for x in (torch.empty(0, 32), torch.empty(3, 0), torch.empty(0)):
+        assert values(x, E4M3, MX).shape == x.shape
+    assert values(AWKWARD, E4M3, Scaling(4, 0)).shape == AWKWARD.shape  # several whole rows
+    assert (eager_calls(), fused_calls(), wanted()) == (0, 0, ())
+    huge = torch.empty(1).expand(1 << 31)
+    assert place(huge, huge, Quantisation(E4M3)) is None
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_calls_stay_eager_and_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    asked = Asked(E3M2, None)
+    called(AWKWARD, asked)
+    (kernel,) = wanted()
+    with pytest.raises(Exception, match="compiler"):
+        compile_kernels((kernel,))
+    assert "compiler" in operators.refused()[kernel]
+    assert differences(called(AWKWARD, asked), eagerly(AWKWARD, asked)) == 0
+    assert (eager_calls(), fused_calls(), wanted()) == (2, 0, ())
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is called, with its bytes where it is one of fp8bench's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.moved: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        if func.namespace == "fp8bench":
+            self.moved.append(moved_bytes(func, *args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state", ["fresh", "compiled"])
+def test_a_call_is_one_operator_under_a_dispatch_mode(state: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(state)
+    x, out, scale = AWKWARD, torch.empty_like(AWKWARD), torch.tensor(0.25)
+    with Operators() as seen:
+        round_to(x, E4M3, out)
+        values(x, E4M3, MX, out=out)
+        values(x, E4M3, TENSOR, out=out)
+        values(x, E4M3, TENSOR, out=out, scale=scale)
+        values(x.bfloat16(), E2M1, NVFP4, out=out)
+    ours = [name for name in seen.names if name.startswith("fp8bench")]
+    assert ours == [f"fp8bench.{family}.default" for family in ("round", "mx", "tensor", "tensor", "nvfp4")]
+    assert set(seen.names) <= {*ours, "aten.detach.default", "aten._to_copy.default"}
+    whole, half = x.nbytes, x.nbytes // 2
+    assert seen.moved == [2 * whole, 2 * whole, 3 * whole, 2 * whole, 2 * half + whole]
+    assert differences(out, eagerly(x.bfloat16(), Asked(E2M1, NVFP4))) == 0
+
+
+def test_a_compiler_around_it_sees_one_operator() -> None:
+    def model(x: Tensor) -> Tensor:
+        return values(x * 2, E4M3, MX) + round_to(x, E5M2)
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = model(AWKWARD)
+    whole = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(AWKWARD)
+    functional = torch.compile(model, backend="aot_eager", fullgraph=True)(AWKWARD)
+    assert differences(whole, expected) == 0 and differences(functional, expected) == 0
+    (graph,) = graphs
+    assert sum("fp8bench" in str(node.target) for node in graph.graph.nodes) == 2
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_calls_from_many_threads_in_autograd_and_without() -> None:
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return values(x, E4M3, MX)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return values(gradients[0], E4M3, MX)
+
+    x = torch.randn(64, 256)
+    expected, failed = eagerly(x, Asked(E4M3, MX)), []
+
+    def work() -> None:
+        for _ in range(20):
+            one = x.clone().requires_grad_()
+            (Through.apply(one) * x).sum().backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                quiet = values(one, E4M3, MX)
+            with torch.inference_mode():
+                inference = values(x.clone(), E4M3, MX)
+            if not (
+                torch.equal(quiet, expected) and torch.equal(inference, expected) and torch.equal(one.grad, expected)
+            ):
+                failed.append(one)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert not values(x.clone().requires_grad_(), E4M3, MX).requires_grad
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: round_to(x, E4M3), lambda x: values(x, E4M3, MX)], ids=["round_to", "values"]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool], ids=str)
+def test_other_numbers_are_refused(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
+        call(torch.zeros(32, dtype=dtype))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    x = torch.ones(2, 32)
+    with pytest.raises(UsageError, match="overflow"):
+        round_to(x, E2M1, overflow=Overflow.NAN)
+    with pytest.raises(UsageError, match="e2m1"):
+        values(x, E4M3, NVFP4)
+    with pytest.raises(TypeError, match="seed"):
+        round_to(x, E4M3, seed=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="given scale"):
+        values(x, E4M3, MX, scale=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="same shape"):
+        round_to(x, E4M3, torch.empty(64))
