@@ -1,0 +1,48 @@
+"""Quantisers compiled for a GPU, in the worker. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench.devices.cuda import Cuda
+from fp8bench.formats import operators
+from fp8bench.measure.bench import Bench, Settings
+from fp8bench.model import Case, DeviceFacts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def facts() -> DeviceFacts:
+    return Cuda().available()[0]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """In this process, without kernels that another test has compiled."""
+    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    found = Bench(Settings())
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "custom:format=e3m2:scaling=row"])
+def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: DeviceFacts) -> None:
+    """Eager before, compiled after, whatever the mode."""
+    params = (("m", 256), ("n", 512), ("k", 1024), ("product", "forward"), ("operands", "cast"))
+    bench.prepare("key", Case("gemm", params, mode, facts.key), facts)
+    waiting, why = bench.quantisers()
+    before = bench.slot("key", 1, 0)
+    bench.compile_quantisers("key")
+    after = bench.slot("key", 1, 0)
+
+    assert waiting > 0 and not why and bench.quantisers() == (0, "")
+    assert (before.eager_quantisers, before.fused_quantisers) == (2, 0)
+    assert (after.eager_quantisers, after.fused_quantisers) == (0, 2)
+
+
+def test_the_doctor_can_say_whether_it_compiles(bench: Bench, facts: DeviceFacts) -> None:
+    """With Triton, not with a C++ compiler."""
+    assert bench.compiler(facts).startswith("a quantiser compiles in ")
