@@ -98,16 +98,17 @@ class StaticScale:
 
     def _bounded(self, x: Tensor, scale: Tensor, bound: float) -> Tensor:
         """The scale that stands, or the current one from now on where too many values would be cut off."""
-        if x.numel() == 0:
-            return scale
+        # On a GPU no answer is waited for: all is counted, both scales are found, and one is taken there.
+        waits = x.device.type == "cpu"
         # Divided as float_factor divides: elsewhere than on a processor torch takes a reciprocal.
-        limit = torch.full_like(scale, self._fmt.largest) / scale
+        limit, amax = torch.full_like(scale, self._fmt.largest) / scale, largest_magnitude(x)
+        if waits and amax <= limit:
+            return scale
         beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > limit)
         too_many = beyond > bound * x.numel()
-        # On a GPU the answer is not waited for: both scales are found, and one is taken there.
-        if x.device.type == "cpu" and not too_many:
+        if waits and not too_many:
             return scale
-        self._renew(largest_magnitude(x), too_many)
+        self._renew(amax, too_many)
         assert self._scale is not None
         return self._scale
 
