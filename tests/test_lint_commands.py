@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli import main
+from fp8bench.formats.device_classes import CLASSES
+from fp8bench.linting.findings import examine, modes_of
+from fp8bench.linting.shapes import LinearShape, shapes_of_model
+from fp8bench.linting.text import render
+from fp8bench.nn.layer_sizes import PRODUCTS
 
 REFUSED = """\
 gpt2 with 8192 tokens: 15 products of 5 layers, as torch's scaled_mm takes them
@@ -56,6 +62,18 @@ def test_a_head_that_is_refused_is_told_with_reasons_and_padding(capsys: pytest.
     """The whole text of one lint, word by word; it ends with 3."""
     words = ("--model", "gpt2", "--devices", "ada,b200,l4", "--dtypes", "fp8,fp8-rowwise,mxfp8")
     assert lint(capsys, *words) == (3, REFUSED, "")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    """With all there is to say; colour takes no room."""
+    shapes = [*shapes_of_model("gpt2", 1), LinearShape("a_layer_with_quite_a_name", 1, 2, 3, "fp32", True)]
+    findings = examine(shapes, tuple(PRODUCTS), modes_of(["fp8", "fp8-e5m2", "fp8-rowwise", "mxfp8"], CLASSES), CLASSES)
+    text = render("what was looked at", findings, width)
+
+    assert max(map(len, text.splitlines())) <= width
+    colored = render("what was looked at", findings, width, color=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == text != colored
 
 
 def test_what_fits_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

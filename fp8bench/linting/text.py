@@ -23,12 +23,16 @@ def render(title: str, findings: Sequence[Finding], width: int = 100, color: boo
     """What fits where, what does not and why, what is missing; at last one sentence. No line is wider than `width`."""
     width, paint = max(width, MIN_WIDTH), painter(color)
     lines = [paint(line, Tone.STRONG) for line in wrap(title, width, hang=INDENT)]
-    lines += _section("products that fit as they are; -: there is no such product", _overview(findings, width, paint))
-    lines += _section("refused, and no padding helps", _unpadded(findings, width))
-    lines += _section("refused unless they are padded, and what that costs more", _padded(findings, width, paint))
-    lines += _section("why there is no such product", _missing(findings, width))
-    lines += _section("Transformer Engine, where it says more than torch", _of_te(findings, width))
-    lines += _section("what these products need besides their shape", _needs(findings, width))
+    sections = {
+        "products that fit as they are; -: there is no such product": _overview(findings, width, paint),
+        "refused, and no padding helps": _unpadded(findings, width),
+        "refused unless they are padded, and what that costs more": _padded(findings, width, paint),
+        "why there is no such product": _missing(findings, width),
+        "Transformer Engine, where it says more than torch": _of_te(findings, width),
+        "what these products need besides their shape": _needs(findings, width),
+    }
+    for words, found in sections.items():
+        lines += ["", *wrap(words, width, hang=INDENT), *found] if found else []
     lines += ["", *wrap(conclusion(findings), width, hang=INDENT)]
     return "\n".join(lines) + "\n"
 
@@ -45,10 +49,6 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 def _lost_in(mode: str, lost: Sequence[Finding], findings: Sequence[Finding]) -> str:
     return _products([one for one in lost if one.mode == mode], findings)
-
-
-def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", title, *lines] if lines else []
 
 
 def _overview(findings: Sequence[Finding], width: int, paint: Paint) -> list[str]:
