@@ -252,6 +252,12 @@ def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
     assert tensor_error(largest, largest, E4M3).saturated == 0
 
 
+def test_the_smallest_normal_is_none_of_the_subnormals() -> None:
+    """And neither is zero; signs do not matter."""
+    x = torch.tensor([E4M3.smallest_normal, -E4M3.smallest_normal, -E4M3.smallest_normal / 2, 0.0])
+    assert tensor_error(x, x, E4M3).subnormal == 1
+
+
 def test_a_current_scale_saturates_nothing() -> None:
     """Although its inverse, rounded, may put the largest value a little above the format's."""
     for seed in range(50):
