@@ -89,8 +89,8 @@ class Recipe:
             raise RecipeRefused("delayed scaling keeps one scale a tensor: give every role the scaling of a tensor.")
         if self.hadamard and self.high_weight_gradient:
             raise RecipeRefused(
-                "Hadamard turns the operands of the weight gradient, and here it stays in bf16: leave one out (hadamard=off, "
-                "or weight-gradient=low)."
+                "Hadamard turns the operands of the weight gradient, and here it stays in bf16: leave one out "
+                "(hadamard=off, or weight-gradient=low)."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Modes on the command line: one word each in plans, files and traces, and nonsense refused before anything begins."""
+"""Modes on the command line: one word each, in plans, files and traces. Nonsense is in tests/faults."""
 
 from __future__ import annotations
 
@@ -23,44 +23,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     return tmp_path
-
-
-REFUSED = {
-    "fp8-delay": "unknown dtype 'fp8-delay'. Did you mean 'fp8-delayed'?",
-    "fp8-delayed:histroy=16": "unknown option of dtype fp8-delayed 'histroy'. Did you mean 'history'?",
-    "bf16:history=16": "unknown option of dtype bf16 'history'. Known: none.",
-    "fp8-delayed:history": "has no OPTION=VALUE behind a colon but 'history'. fp8-delayed takes history, algorithm,",
-    "fp8-delayed:": "has no OPTION=VALUE behind a colon but ''.",
-    "fp8:=3": "has no OPTION=VALUE behind a colon but '=3'.",
-    "fp8-delayed:history=16:amax_history_len=8": "gives history twice. Keep one of the two.",
-    "fp8-delayed:history=0": "history cannot be '0': expected a whole number from 1 to 65536.",
-    "fp8-delayed:history=65537": "history cannot be '65537': expected a whole number from 1 to 65536.",
-    "fp8-delayed:margin=-1": "margin cannot be '-1': expected a whole number from 0 to 32.",
-    "fp8-delayed:interval=2.5": "interval cannot be '2.5': expected a whole number.",
-    "fp8-delayed:algorithm=mostrecent": "expected one of max, most_recent; the nearest is 'most_recent'.",
-    "mxfp8:scale=flor": "scale cannot be 'flor': expected one of floor, even, ceil, rceil; the nearest is 'floor'.",
-    "nvfp4:weight-gradient=bf16": "Hadamard turns the operands of the weight gradient, and here it stays in bf16",
-    "mxfp4:hadamard=on:gw=bf16": "mxfp4:hadamard=on:weight-gradient=bf16: Hadamard turns the operands",
-    "custom:format=e5m2:scaling=nvfp4": "NVFP4's scales are for e2m1 elements, not for e5m2.",
-    "custom:weight=e5m2:format=e2m1:scaling=nvfp4": "NVFP4's scales are for e2m1 elements, not for e5m2.",
-    "custom:format=bf16:scaling=mx": "MX blocks hold e4m3fn, e5m2, e3m2, e2m3, e2m1, not bf16.",
-    "custom:scaling=1x64": "scaling cannot be '1x64': expected one of none, tensor, row, 1x128, 128x128, mx, nvfp4",
-    "custom:scaling=mx:scale=exact": "scales in e8m0 are not rounded by exact. Give floor, even, ceil, rceil.",
-    "custom:scaling=none:scale=exact": "scaling=none leaves scale=exact nothing to round: leave one out.",
-    "custom:format=e8m0": "format cannot be 'e8m0': expected one of e4m3fn,",
-    "custom:format=int8": "format cannot be 'int8': expected one of e4m3fn,",
-}
-
-
-@pytest.mark.parametrize("word", REFUSED)
-def test_what_cannot_be_is_refused_in_one_sentence(word: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a precision, as the reference and in a map; exit 2, no line on stdout, no file."""
-    for options in (["--dtypes", f"bf16,{word}"], ["--reference", word], ["--precision-map", f"mlp={word}"]):
-        assert main(["suite", "transformer", *options]) == 2
-        shown = capsys.readouterr()
-        assert not shown.out and shown.err.startswith("fp8bench: ") and shown.err.count("\n") == 1
-        assert REFUSED[word] in shown.err and shown.err.endswith(".\n")
-    assert not list(here.iterdir())
 
 
 def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture[str]) -> None:
