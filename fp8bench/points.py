@@ -149,7 +149,7 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
 
 
 def _quantisers(workload: Workload, record: Record, point: Point) -> Conditions:
-    """Whether its quantisers were compiled, for what depends on that: all but errors, which are the same bit for bit."""
+    """Whether its quantisers were compiled, for what depends on it: all but errors, the same bit for bit."""
     timing, grid = record.timing, workload.history
     assert grid is not None
     metric = point.series.rpartition(".track_")[2]
