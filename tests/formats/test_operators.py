@@ -300,7 +300,8 @@ def test_calls_from_many_threads_in_autograd_and_without() -> None:
             return values(gradients[0], E4M3, MX)
 
     x = torch.randn(64, 256)
-    expected, failed = eagerly(x, Asked(E4M3, MX)), []
+    expected = eagerly(x, Asked(E4M3, MX))
+    failed: list[Tensor] = []
 
     def work() -> None:
         for _ in range(20):
