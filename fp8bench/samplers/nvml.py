@@ -1,0 +1,129 @@
+"""One NVIDIA device as NVML sees it: a handle, what it is, and how it is just now.
+
+Every bundle of calls is waited for as long as patience lasts, and each value comes or fails by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8bench.samplers import nvml_queries as queries
+from fp8bench.samplers.matching import Identity, Instance, Listed, Match, match
+from fp8bench.samplers.nvml_library import LIBRARY, Library
+from fp8bench.samplers.nvml_queries import About, Query
+from fp8bench.samplers.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
+
+
+class NvmlDevice:
+    """The device that a CUDA device is. NVML stays initialised until `close`; the handle is fetched once.
+
+    Of a MIG instance NVML knows the memory; power, energy, clocks and temperature are the whole device's.
+    """
+
+    def __init__(self, identity: Identity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY) -> None:
+        """Raises NoReading where NVML does not work or does not know the device."""
+        self.library = library
+        library.open()
+        try:
+            self.match, self._whole, self._part = library.patient(lambda: self._find(identity, environ))
+        except NoReading:
+            library.close()
+            raise
+
+    def close(self) -> None:
+        """Lets NVML go."""
+        self.library.close()
+
+    def facts(self) -> Readings:
+        """What does not change while a run lasts: name, driver, limits, modes."""
+        return self._read(queries.FACTS)
+
+    def state(self) -> Readings:
+        """How it is just now: power, clocks, temperature, throttle reasons, use, memory."""
+        return self._read(queries.STATE)
+
+    def violations(self) -> Readings:
+        """For how long each limit has held the clocks back so far; `readings.grown` gives the time in between."""
+        return self._read(queries.VIOLATIONS)
+
+    def process_memory(self) -> Read:
+        """What this process holds on the device, its context included."""
+        return self._read((queries.PROCESS_MEMORY,))[queries.PROCESS_MEMORY.name]
+
+    def restless(self) -> Readings:
+        """What may change within a window, read in the calling thread, which must be one that may hang."""
+        return {query.name: self._attempt(query) for query in queries.RESTLESS}
+
+    @property
+    def shared_by(self) -> int:
+        """How many MIG instances share the device, and with it its power; 0 without MIG."""
+        return len(self.match.device.instances) if self.match.device.mig else 0
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """A call about the whole device, unbounded: it may hang."""
+        return self.library.call(function, self._whole, *arguments)
+
+    def _attempt(self, query: Query) -> Read:
+        """One value, in the calling thread."""
+        handles = {About.SYSTEM: (), About.DEVICE: (self._whole,), About.PART: (self._part or self._whole,)}
+        handle = handles[query.about]
+        return attempt(lambda: query.read(lambda function, *rest: self.library.call(function, *handle, *rest)))
+
+    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+        done: dict[str, Read] = {}
+
+        def body() -> None:
+            for query in wanted:
+                done[query.name] = self._attempt(query)
+
+        try:
+            self.library.patient(body)
+        except NoReading as failure:
+            why = Unavailable(failure.reason)
+            return {query.name: done.get(query.name, why) for query in wanted}
+        return done
+
+    def _find(self, identity: Identity, environ: Mapping[str, str]) -> tuple[Match, Any, Any]:
+        """The match, its handle, and that of its MIG instance."""
+        found = match(identity, listed(self.library.call), environ)
+        whole = self.library.call("nvmlDeviceGetHandleByUUID", found.device.uuid)
+        part = self.library.call("nvmlDeviceGetHandleByUUID", found.instance.uuid) if found.instance else None
+        return found, whole, part
+
+
+def listed(call: Callable[..., Any]) -> tuple[Listed, ...]:
+    """All devices that NVML can describe: one that is lost, or that this user may not see, does not hide the others."""
+    devices, reasons = [], []
+    for index in range(call("nvmlDeviceGetCount")):
+        try:
+            devices.append(_listed(call, call("nvmlDeviceGetHandleByIndex", index)))
+        except NoReading as failure:
+            reasons.append(failure.reason)
+    if not devices and reasons:
+        raise NoReading("; ".join(dict.fromkeys(reasons)))
+    return tuple(devices)
+
+
+def _listed(call: Callable[..., Any], handle: Any) -> Listed:
+    uuid = call("nvmlDeviceGetUUID", handle)
+    # Where only one of them fails, the device may still be matched by the other.
+    pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
+    mode = attempt(lambda: Reading(call("nvmlDeviceGetMigMode", handle)[0], "", ""))
+    mig = isinstance(mode, Reading) and bool(mode.value)
+    address = str(pci.value) if isinstance(pci, Reading) else ""
+    return Listed(uuid, address, mig, tuple(_instances(call, handle)) if mig else ())
+
+
+def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
+    """The MIG instances that are there; their numbers have gaps."""
+    found = []
+    for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
+        try:
+            one = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        except NoReading:
+            continue
+        names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
+        found.append(Instance(*(call(name, one) for name in names)))
+    return found

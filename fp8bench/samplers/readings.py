@@ -1,0 +1,84 @@
+"""What a sampler says: a value with its unit and source, or why there is none. Never 0 for what is not known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fp8bench.model import Scalar
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value in its unit ('J', 'W', 's', 'B', 'Hz', 'degC', 'share', 'mask', '' for words), and who said it."""
+
+    value: Scalar
+    unit: str
+    source: str
+
+    @property
+    def number(self) -> float:
+        """The value of a quantity; words have none."""
+        assert not isinstance(self.value, str), f"{self.value!r} is no quantity"
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """There is no value, and this is why, in words that can follow 'unavailable: '."""
+
+    reason: str
+
+
+Read = Reading | Unavailable
+Readings = Mapping[str, Read]
+
+
+class NoReading(Exception):
+    """Raised inside the samplers where a value cannot be had; whoever asked from outside gets an Unavailable."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def attempt(read: Callable[[], Reading]) -> Read:
+    """What a function reads, or why it reads nothing."""
+    try:
+        return read()
+    except NoReading as failure:
+        return Unavailable(failure.reason)
+
+
+def first_of(*reads: Callable[[], Reading]) -> Reading:
+    """The first of several ways that works; raises with all their reasons if none does."""
+    reasons = []
+    for read in reads:
+        try:
+            return read()
+        except NoReading as failure:
+            reasons.append(failure.reason)
+    raise NoReading("; ".join(dict.fromkeys(reasons)))
+
+
+def positive(value: float, unit: str, source: str) -> Reading:
+    """A quantity that is never 0 nor less where it is known: power, a clock, a size."""
+    if not math.isfinite(value) or value <= 0:
+        raise NoReading(f"{source} said {value} {unit}, which cannot be")
+    return Reading(value, unit, source)
+
+
+def grown(before: Readings, after: Readings) -> Readings:
+    """By how much counters have grown from one reading to a later one; all that `after` names."""
+    return {name: _growth(before.get(name, Unavailable("it was not read before")), after[name]) for name in after}
+
+
+def _growth(before: Read, after: Read) -> Read:
+    if isinstance(before, Unavailable):
+        return before
+    if isinstance(after, Unavailable):
+        return after
+    if after.number < before.number:
+        return Unavailable(f"{after.source} went back from {before.value} to {after.value} {after.unit}")
+    return Reading(after.number - before.number, after.unit, after.source)

@@ -1,0 +1,92 @@
+"""From the instants at which an energy counter changed to watts and joules: first tick to last.
+
+A counter that changes every 100 ms says nothing about the time since its last change, so two reads a second apart may
+be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
+difference, whatever the power did in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from fp8bench.samplers.readings import NoReading
+
+# Fewer tick intervals are no number.
+INTERVALS = 10
+# Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
+RESOLVED = 0.005
+# A tick seen this many times later than usual is no end where another one can be.
+_LATE = 4
+_LOOKED_AT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A change of the counter to `joules`: it happened after `after` and not later than `seen`, in seconds."""
+
+    after: float
+    seen: float
+    joules: float
+
+    @property
+    def at(self) -> float:
+        """When it happened, as far as one knows."""
+        return (self.after + self.seen) / 2
+
+    @property
+    def late(self) -> float:
+        """How long it may have gone unseen."""
+        return self.seen - self.after
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The counter between two ticks: `joules` is exact, `seconds` as exact as the ticks' instants are.
+
+    `uncertainty` is the share by which `seconds`, and so `watts`, can be off at most.
+    """
+
+    joules: float
+    seconds: float
+    intervals: int
+    uncertainty: float
+
+    @property
+    def watts(self) -> float:
+        """The mean power in between."""
+        return self.joules / self.seconds
+
+
+def slope(ticks: Sequence[Tick]) -> Slope:
+    """The power by the first and the last tick that were seen in time; raises NoReading with too few of them."""
+    if len(ticks) <= INTERVALS:
+        seen = max(0, len(ticks) - 1)
+        raise NoReading(f"not measurable: {seen} tick interval(s) of the energy counter, {INTERVALS} are needed")
+    first, last = _ends(ticks)
+    start, end = ticks[first], ticks[last]
+    seconds = end.at - start.at
+    return Slope(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
+
+
+def resolved(ticks: Sequence[Tick]) -> bool:
+    """Whether there are enough ticks for a number, and their instants are sharp enough."""
+    return len(ticks) > INTERVALS and slope(ticks).uncertainty <= RESOLVED
+
+
+def period(ticks: Sequence[Tick]) -> float:
+    """How often the counter changes: the median, which a tick that was missed does not move."""
+    return median(later.at - earlier.at for earlier, later in pairwise(ticks))
+
+
+def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
+    """The outermost ticks that were not seen unusually late, as long as enough intervals stay between them."""
+    limit = _LATE * median(tick.late for tick in ticks[:_LOOKED_AT])
+    first, last = 0, len(ticks) - 1
+    while last - first > INTERVALS and ticks[first].late > limit:
+        first += 1
+    while last - first > INTERVALS and ticks[last].late > limit:
+        last -= 1
+    return first, last

@@ -1,0 +1,180 @@
+"""The library of this folder, built with gcc and driven through the file that it maps.
+
+In a process: `load()` before anything of NVML is used. For a process of its own: `environment()`, which puts the
+library's folder in front of LD_LIBRARY_PATH, so that `import pynvml` there finds nothing else. README.md says how to
+run a whole suite with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+from ctypes import c_char, c_double, c_int64
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("nvml.c")
+STATE = "FP8BENCH_TEST_NVML"
+SONAME = "libnvidia-ml.so.1"
+FOREVER = 2**63 - 1
+GIGABYTE = 2**30
+CONSTANT, SQUARE, SINE = range(3)
+_DEVICES, _INSTANCES, _PROCESSES, _FAULTS, _FUNCTIONS, _VIOLATIONS = 4, 4, 4, 4, 64, 5
+
+
+class Instance(ctypes.Structure):
+    """A MIG instance, as in state.h."""
+
+    _fields_ = (
+        ("uuid", c_char * 96),
+        *((name, c_int64) for name in ("gpu_instance", "compute_instance", "memory_total", "memory_used")),
+    )
+
+
+class Device(ctypes.Structure):
+    """A device, as in state.h."""
+
+    _fields_ = (
+        *(("name", c_char * 96), ("uuid", c_char * 96), ("pci", c_char * 32), ("curve", c_int64)),
+        *((name, c_double) for name in ("low", "high", "hertz", "phase")),
+        *((name, c_int64) for name in ("period_ns", "jitter_ns", "offset_ns", "base_mj", "drop_at_ns", "drop_mj")),
+        *((name, c_int64) for name in ("sensor_ns", "average_ns", "lost_at_ns")),
+        *((name, c_int64) for name in ("reasons", "more_reasons", "more_from_ns", "more_until_ns")),
+        *((name, c_int64) for name in ("sm_mhz", "memory_mhz", "max_sm_mhz", "max_memory_mhz", "celsius")),
+        *((name, c_int64) for name in ("cap_mw", "default_cap_mw", "enforced_cap_mw")),
+        *((name, c_int64) for name in ("ecc", "mig", "persistence", "busy_percent", "memory_busy_percent")),
+        *((name, c_int64) for name in ("memory_total", "memory_used", "memory_reserved")),
+        ("violation", c_double * _VIOLATIONS),
+        *(("processes", c_int64), ("pid", c_int64 * _PROCESSES), ("process_bytes", c_int64 * _PROCESSES)),
+        *(("instances", c_int64), ("instance", Instance * _INSTANCES)),
+    )
+
+
+class Fault(ctypes.Structure):
+    """What goes wrong, as in state.h."""
+
+    _fields_ = (("function", c_char * 64), *((name, c_int64) for name in ("code", "first", "last", "delay_ns")))
+
+
+class State(ctypes.Structure):
+    """All that the library is told, as in state.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("size", "is_virtual", "now_ns", "call_ns", "inits", "shutdowns")),
+        *(("devices", c_int64), ("faults", c_int64)),
+        *(("device", Device * _DEVICES), ("fault", Fault * _FAULTS), ("calls", c_int64 * _FUNCTIONS)),
+    )
+
+
+def why_not() -> str:
+    """Why the library cannot be built here; '' where it can."""
+    return "" if shutil.which("gcc") else "needs gcc (Debian: apt-get install gcc), and this machine has none"
+
+
+def build(folder: Path, *options: str) -> Path:
+    """The library, built into a folder; `-DOLD_DRIVER` leaves out what older drivers lack."""
+    path = folder / SONAME
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        *warnings,
+        *options,
+        f"-Wl,-soname,{SONAME}",
+        "-o",
+        path,
+        SOURCE,
+        "-lm",
+    ]
+    subprocess.run([str(word) for word in command], check=True)
+    return path
+
+
+class Simulation:
+    """The devices, the clock and the faults of one library, in a file; `state` is what the library sees."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        self.path = library.with_suffix(".state")
+        self.path.write_bytes(bytes(ctypes.sizeof(State)))
+        with self.path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), ctypes.sizeof(State))
+        self.state = State.from_buffer(self._map)
+        self.reset()
+
+    def load(self) -> ctypes.CDLL:
+        """The library in this process. Its soname makes pynvml's own search find it too."""
+        os.environ[STATE] = str(self.path)
+        self.loaded = loaded = ctypes.CDLL(str(self.library))
+        loaded.fp8bench_function.restype = ctypes.c_char_p
+        loaded.fp8bench_joules.restype = loaded.fp8bench_watts.restype = c_double
+        return loaded
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to find the library, and the library its state."""
+        folders = [str(self.library.parent), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+        return {**os.environ, STATE: str(self.path), "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
+
+    def reset(self) -> Device:
+        """One healthy device of 300 W, the host's clock, no faults; what was counted begins at 0 again."""
+        ctypes.memset(ctypes.byref(self.state), 0, ctypes.sizeof(State))
+        self.state.size = ctypes.sizeof(State)
+        return self.add("Test GPU", 1)
+
+    def add(self, name: str, number: int) -> Device:
+        """One more device; UUID and PCI address are made of the number."""
+        device = self.state.device[self.state.devices]
+        self.state.devices += 1
+        device.name, device.uuid, device.pci = name.encode(), uuid_of(number).encode(), pci_of(number).encode()
+        device.curve, device.low, device.high, device.hertz = CONSTANT, 300.0, 300.0, 1.0
+        device.period_ns, device.base_mj, device.drop_at_ns = 100_000_000, 1_000_000, FOREVER
+        device.sensor_ns, device.average_ns, device.lost_at_ns = 20_000_000, 1_000_000_000, FOREVER
+        device.sm_mhz, device.memory_mhz, device.max_sm_mhz, device.max_memory_mhz = 1755, 2619, 1980, 2619
+        device.celsius, device.persistence, device.ecc, device.mig = 55, 1, 1, 0
+        device.cap_mw, device.default_cap_mw, device.enforced_cap_mw = 700_000, 700_000, 650_000
+        device.busy_percent, device.memory_busy_percent = 98, 40
+        device.memory_total, device.memory_used, device.memory_reserved = 80 * GIGABYTE, 3 * GIGABYTE, GIGABYTE
+        device.processes, device.pid[0], device.process_bytes[0] = 1, os.getpid(), 2 * GIGABYTE
+        return device
+
+    def split(self, device: Device, count: int) -> None:
+        """MIG instances for a device; their UUIDs are made of the device's."""
+        device.mig, device.instances = 1, count
+        for number, one in enumerate(device.instance[:count]):
+            one.uuid = device.uuid.replace(b"GPU-", b"MIG-")[:-1] + str(number).encode()
+            one.gpu_instance, one.compute_instance = number + 7, 0
+            one.memory_total, one.memory_used = 10 * GIGABYTE, GIGABYTE
+
+    def fail(self, function: str, code: int = 0, first: int = 0, last: int = FOREVER, delay: float = 0.0) -> None:
+        """Calls `first` to `last` of a function return an error, or take `delay` seconds longer."""
+        fault = self.state.fault[self.state.faults]
+        self.state.faults += 1
+        fault.function, fault.code, fault.first, fault.last = function.encode(), code, first, last
+        fault.delay_ns = round(delay * 1e9)
+
+    def calls(self) -> dict[str, int]:
+        """How often each function was called, those that never were left out."""
+        names = (self.loaded.fp8bench_function(number) for number in range(_FUNCTIONS))
+        return {name.decode(): self.state.calls[number] for number, name in enumerate(names) if name}
+
+    def joules(self, start: float, end: float, device: int = 0) -> float:
+        """The true energy between two instants of the clock, in seconds."""
+        return self.loaded.fp8bench_joules(device, c_double(start), c_double(end))
+
+    def watts(self, at: float, device: int = 0) -> float:
+        """The true power at an instant."""
+        return self.loaded.fp8bench_watts(device, c_double(at))
+
+
+def uuid_of(number: int) -> str:
+    """The UUID of a device, as NVML spells it; the first digits tell devices apart."""
+    return f"GPU-{number:08x}-0000-4000-8000-000000000000"
+
+
+def pci_of(number: int) -> str:
+    """The PCI address of a device, as NVML spells it."""
+    return f"00000000:{number * 16:02X}:00.0"
