@@ -7,19 +7,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
-from fp8bench.samplers import tick_slope
 from fp8bench.samplers.clock import HOST, Clock
 from fp8bench.samplers.energy import Energy, NoWindow, Window
 from fp8bench.samplers.patience import PATIENCE, silence
 from fp8bench.samplers.readings import NoReading, Read, Readings, Unavailable
 from fp8bench.samplers.sampling import Sampler
 from fp8bench.samplers.sources import Source, SourceKind
-from fp8bench.samplers.tick_slope import INTERVALS
+from fp8bench.samplers.tick_slope import INTERVALS, rhythm
 
 # A window that has not enough after so many seconds never will.
 CAP = 5.0
 IDLE = 3.0
-# How long a counter may take to show its period, and by how many ticks it does.
+# How long a counter may take to show its rhythm, and by how many ticks it does.
 _CALIBRATION = 2.5
 _TICKS = 7
 _FEWEST_TICKS = 3
@@ -117,7 +116,7 @@ class Meter:
         return None
 
     def _tried(self, source: Source) -> Source:
-        """A source that has shown that it works, a counter with its period."""
+        """A source that has shown that it works, a counter with its rhythm."""
         clock = self._clock
         sampler = Sampler(
             source, clock, None, lambda one: len(one.ticks) >= _TICKS or len(one.samples) >= _FEWEST_SAMPLES
@@ -131,13 +130,15 @@ class Meter:
         if sampler.failure:
             raise NoReading(sampler.failure)
         self.call_seconds = sampler.call_seconds
-        return _with_period(source, sampler) if source.counts else source
+        return _with_rhythm(source, sampler) if source.counts else source
 
 
-def _with_period(source: Source, sampler: Sampler) -> Source:
+def _with_rhythm(source: Source, sampler: Sampler) -> Source:
     if len(sampler.ticks) < _FEWEST_TICKS:
         raise NoReading(f"the counter changed {len(sampler.ticks)} time(s) in {_CALIBRATION:g} s")
-    period = tick_slope.period(sampler.ticks)
-    if (INTERVALS + 1) * period > CAP:
-        raise NoReading(f"the counter changes every {period:.2g} s: {INTERVALS} intervals do not fit into {CAP:g} s")
-    return replace(source, period=period)
+    found = rhythm(sampler.ticks)
+    if (INTERVALS + 1) * found.period > CAP:
+        raise NoReading(
+            f"the counter changes every {found.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s"
+        )
+    return replace(source, rhythm=found)

@@ -1,35 +1,69 @@
-"""How often a sampler looks, so that it sees a tick in time and costs the workload next to nothing."""
+"""When a sampler looks, so that it sees a tick in time and costs the workload next to nothing.
+
+A thread that wakes up takes 30 to 150 us of a processor, most of it for waking. So nobody looks where nothing can be
+seen: once the counter's rhythm is known, the time up to just before the next tick is slept through.
+"""
 
 from __future__ import annotations
 
-# Between two looks.
+import math
+
+from fp8bench.samplers.tick_slope import Rhythm, Tick
+
+# Seconds between two looks where a tick may come; at a counter that is faster than that; and at a power sensor.
 PAUSE = 2e-3
+FAST_PAUSE = 20e-3
 POWER_PAUSE = 10e-3
-# After a tick the next one is a period away: this share of it is slept through.
-_REST = 0.75
-# Of one core. A thread that wakes costs its neighbours about as much again as it takes itself.
-_BUDGET = 0.005
-_LONGEST = 50e-3
-_SLOWER = 1.5
+# Ticks are waited for about so often: of a faster counter some are passed over.
+_SPARSE = 0.05
+# What looking may take of one processor, and what is done about it.
+_BUDGET = 0.0075
+_SPARSER = 1.5
+_SPARSEST = 0.4
+_LONGEST_PAUSE = 50e-3
 
 
 class Pace:
-    """When to look next, in seconds from now."""
+    """Says how long to sleep; learns how early a tick may come, and what looking costs.
 
-    def __init__(self, pause: float, period: float = 0.0) -> None:
-        self.pause = pause
-        self.rest = _REST * period
+    `blind`: ticks are passed over while it sleeps, so that the change seen at the next look is none to go by.
+    """
+
+    def __init__(self, counts: bool, rhythm: Rhythm | None = None) -> None:
+        fast = rhythm is not None and rhythm.period < 3 * PAUSE
+        self.blind = False
+        self._rhythm = None if fast else rhythm
+        self._pause = (FAST_PAUSE if fast else PAUSE) if counts else POWER_PAUSE
+        self._margin = 2 * PAUSE + rhythm.spread if rhythm else 0.0
+        self._sparse = _SPARSE
+        self._awake = math.inf  # when it last woke up to wait for a tick
         self._resting = False
 
-    def next(self, ticked: bool) -> float:
+    def next(self, now: float, tick: Tick | None) -> float:
         """How long to sleep after a look that saw a tick or none."""
-        if ticked and self._resting:
-            # It may have come long before: the counter is faster than it was.
-            self.rest /= 2
-        self._resting = ticked and self.rest > self.pause
-        return self.rest if self._resting else self.pause
+        rested, self._resting, blind, self.blind = self._resting, False, self.blind, False
+        if rested:
+            self._awake = now
+        if tick is None or blind or self._rhythm is None:
+            return self._pause
+        if rested or tick.at - self._awake > 2 * self._margin:
+            # It was there at the first look already, or passed unseen and this is the one behind it.
+            self._margin = min(2 * self._margin, self._rhythm.period)
+        return self._rest(self._rhythm.period, tick.at - now)
+
+    def _rest(self, period: float, since: float) -> float:
+        """How long to sleep until just before the tick to wait for; `since` is the last one, seen from now."""
+        turns = max(1, math.ceil(self._sparse / period))
+        rest = since + turns * period - self._margin
+        self._resting = rest > self._pause
+        self.blind = self._resting and turns > 1
+        return max(rest, self._pause)
 
     def mind(self, cpu_seconds: float, seconds: float) -> None:
         """Looks less often where looking has taken more than its share of the time."""
-        if cpu_seconds > _BUDGET * seconds:
-            self.pause = min(_SLOWER * self.pause, _LONGEST)
+        if cpu_seconds <= _BUDGET * seconds:
+            return
+        if self._rhythm is None:
+            self._pause = min(_SPARSER * self._pause, _LONGEST_PAUSE)
+        else:
+            self._sparse = min(_SPARSER * self._sparse, _SPARSEST)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fp8bench.samplers.clock import Clock
 from fp8bench.samplers.mean_power import PowerSample, sufficient
-from fp8bench.samplers.pace import PAUSE, POWER_PAUSE, Pace
+from fp8bench.samplers.pace import Pace
 from fp8bench.samplers.readings import NoReading, Readings
 from fp8bench.samplers.sources import Source
 from fp8bench.samplers.tick_slope import Tick, resolved
@@ -17,6 +17,7 @@ NAME = "fp8bench-sampler"
 # Seconds between two looks at the state, and between two thoughts about the cost and whether there is enough.
 _STATE = 0.2
 _THOUGHT = 0.05
+_SPARE = 1.5
 
 
 class Sampler:
@@ -45,7 +46,7 @@ class Sampler:
         self.ended = False
         self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
         self._stop = threading.Event()
-        self._pace = Pace(PAUSE if source.counts else POWER_PAUSE, source.period)
+        self._pace = Pace(source.counts, source.rhythm)
         self._state_due = self._thought_due = 0.0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
@@ -83,26 +84,27 @@ class Sampler:
 
     def _follow_counter(self) -> None:
         clock, read = self._clock, self._source.read
+        # A value is never older than the longest interval, with something to spare.
+        oldest = _SPARE * self._source.rhythm.longest if self._source.rhythm else math.inf
         asked = clock.now()
-        last = read()
-        ticked = False
-        while not clock.sleep(self._pace.next(ticked), self._stop):
+        last, tick = read(), None
+        while not clock.sleep(self._pace.next(clock.now(), tick), self._stop):
             before, asked = asked, clock.now()
             joules = read()
             seen = clock.now()
             if joules < last:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
-            ticked = joules > last
-            if ticked:
-                last = joules
-                self.ticks.append(Tick(before, seen, joules))
+            tick = Tick(max(before, asked - oldest), seen, joules) if joules > last else None
+            last = joules
+            if tick is not None and not self._pace.blind:
+                self.ticks.append(tick)
                 # Right after a tick nothing is missed while the state is looked at.
                 self._look_around(seen)
             self._noted(asked, seen)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
-        while not clock.sleep(self._pace.next(False), self._stop):
+        while not clock.sleep(self._pace.next(clock.now(), None), self._stop):
             asked = clock.now()
             watts = read()
             seen = clock.now()

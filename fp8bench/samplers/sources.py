@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fp8bench.samplers.tick_slope import Rhythm
+
 
 class SourceKind(StrEnum):
     """The sources, best first. Figures of different kinds do not compare: they have differed by a factor of 1.7."""
@@ -21,12 +23,12 @@ class SourceKind(StrEnum):
 class Source:
     """One of them. `read` says joules of a counter, watts of a sensor, or raises NoReading; it may hang.
 
-    `period` is how often a counter changes, measured, 0 as long as it is not; `settle` how long a sensor averages.
+    `rhythm` is how a counter changes, None as long as nobody has measured it; `settle` how long a sensor averages.
     """
 
     kind: SourceKind
     read: Callable[[], float]
-    period: float = 0.0
+    rhythm: Rhythm | None = None
     settle: float = 0.0
 
     @property

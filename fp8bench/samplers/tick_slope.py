@@ -19,7 +19,7 @@ INTERVALS = 10
 # Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
 RESOLVED = 0.005
 # A tick seen this many times later than usual is no end where another one can be.
-_LATE = 4
+_LATE = 2
 _LOOKED_AT = 16
 
 
@@ -60,6 +60,15 @@ class Slope:
         return self.joules / self.seconds
 
 
+@dataclass(frozen=True)
+class Rhythm:
+    """How often a counter changes, in seconds: the median, what intervals differ from it, the longest one."""
+
+    period: float
+    spread: float
+    longest: float
+
+
 def slope(ticks: Sequence[Tick]) -> Slope:
     """The power by the first and the last tick that were seen in time; raises NoReading with too few of them."""
     if len(ticks) <= INTERVALS:
@@ -76,9 +85,11 @@ def resolved(ticks: Sequence[Tick]) -> bool:
     return len(ticks) > INTERVALS and slope(ticks).uncertainty <= RESOLVED
 
 
-def period(ticks: Sequence[Tick]) -> float:
-    """How often the counter changes: the median, which a tick that was missed does not move."""
-    return median(later.at - earlier.at for earlier, later in pairwise(ticks))
+def rhythm(ticks: Sequence[Tick]) -> Rhythm:
+    """How a counter changes, by ticks none of which was passed over."""
+    intervals = [later.at - earlier.at for earlier, later in pairwise(ticks)]
+    period = median(intervals)
+    return Rhythm(period, max(abs(one - period) for one in intervals), max(intervals))
 
 
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:

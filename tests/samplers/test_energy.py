@@ -27,7 +27,7 @@ def test_constant_power(nvml: Simulation, opened: Callable[[], Meter], clock: Vi
     """The counter of a device at 300 W."""
     meter = opened()
     assert (meter.kind, meter.refused, meter.why) == (SourceKind.COUNTER, (), "")
-    assert meter.source is not None and meter.source.period == pytest.approx(0.1, rel=0.05)
+    assert meter.source is not None and meter.source.rhythm.period == pytest.approx(0.1, rel=0.05)
     energy, start, end = measured(meter, clock)
     print(energy, end - start)
     assert energy.watts == pytest.approx(300, rel=0.01)
