@@ -27,7 +27,7 @@ class NvmlDevice:
         self.library = library
         library.open()
         try:
-            self.match, self._whole, self._part = library.patient(lambda: self._find(identity, environ))
+            self.match, self.handle, self._part = library.patient(lambda: self._find(identity, environ))
         except NoReading:
             library.close()
             raise
@@ -63,11 +63,11 @@ class NvmlDevice:
 
     def ask(self, function: str, *arguments: Any) -> Any:
         """A call about the whole device, unbounded: it may hang."""
-        return self.library.call(function, self._whole, *arguments)
+        return self.library.call(function, self.handle, *arguments)
 
     def _attempt(self, query: Query) -> Read:
         """One value, in the calling thread."""
-        handles = {About.SYSTEM: (), About.DEVICE: (self._whole,), About.PART: (self._part or self._whole,)}
+        handles = {About.SYSTEM: (), About.DEVICE: (self.handle,), About.PART: (self._part or self.handle,)}
         handle = handles[query.about]
         return attempt(lambda: query.read(lambda function, *rest: self.library.call(function, *handle, *rest)))
 

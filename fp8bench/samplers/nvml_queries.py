@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -126,9 +126,12 @@ def _memory(part: str) -> Callable[[Ask], Reading]:
     )
 
 
-def _process_memory(ask: Ask) -> Reading:
-    function = "nvmlDeviceGetComputeRunningProcesses"
-    processes = ask(function)
+def _process_memory(function: str) -> Callable[[Ask], Reading]:
+    return lambda ask: _own_memory(ask(function), function)
+
+
+def _own_memory(processes: Sequence[Any], function: str) -> Reading:
+    """This process's among those that NVML lists."""
     used = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
     if not used:
         raise NoReading(
@@ -172,7 +175,14 @@ SM_CLOCK = Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)
 MEMORY_CLOCK = Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK))
 TEMPERATURE = Query("temperature", _temperature)
 THROTTLE = Query("throttle", throttle)
-PROCESS_MEMORY = Query("process_memory", _process_memory)
+# Not pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
+PROCESS_MEMORY = Query(
+    "process_memory",
+    lambda ask: first_of(
+        lambda: _process_memory("nvmlDeviceGetComputeRunningProcesses_v3")(ask),
+        lambda: _process_memory("nvmlDeviceGetComputeRunningProcesses_v2")(ask),
+    ),
+)
 
 STATE: tuple[Query, ...] = (
     POWER,

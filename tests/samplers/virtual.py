@@ -21,18 +21,18 @@ class VirtualClock:
 
     def __init__(self, state: State, lateness: float = 0.0, seed: int = 0) -> None:
         self._state = state
-        self._lateness, self._random = lateness, random.Random(seed)
+        self.lateness, self._random = lateness, random.Random(seed)
         self._until: Callable[[], bool] = lambda: True
         self._reached = threading.Event()
-        self.cpu_share = 0.0
+        self.cpu_per_sleep = self._cpu = 0.0
         state.is_virtual = 1
 
     def now(self) -> float:
         return self._state.now_ns * 1e-9
 
     def cpu(self) -> float:
-        """A share of all that passes."""
-        return self.cpu_share * self.now()
+        """As if each sleep took so much."""
+        return self._cpu
 
     def sleep(self, seconds: float, stop: threading.Event) -> bool:
         """In the sampler's thread: time goes on, unless what is waited for has come, or nobody waits."""
@@ -40,7 +40,8 @@ class VirtualClock:
             self._reached.set()
             if stop.wait(_LOOK):
                 return True
-        self._state.now_ns += round((seconds + self._lateness * self._random.random()) * 1e9)
+        self._cpu += self.cpu_per_sleep
+        self._state.now_ns += round((seconds + self.lateness * self._random.random()) * 1e9)
         return stop.is_set()
 
     def wait(self, until: Callable[[], bool]) -> None:

@@ -15,6 +15,12 @@
 
 #include "state.h"
 
+#ifdef OLD_DRIVER
+#define OLD 1
+#else
+#define OLD 0
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 #define SECOND 1e9
 #define NOT_AVAILABLE UINT64_MAX
@@ -278,15 +284,14 @@ static int field_value(const Device *one, Field *field) {
     char name[32];
     snprintf(name, sizeof name, "field %u", field->field);
     field->type = UNSIGNED;
+    if (OLD) return NOT_SUPPORTED;
     switch (field->field) {
-#ifndef OLD_DRIVER
     case 185: field->value.ui = average_mw(one); break;
     case 186: field->value.ui = instant_mw(one); break;
     case 269: case 270: case 271:
         field->type = UNSIGNED_LONG_LONG;
         field->value.ull = held_back_ns(one, 2 + (int)field->field - 269);
         break;
-#endif
     default: return NOT_SUPPORTED;
     }
     for (int f = 0; f < state->faults; f++)
@@ -400,6 +405,27 @@ EXPORT int nvmlDeviceGetUtilizationRates(Handle *handle, Utilization *rates) {
     return SUCCESS;
 }
 
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
+
+static int processes(const char *function, Handle *handle, unsigned *count, Process *to) {
+    int code = refused_for(function, handle);
+    if (code) return code;
+    const Device *one = &state->device[handle->device];
+    unsigned room = *count;
+    *count = (unsigned)one->processes;
+    if (room < one->processes) return INSUFFICIENT_SIZE;
+    for (int p = 0; p < one->processes; p++) {
+        int64_t bytes = one->process_bytes[p];
+        to[p] = (Process){(unsigned)one->pid[p], bytes < 0 ? NOT_AVAILABLE : (unsigned long long)bytes, UINT32_MAX,
+                          UINT32_MAX};
+    }
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v2(Handle *handle, unsigned *count, Process *to) {
+    return processes(__func__, handle, count, to);
+}
+
 /* ---- MIG ---- */
 
 EXPORT int nvmlDeviceGetMigMode(Handle *handle, unsigned *now, unsigned *pending) {
@@ -468,19 +494,8 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(Handle *handle, MemoryV2 *memory) {
     return SUCCESS;
 }
 
-typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
-
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle *handle, unsigned *count, Process *processes) {
-    BEGIN_DEVICE(handle);
-    unsigned room = *count;
-    *count = (unsigned)one->processes;
-    if (room < one->processes) return INSUFFICIENT_SIZE;
-    for (int p = 0; p < one->processes; p++) {
-        int64_t bytes = one->process_bytes[p];
-        processes[p] = (Process){(unsigned)one->pid[p], bytes < 0 ? NOT_AVAILABLE : (unsigned long long)bytes,
-                                 UINT32_MAX, UINT32_MAX};
-    }
-    return SUCCESS;
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Handle *handle, unsigned *count, Process *to) {
+    return processes(__func__, handle, count, to);
 }
 
 #endif
