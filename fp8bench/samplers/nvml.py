@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8bench.samplers import nvml_queries as queries
 from fp8bench.samplers.matching import Identity, Instance, Listed, Match, match
+from fp8bench.samplers.nvml_errors import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED
 from fp8bench.samplers.nvml_library import LIBRARY, Library
 from fp8bench.samplers.nvml_queries import About, Query
 from fp8bench.samplers.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
@@ -87,33 +88,47 @@ class NvmlDevice:
 
     def _find(self, identity: Identity, environ: Mapping[str, str]) -> tuple[Match, Any, Any]:
         """The match, its handle, and that of its MIG instance."""
-        found = match(identity, listed(self.library.call), environ)
-        whole = self.library.call("nvmlDeviceGetHandleByUUID", found.device.uuid)
+        devices, reasons = listed(self.library.call)
+        try:
+            found = match(identity, devices, environ)
+        except NoReading as failure:
+            raise NoReading("; ".join([failure.reason, *reasons])) from failure
+        handle = self.library.call("nvmlDeviceGetHandleByUUID", found.device.uuid)
         part = self.library.call("nvmlDeviceGetHandleByUUID", found.instance.uuid) if found.instance else None
-        return found, whole, part
+        return found, handle, part
 
 
-def listed(call: Callable[..., Any]) -> tuple[Listed, ...]:
-    """All devices that NVML can describe: one that is lost, or that this user may not see, does not hide the others."""
+def listed(call: Callable[..., Any]) -> tuple[list[Listed], list[str]]:
+    """All devices that NVML can describe, and why others are none of them.
+
+    One that is lost, or that this user may not see, does not hide the others.
+    """
     devices, reasons = [], []
     for index in range(call("nvmlDeviceGetCount")):
         try:
             devices.append(_listed(call, call("nvmlDeviceGetHandleByIndex", index)))
         except NoReading as failure:
-            reasons.append(failure.reason)
-    if not devices and reasons:
-        raise NoReading("; ".join(dict.fromkeys(reasons)))
-    return tuple(devices)
+            reasons.append(f"NVML's device {index}: {failure.reason}")
+    return devices, reasons
 
 
 def _listed(call: Callable[..., Any], handle: Any) -> Listed:
     uuid = call("nvmlDeviceGetUUID", handle)
-    # Where only one of them fails, the device may still be matched by the other.
+    # Without an address it may still be found by its UUID.
     pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
-    mode = attempt(lambda: Reading(call("nvmlDeviceGetMigMode", handle)[0], "", ""))
-    mig = isinstance(mode, Reading) and bool(mode.value)
     address = str(pci.value) if isinstance(pci, Reading) else ""
+    mig = _mig(call, handle)
     return Listed(uuid, address, mig, tuple(_instances(call, handle)) if mig else ())
+
+
+def _mig(call: Callable[..., Any], handle: Any) -> bool:
+    """Whether the device is split. Who does not know that does not know whose energy it would be."""
+    try:
+        return bool(call("nvmlDeviceGetMigMode", handle)[0])
+    except NoReading as failure:
+        if failure.code in (NOT_SUPPORTED, FUNCTION_NOT_FOUND):
+            return False
+        raise
 
 
 def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
@@ -122,8 +137,10 @@ def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
             one = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
-        except NoReading:
-            continue
+        except NoReading as failure:
+            if failure.code == NOT_FOUND:
+                continue
+            raise
         names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
         found.append(Instance(*(call(name, one) for name in names)))
     return found

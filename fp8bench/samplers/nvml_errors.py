@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+NOT_SUPPORTED = 3
+NOT_FOUND = 6
+FUNCTION_NOT_FOUND = 13
+
 REASONS: dict[int, str] = {
     1: "NVML is not initialised",
     2: "NVML refused the arguments",

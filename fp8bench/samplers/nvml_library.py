@@ -54,7 +54,7 @@ class Library:
         try:
             return named(*arguments)
         except self._module.NVMLError as error:
-            raise NoReading(reason(error.value)) from error
+            raise NoReading(reason(error.value), error.value) from error
         except UnicodeDecodeError as error:
             raise NoReading(f"{function} answered with what is no text") from error
 

@@ -36,11 +36,15 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised inside the samplers where a value cannot be had; whoever asked from outside gets an Unavailable."""
+    """Raised inside the samplers where a value cannot be had; whoever asked from outside gets an Unavailable.
 
-    def __init__(self, reason: str) -> None:
+    `code` is NVML's, where it said one.
+    """
+
+    def __init__(self, reason: str, code: int | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.code = code
 
 
 def attempt(read: Callable[[], Reading]) -> Read:

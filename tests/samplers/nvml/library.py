@@ -145,7 +145,7 @@ class Simulation:
         """MIG instances for a device; their UUIDs are made of the device's."""
         device.mig, device.instances = 1, count
         for number, one in enumerate(device.instance[:count]):
-            one.uuid = device.uuid.replace(b"GPU-", b"MIG-")[:-1] + str(number).encode()
+            one.uuid = device.uuid.replace(b"GPU-", b"MIG-").replace(b"-4000-", b"-5%03d-" % number)
             one.gpu_instance, one.compute_instance = number + 7, 0
             one.memory_total, one.memory_used = 10 * GIGABYTE, GIGABYTE
 

@@ -486,10 +486,10 @@ typedef struct { unsigned version; unsigned long long total, reserved, free, use
 EXPORT int nvmlDeviceGetMemoryInfo_v2(Handle *handle, MemoryV2 *memory) {
     BEGIN_DEVICE(handle);
     if (memory->version != (sizeof(MemoryV2) | 2u << 24)) return 25;
-    if (handle->instance >= 0) return NOT_SUPPORTED;
-    memory->total = (unsigned long long)one->memory_total;
-    memory->reserved = (unsigned long long)one->memory_reserved;
-    memory->used = (unsigned long long)one->memory_used;
+    const Instance *part = handle->instance >= 0 ? &one->instance[handle->instance] : NULL;
+    memory->total = (unsigned long long)(part ? part->memory_total : one->memory_total);
+    memory->reserved = (unsigned long long)(part ? 0 : one->memory_reserved);
+    memory->used = (unsigned long long)(part ? part->memory_used : one->memory_used);
     memory->free = memory->total - memory->reserved - memory->used;
     return SUCCESS;
 }
