@@ -25,7 +25,7 @@ class AbsentDevice:
     def restless(self) -> Readings:
         return self._all(queries.RESTLESS)
 
-    def process_memory(self) -> Read:
+    def process_memory(self, pid: int | None = None) -> Read:
         return self._why
 
     def close(self) -> None:

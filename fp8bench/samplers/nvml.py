@@ -49,9 +49,10 @@ class NvmlDevice:
         """For how long each limit has held the clocks back so far; `readings.grown` gives the time in between."""
         return self._read(queries.VIOLATIONS)
 
-    def process_memory(self) -> Read:
-        """What this process holds on the device, its context included."""
-        return self._read((queries.PROCESS_MEMORY,))[queries.PROCESS_MEMORY.name]
+    def process_memory(self, pid: int | None = None) -> Read:
+        """What a process holds on the device, its context included; this one's by default."""
+        query = queries.process_memory(os.getpid() if pid is None else pid)
+        return self._read((query,))[query.name]
 
     def restless(self) -> Readings:
         """What may change within a window, read in the calling thread, which must be one that may hang."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -126,16 +125,26 @@ def _memory(part: str) -> Callable[[Ask], Reading]:
     )
 
 
-def _process_memory(function: str) -> Callable[[Ask], Reading]:
-    return lambda ask: _own_memory(ask(function), function)
+def process_memory(pid: int) -> Query:
+    """What a process holds on the device, its context included.
+
+    Not by pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
+    """
+    newest, older = "nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"
+    return Query(
+        "process_memory",
+        lambda ask: first_of(
+            lambda: _memory_of(pid, ask(newest), newest),
+            lambda: _memory_of(pid, ask(older), older),
+        ),
+    )
 
 
-def _own_memory(processes: Sequence[Any], function: str) -> Reading:
-    """This process's among those that NVML lists."""
-    used = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+def _memory_of(pid: int, processes: Sequence[Any], function: str) -> Reading:
+    used = [process.usedGpuMemory for process in processes if process.pid == pid]
     if not used:
         raise NoReading(
-            f"this process is not among the {len(processes)} that NVML lists: it has no context there, or another "
+            f"process {pid} is not among the {len(processes)} that NVML lists: it has no context there, or another "
             "number outside its container"
         )
     if not used[0]:
@@ -175,14 +184,6 @@ SM_CLOCK = Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)
 MEMORY_CLOCK = Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK))
 TEMPERATURE = Query("temperature", _temperature)
 THROTTLE = Query("throttle", throttle)
-# Not pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
-PROCESS_MEMORY = Query(
-    "process_memory",
-    lambda ask: first_of(
-        lambda: _process_memory("nvmlDeviceGetComputeRunningProcesses_v3")(ask),
-        lambda: _process_memory("nvmlDeviceGetComputeRunningProcesses_v2")(ask),
-    ),
-)
 
 STATE: tuple[Query, ...] = (
     POWER,

@@ -88,7 +88,7 @@ class Sampler:
         oldest = _SPARE * self._source.rhythm.longest if self._source.rhythm else math.inf
         asked = clock.now()
         last, tick = read(), None
-        while not clock.sleep(self._pace.next(clock.now(), tick), self._stop):
+        while not clock.sleep(self._pace.next(clock.now(), tick, len(self.ticks)), self._stop):
             before, asked = asked, clock.now()
             joules = read()
             seen = clock.now()
@@ -104,7 +104,7 @@ class Sampler:
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
-        while not clock.sleep(self._pace.next(clock.now(), None), self._stop):
+        while not clock.sleep(self._pace.next(clock.now(), None, 0), self._stop):
             asked = clock.now()
             watts = read()
             seen = clock.now()

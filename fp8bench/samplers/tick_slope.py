@@ -18,9 +18,8 @@ from fp8bench.samplers.readings import NoReading
 INTERVALS = 10
 # Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
 RESOLVED = 0.005
-# A tick seen this many times later than usual is no end where another one can be.
-_LATE = 2
-_LOOKED_AT = 16
+# An end of the stretch moves inwards by a second only for ticks that were seen by so many seconds sharper.
+_WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Rhythm:
 
 
 def slope(ticks: Sequence[Tick]) -> Slope:
-    """The power by the first and the last tick that were seen in time; raises NoReading with too few of them."""
+    """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
     if len(ticks) <= INTERVALS:
         seen = max(0, len(ticks) - 1)
         raise NoReading(f"not measurable: {seen} tick interval(s) of the energy counter, {INTERVALS} are needed")
@@ -93,11 +92,11 @@ def rhythm(ticks: Sequence[Tick]) -> Rhythm:
 
 
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
-    """The outermost ticks that were not seen unusually late, as long as enough intervals stay between them."""
-    limit = _LATE * median(tick.late for tick in ticks[:_LOOKED_AT])
-    first, last = 0, len(ticks) - 1
-    while last - first > INTERVALS and ticks[first].late > limit:
-        first += 1
-    while last - first > INTERVALS and ticks[last].late > limit:
-        last -= 1
+    """The outermost ticks, but for those that others were seen so much sharper than that the way inwards pays."""
+    start, end = ticks[0].at, ticks[-1].at
+    first = min(range(len(ticks) - INTERVALS), key=lambda one: ticks[one].late + _WORTH * (ticks[one].at - start))
+    last = min(
+        range(len(ticks) - 1, first + INTERVALS - 1, -1),
+        key=lambda one: ticks[one].late + _WORTH * (end - ticks[one].at),
+    )
     return first, last

@@ -57,6 +57,7 @@ TABLE: dict[str, frozenset[str]] = {
     "exporting": FLOOR | {"paths"},
     "interrupts": FLOOR,
     "streams": FLOOR,
+    "samplers": FLOOR,
     "measure": FLOOR | {"formats", "paths", "profiler", "protocols", "registry"},
     "report": FLOOR | {"analysis", "protocols", "registry"},
     "nn": FLOOR | {"axes", "formats", "numerics", "protocols"},

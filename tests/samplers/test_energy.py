@@ -307,12 +307,12 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
     """A thread that is dear looks less often, and windows become longer, not wrong."""
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
-    cheap, _, _ = measured(meter, clock)
+    cheap, _, _ = measured(meter, clock, 4.0)
     clock.cpu_per_sleep = 500e-6
-    dear, start, end = measured(meter, clock)
-    assert dear.polls / dear.seconds < cheap.polls / cheap.seconds / 2
+    dear, start, end = measured(meter, clock, 4.0)
+    assert dear.polls < cheap.polls / 2
     assert dear.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
-    assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.03 * dear.seconds
+    assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.01 * dear.seconds
 
 
 def test_in_real_time(nvml: Simulation) -> None:

@@ -171,6 +171,7 @@ def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
     one = nvml.state.device[0]
     one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
+    assert device.process_memory(1) == Reading(40 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     for unknown in (-1, 0):
         one.process_bytes[0] = unknown
         assert device.process_memory() == Unavailable("the driver does not tell the memory of single processes")

@@ -159,7 +159,8 @@ class Simulation:
     def calls(self) -> dict[str, int]:
         """How often each function was called, those that never were left out."""
         names = (self.loaded.fp8bench_function(number) for number in range(_FUNCTIONS))
-        return {name.decode(): self.state.calls[number] for number, name in enumerate(names) if name}
+        counts = {name.decode(): self.state.calls[number] for number, name in enumerate(names) if name}
+        return {name: count for name, count in counts.items() if count}
 
     def joules(self, start: float, end: float, device: int = 0) -> float:
         """The true energy between two instants of the clock, in seconds."""
