@@ -276,18 +276,18 @@ def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened:
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     """On the host's clock: the window says so after a while, and later ones at once."""
     nvml.state.device[0].period_ns = 5_000_000
-    meter = nvml_meter(Identity(0), {}, library=Library(patience=0.2))
+    meter = nvml_meter(Identity(0), {}, library=Library(patience=1.0))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
-    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=2.0)
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=2.5)
     with meter.window(cap=0.1) as window:
         while not window.enough:
             pass
-    assert reason(window.energy) == "the energy source gave no answer for 0.2 s"
+    assert reason(window.energy) == "the energy source gave no answer for 1 s"
     with meter.window() as window:
         assert window.enough
-    assert reason(window.energy) == "the energy source gave no answer for 0.2 s"
+    assert reason(window.energy) == "the energy source gave no answer for 1 s"
     state = meter.device.state()["power"]
-    assert state == Unavailable("the energy source gave no answer for 0.2 s, and is left alone since")
+    assert state == Unavailable("the energy source gave no answer for 1 s, and is left alone since")
     meter.close()
     left_behind()
 
@@ -318,7 +318,7 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 def test_in_real_time(nvml: Simulation) -> None:
     """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
     nvml.state.device[0].period_ns = 10_000_000
-    with nvml_meter(Identity(0), {}, library=Library()) as meter, meter.window() as window:
+    with nvml_meter(Identity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
             sum(range(1000))
     energy = window.energy

@@ -112,11 +112,11 @@ def test_one_value_that_fails_takes_no_other_with_it(nvml: Simulation, device: N
 
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
     """What was said before stays."""
-    device = NvmlDevice(Identity(0), {}, Library(patience=0.3))
-    nvml.fail("nvmlDeviceGetVbiosVersion", delay=2.0)
+    device = NvmlDevice(Identity(0), {}, Library(patience=1.0))
+    nvml.fail("nvmlDeviceGetVbiosVersion", delay=2.5)
     facts = device.facts()
     assert isinstance(facts["name"], Reading)
-    why = Unavailable("NVML gave no answer for 0.3 s, and is left alone since")
+    why = Unavailable("NVML gave no answer for 1 s, and is left alone since")
     assert facts["vbios"] == facts["memory_total"] == device.state()["power"] == device.process_memory() == why
     device.close()
     left_behind()

@@ -74,8 +74,9 @@ def test_without_a_driver_there_is_a_reason() -> None:
 
 def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
     """Nothing is asked of it any more, not even to shut down."""
-    library = Library(patience=0.1)
+    library = Library()
     library.open()
+    library.patience = 0.1
     nvml.fail("nvmlDeviceGetCount_v2", delay=1.0)
     with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is left alone since$"):
         library.patient(lambda: library.call("nvmlDeviceGetCount"))
@@ -102,9 +103,10 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     script = (
         "from fp8bench.samplers.nvml_library import Library\n"
         "from fp8bench.samplers.readings import NoReading\n"
-        "library = Library(patience=0.1)\n"
+        "library = Library()\n"
         "library.open()\n"
         "print(library.patient(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
+        "library.patience = 0.1\n"
         "try:\n    library.patient(lambda: library.call('nvmlDeviceGetCount'))\n"
         "except NoReading as failure:\n    print(failure.reason)\n"
         "library.close()\n"
