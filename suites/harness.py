@@ -24,6 +24,10 @@ from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import Request
 from fp8bench.plan import make_plan
+from fp8bench.samplers.absent import AbsentDevice
+from fp8bench.samplers.meter import Meter
+from fp8bench.samplers.readings import Unavailable
+from fp8bench.samplers.sources import Source, SourceKind
 
 SUITES = Path(__file__).resolve().parent
 PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
@@ -228,6 +232,19 @@ def track_update_view() -> float:
         return min(float(_run((sys.executable, "-c", _VIEW, folder), folder)) for _ in range(_REPEATS))
 
 
+def track_sampler_share() -> float:
+    """What the thread that looks at an energy counter takes of a processor: CPU time over the time of its window."""
+    counter = Source(SourceKind.COUNTER, lambda: 30.0 * (time.perf_counter() // 0.1))
+    meter = Meter((counter,), AbsentDevice("the harness has a counter only"))
+    shares = []
+    for _ in range(_REPEATS):
+        energy = meter.idle(1.5)
+        if isinstance(energy, Unavailable):
+            raise RuntimeError(energy.reason)
+        shares.append(energy.sampler_seconds / energy.seconds)
+    return min(shares)
+
+
 def track_asv_combination() -> float:
     """CPU time of the process that asv starts for one metric of one combination of a suite's parameters."""
     asv = importlib.util.find_spec("asv")
@@ -255,6 +272,7 @@ _UNITS: dict[Callable[[], float], str] = {
     track_mission_quick_seconds: "seconds",
     track_mission_peak_bytes: "bytes",
     track_memory_above_bare_loop: "bytes",
+    track_sampler_share: "ratio",
     track_update_view: "seconds",
     track_asv_combination: "seconds",
 }
