@@ -83,8 +83,7 @@ class Window:
             if not self._sampler.stop(self._patience):
                 self._hung(silence("the energy source", self._patience))
                 raise NoReading(silence("the energy source", self._patience))
-            if self._sampler.failure:
-                raise NoReading(self._sampler.failure)
+            self._sampler.check()
             self.energy = self._measured(seconds)
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)

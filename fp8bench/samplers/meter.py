@@ -127,8 +127,7 @@ class Meter:
         if not sampler.stop(self._patience):
             self._silent(silence("the energy source", self._patience))
             raise NoReading(self._why_none)
-        if sampler.failure:
-            raise NoReading(sampler.failure)
+        sampler.check()
         self.call_seconds = sampler.call_seconds
         return _with_rhythm(source, sampler) if source.counts else source
 

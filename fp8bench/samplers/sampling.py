@@ -23,8 +23,8 @@ _SPARE = 1.5
 class Sampler:
     """What one thread sees. It writes, others read: `enough` at any time, all else when the thread has ended.
 
-    `failure` says why a source failed while it was looked at, '' if it did not; `call_seconds` is what the fastest call
-    took.
+    `failure` says why a source failed while it was looked at, '' if it did not; `ended` that the thread came to its
+    end, whatever it was; `call_seconds` is what the fastest call took.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class Sampler:
         self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
         self._stop = threading.Event()
         self._pace = Pace(source.counts, source.rhythm)
+        # What a counter shows is never older than its longest interval, and something to spare.
+        self._oldest = _SPARE * source.rhythm.longest if source.rhythm else math.inf
         self._state_due = self._thought_due = 0.0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
@@ -66,6 +68,11 @@ class Sampler:
         self._thread.join(patience)
         return not self._thread.is_alive()
 
+    def check(self) -> None:
+        """After the end: raises NoReading if the source failed, or the thread did."""
+        if self.failure or not self.ended:
+            raise NoReading(self.failure or "the sampler's thread broke off")
+
     def _run(self) -> None:
         self._cpu_before = self._clock.cpu()
         self.begun = self._clock.now()
@@ -78,29 +85,38 @@ class Sampler:
             self.ended = True
         except NoReading as failure:
             self.failure = failure.reason
+            self.ended = True
         finally:
             self.cpu_seconds = self._clock.cpu() - self._cpu_before
             self.enough = True
 
     def _follow_counter(self) -> None:
         clock, read = self._clock, self._source.read
-        # A value is never older than the longest interval, with something to spare.
-        oldest = _SPARE * self._source.rhythm.longest if self._source.rhythm else math.inf
         asked = clock.now()
         last, tick = read(), None
+        changed = clock.now()
         while not clock.sleep(self._pace.next(clock.now(), tick, len(self.ticks)), self._stop):
             before, asked = asked, clock.now()
             joules = read()
             seen = clock.now()
             if joules < last:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
-            tick = Tick(max(before, asked - oldest), seen, joules) if joules > last else None
-            last = joules
-            if tick is not None and not self._pace.blind:
-                self.ticks.append(tick)
-                # Right after a tick nothing is missed while the state is looked at.
-                self._look_around(seen)
+            tick = Tick(max(before, asked - self._oldest), seen, joules) if joules > last else None
+            if tick is None and asked - changed > self._oldest:
+                self._start_again()
+            if tick is not None:
+                last, changed = joules, seen
+                if not self._pace.blind:
+                    self.ticks.append(tick)
+                    # Right after a tick nothing is missed while the state is looked at.
+                    self._look_around(seen)
             self._noted(asked, seen)
+
+    def _start_again(self) -> None:
+        """The counter has become slower than its rhythm says: what was dated by it is worth nothing."""
+        self.ticks.clear()
+        self._oldest = math.inf
+        self._pace = Pace(counts=True)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
@@ -124,4 +140,4 @@ class Sampler:
         if now >= self._thought_due:
             self._thought_due = now + _THOUGHT
             self._pace.mind(self._clock.cpu() - self._cpu_before, now - self.begun)
-            self.enough = self._satisfied(self)
+            self.enough = self.enough or self._satisfied(self)

@@ -120,7 +120,7 @@ def test_a_window_that_never_gets_enough_ends_at_its_cap(nvml: Simulation, opene
     energy, start, end = run(meter, clock)
     assert end - start == pytest.approx(5.0, abs=0.1)
     assert reason(energy) in {
-        f"not measurable: {count} tick interval(s) of the energy counter, 10 are needed" for count in (3, 4)
+        f"not measurable: {count} tick interval(s) of the energy counter, 10 are needed" for count in (2, 3, 4)
     }
 
 
@@ -130,6 +130,36 @@ def test_a_counter_that_has_become_faster(nvml: Simulation, opened: Opened, cloc
     nvml.state.device[0].period_ns = 37_000_000
     energy, start, end = measured(meter, clock)
     assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 40), (2, 90), (20, 100), (100, 240)])
+def test_a_counter_that_has_become_slower(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, before: int, after: int
+) -> None:
+    """What was dated by its rhythm is dropped; the figure is as good, and says how good."""
+    nvml.state.device[0].period_ns = before * 1_000_000
+    meter = opened()
+    nvml.state.device[0].period_ns = after * 1_000_000
+    for _ in range(5):
+        energy, start, end = measured(meter, clock)
+        assert energy.uncertainty is not None
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.uncertainty + 1e-6)
+
+
+def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """From a millisecond to 40, in its middle: at first each look saw a change."""
+    device = nvml.state.device[0]
+    device.period_ns = 1_000_000
+    meter = opened()
+    with meter.window() as window:
+        start = clock.now()
+        clock.wait(lambda: clock.now() >= start + 0.3)
+        device.period_ns = 40_000_000
+        clock.wait(lambda: clock.now() >= start + 2.0)
+        end = clock.now()
+    assert isinstance(window.energy, Energy) and window.energy.uncertainty is not None
+    assert window.energy.counted_seconds < 1.75
+    assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.uncertainty + 1e-6)
 
 
 def test_idle_power(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -271,6 +301,23 @@ def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened:
     with pytest.raises(ValueError, match="its own"):
         raising()
     assert NAME not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_thread_that_breaks_off_has_measured_nothing(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of ours, eleven ticks in: it is told on stderr, and the window has no number."""
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    meter = opened()
+    with meter.window() as window:
+        start = clock.now()
+        clock.wait(lambda: clock.now() >= start + 1.5)
+        monkeypatch.setattr(meter.device, "library", None)
+        clock.wait(lambda: bool(told))
+    assert len(told) == 1
+    assert reason(window.energy) == "the sampler's thread broke off"
+    monkeypatch.undo()
 
 
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
