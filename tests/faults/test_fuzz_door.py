@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench import cli, corpus, doctor, pipeline
+from fp8bench import cli, corpus, doctor, pipeline, sensitivity_commands
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from fp8bench.history.writing import RunWriter
-from fp8bench.model import DeviceFacts, Overheads, Run, Scalar
+from fp8bench.model import Case, DeviceFacts, Overheads, Run, Scalar
 from fp8bench.registry import precisions, workloads
 from fp8bench.selftest import report as selftest_report
 from tests.fakes import CPU, FakeWorker
@@ -25,7 +25,8 @@ NONSENSE = (
     "--no-such", "--dtypes", "-h2", "x" * 10_000, "None", "True", "[1]", "{a: b}", "$HOME", "last",
 )  # fmt: skip
 AXES = ("shape", "size", "sequence", "batch", "tokens", "product", "micro_batches", "no_such_axis", "")
-KINDS = ("attn", "mlp", "head", "norm")
+KINDS = ("attn", "mlp", "head", "norm", "blocks.0", "blocks.1.mlp.up", "blocks.7.attn", "blocks.")
+MODES = ("fp8-delayed:history=16", "custom:format=e3m2:scaling=row", "fp8:histroy=2", "nvfp4:")
 SMALL = ("64", "nano", "1x2x3", "auto", "forward", "8", "llama3-8b", "0", "-5", "99999999999")
 
 
@@ -40,6 +41,12 @@ class Probed(FakeWorker):
 
     def _software(self) -> dict[str, Scalar | None]:
         return {"torch": "2.13.0+cpu", "torch_threads": 1}
+
+    def _losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
+        return (3.0 + 0.01 * draw,) * steps
+
+    def _gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float:
+        return 0.1
 
     def _overheads(self, facts: DeviceFacts) -> Overheads:
         return Overheads(1e-7, 1e-7, 1e-7)
@@ -75,7 +82,16 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
         lambda: ["--reference", one(*precisions.names())],
         lambda: ["--set", f"{one(*AXES)}={one(*SMALL)},{one(*SMALL)}"],
         lambda: ["--set", one("shape", "shape=64", "=")],
-        lambda: ["--precision-map", f"{one(*KINDS)}={one(*precisions.names())}"],
+        lambda: ["--precision-map", f"{one(*KINDS)}={one(*precisions.names(), *MODES)}"],
+        lambda: ["--static-scales", one("1", "8", "0")],
+        lambda: ["--refresh-scales", one("1", "100", "0")],
+        lambda: ["--saturation-bound", one("0", "0.1", "100")],
+        lambda: ["--size", one("nano", "gpt2-124m", "huge")],
+        lambda: ["--dtype", one(*precisions.names(), *MODES)],
+        lambda: ["--by", one("layer", "kind", "head")],
+        lambda: ["--steps", one("1", "7", "0")],
+        lambda: ["--tolerance", one("0", "0.5", "100")],
+        lambda: ["--device", one("cpu", "cuda", "cuda:7", "rocm")],
         lambda: ["--data", one(*files.values())],
         lambda: ["--import", one(*files.values(), "no_such_module", "json")],
         lambda: ["--quick"],
@@ -98,7 +114,7 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
 
 def command(chance: random.Random, files: dict[str, str]) -> list[str]:
     """A list of arguments."""
-    name = chance.choices(["suite", "list", "show", "selftest", "doctor", ""], [14, 2, 3, 1, 1, 1])[0]
+    name = chance.choices(["suite", "sensitivity", "list", "show", "selftest", "doctor", ""], [14, 3, 2, 3, 1, 1, 1])[0]
     words = [name] if name else []
     if name == "suite" and chance.random() < 0.9:
         strange = ("_planted", *files.values(), *NONSENSE)
@@ -121,6 +137,8 @@ def test_no_command_line_ends_in_a_traceback(
     monkeypatch.setattr(pipeline, "_measure", measure_nothing)
     monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)
     monkeypatch.setattr(doctor, "ProcessWorker", Probed)
+    monkeypatch.setattr(sensitivity_commands, "ProcessWorker", Probed)
+    monkeypatch.setattr(sensitivity_commands, "LocalWorker", Probed)
     monkeypatch.setattr(selftest_report, "run_checks", lambda: EXIT_OK)
     monkeypatch.setattr(selftest_report, "run_power", lambda *_: EXIT_OK)
     chance = random.Random(20261121)
