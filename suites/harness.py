@@ -28,6 +28,7 @@ from fp8bench.samplers.absent import AbsentDevice
 from fp8bench.samplers.meter import Meter
 from fp8bench.samplers.readings import Unavailable
 from fp8bench.samplers.sources import Source, SourceKind
+from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
 
 SUITES = Path(__file__).resolve().parent
 PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
@@ -261,7 +262,27 @@ def track_asv_combination() -> float:
         return seconds
 
 
-_UNITS: dict[Callable[[], float], str] = {
+def track_quantiser_over_copy(name: str) -> float:
+    """A fused quantiser over a copy of as many bytes: goals 1.33 for e4m3 and e5m2, 2 for MX, 2.9 for nvfp4 of fp32."""
+    return over_copy(name)
+
+
+def track_quantiser_over_torchao(name: str) -> float:
+    """A fused MX quantiser over torchao's on a CPU: goal 0.02."""
+    return over_torchao(name)
+
+
+def track_cold_compile(name: str) -> float:
+    """CPU seconds of a quantiser's first compile: goal 30."""
+    return cold_compile(name)
+
+
+def track_emulated_linear_over_product() -> float:
+    """An emulated mxfp8 linear layer of 1024^3 over its product in fp32: goal 1.1."""
+    return linear_over_product()
+
+
+_UNITS: dict[Callable[..., float], str] = {
     track_help: "seconds",
     track_list: "seconds",
     track_bad_usage: "seconds",
@@ -275,6 +296,15 @@ _UNITS: dict[Callable[[], float], str] = {
     track_sampler_share: "ratio",
     track_update_view: "seconds",
     track_asv_combination: "seconds",
+    track_quantiser_over_copy: "ratio",
+    track_quantiser_over_torchao: "ratio",
+    track_cold_compile: "seconds",
+    track_emulated_linear_over_product: "ratio",
+}
+_PARAMETERS: dict[Callable[..., float], tuple[str, ...]] = {
+    track_quantiser_over_copy: tuple(CASTS),
+    track_quantiser_over_torchao: tuple(OTHERS),
+    track_cold_compile: ("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32"),
 }
 for _benchmark, _unit in _UNITS.items():
     _benchmark.unit = _unit  # type: ignore[attr-defined]
@@ -283,8 +313,13 @@ for _benchmark, _unit in _UNITS.items():
     _benchmark.version = "1"  # type: ignore[attr-defined]
 
 
+for _benchmark, _names in _PARAMETERS.items():
+    _benchmark.params, _benchmark.param_names = list(_names), ["quantiser"]  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     for _benchmark, _unit in _UNITS.items():
-        print(  # noqa: T201 - a script of its own, not part of the package
-            f"{_benchmark.__name__.removeprefix('track_'):<28} {_benchmark():.6g} {_unit}", flush=True
-        )
+        for _given in _PARAMETERS.get(_benchmark, ("",)):
+            _words = f"{_benchmark.__name__.removeprefix('track_')} {_given}"
+            _figure = _benchmark(*filter(None, (_given,)))
+            print(f"{_words:<34} {_figure:.6g} {_unit}", flush=True)  # noqa: T201 - a script of its own

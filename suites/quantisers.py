@@ -1,0 +1,132 @@
+"""How fast the fused quantisers are, as ratios of neighbouring runs in one process: CPU time of one thread.
+
+For suites/harness.py. Every figure is the least of many on both sides, taken in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
+from fp8bench.formats.scalings import MX, NVFP4, TENSOR, Scaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIDE = 4096
+_TURNS = 15
+# Name: elements, scaling, dtype of what is quantised and of the values that come out.
+CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
+    "e4m3 fp32": (E4M3, None, "float32"),
+    "e5m2 fp32": (E5M2, None, "float32"),
+    "e4m3 tensor fp32": (E4M3, TENSOR, "float32"),
+    "mxfp8 fp32": (E4M3, MX, "float32"),
+    "mxfp4 fp32": (E2M1, MX, "float32"),
+    "nvfp4 fp32": (E2M1, NVFP4, "float32"),
+    "e4m3 bf16": (E4M3, None, "bfloat16"),
+    "mxfp8 bf16": (E4M3, MX, "bfloat16"),
+    "mxfp4 bf16": (E2M1, MX, "bfloat16"),
+    "nvfp4 bf16": (E2M1, NVFP4, "bfloat16"),
+}
+OTHERS = {"mxfp8": E4M3, "mxfp4": E2M1}
+
+_COLD = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from suites.quantisers import ready
+start = time.process_time()
+ready(sys.argv[1])
+print(time.process_time() - start)
+"""
+
+
+def ready(name: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A cast of 16 M elements into memory that is there, compiled, and the copy it is held against."""
+    import torch
+
+    from fp8bench.formats.operators import compile_kernels, eager_calls, values, wanted
+
+    fmt, scaling, dtype = CASTS[name]
+    torch.set_num_threads(1)
+    x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    out = torch.empty_like(x)
+
+    def cast() -> Tensor:
+        return values(x, fmt, scaling, out=out)
+
+    cast()
+    compile_kernels(wanted())
+    before = eager_calls()
+    cast()
+    if eager_calls() != before:
+        raise RuntimeError(f"the quantiser {name} does not run as one kernel")
+    return cast, lambda: out.copy_(x)
+
+
+def over_copy(name: str) -> float:
+    """CPU time of a cast over that of torch's copy_ between the same tensors: as many bytes, so 1 is memory's speed."""
+    return _ratio(*ready(name))
+
+
+def over_torchao(name: str) -> float:
+    """CPU time of a cast to MX values over that of torchao's way there and back."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    cast, _ = ready(f"{name} fp32")
+    element = torch.float8_e4m3fn if OTHERS[name] is E4M3 else torch.float4_e2m1fn_x2
+    x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+
+    def other() -> Tensor:
+        found: Tensor = MXTensor.to_mx(x, element, 32).dequantize(torch.float32)
+        return found
+
+    return _ratio(cast, other, turns=3)
+
+
+def linear_over_product() -> float:
+    """CPU time of an emulated mxfp8 linear layer of 1024^3, forward, over that of its product in fp32."""
+    import torch
+
+    from fp8bench.formats.operators import compile_kernels, wanted
+    from fp8bench.protocols import Role
+    from fp8bench.registry import devices, precisions
+
+    torch.set_num_threads(1)
+    arithmetic = precisions.get("mxfp8").arithmetic(devices.get("cpu").available()[0])
+    x, weight = torch.randn(1024, 1024), torch.randn(1024, 1024)
+
+    def linear() -> Tensor:
+        return arithmetic.product(arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT), torch.float32)
+
+    linear()
+    compile_kernels(wanted())
+    return _ratio(linear, lambda: x @ weight.t(), turns=40)
+
+
+def cold_compile(name: str) -> float:
+    """CPU seconds until a quantiser runs as one kernel, in a process and with a cache that have seen none."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+        words = (sys.executable, "-c", _COLD, name, str(Path(__file__).resolve().parents[1]))
+        return float(subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def _ratio(one: Callable[[], object], other: Callable[[], object], turns: int = _TURNS) -> float:
+    """The least CPU time of one over the least of the other."""
+    one(), other()
+    times = [(_cpu(one), _cpu(other)) for _ in range(turns)]
+    return min(first for first, _ in times) / min(second for _, second in times)
+
+
+def _cpu(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
