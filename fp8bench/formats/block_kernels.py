@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E8M0, Format
-from fp8bench.formats.rounding import drawn_magnitudes, nearest, nearest_magnitudes, saturated, signed, stochastic
+from fp8bench.formats.rounding import on_grid, rounded_magnitudes, saturated, signed
 from fp8bench.formats.scales import float_factor, mx_scale, nvfp4_block_scale, nvfp4_tensor_scale
-from fp8bench.formats.scalings import Scaling
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
+
+_NEVER_ABOVE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
+"""Under them no number exceeds the largest element, but for infinities."""
 
 
 def block_values(
@@ -31,9 +35,23 @@ def block_values(
     With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, from these blocks unless
     it is given.
     """
-    elements, scales, above = block_elements(lanes, fmt, scaling, tensor_scale, random)
-    left = scales if above is None else scales * above
-    return [one * left for one in elements]
+    left = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
+    return [signed(one, lane, fmt) for one, lane in zip(left, lanes, strict=True)]
+
+
+def magnitudes_left(
+    magnitudes: Lanes,
+    fmt: Format,
+    scaling: Scaling,
+    tensor_scale: Tensor | None = None,
+    random: Lanes | None = None,
+    apart: bool = False,
+) -> list[Tensor]:
+    """The same of numbers without signs; `apart` has a fused kernel make all scales before the first element."""
+    scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
+    # An infinite element stays one under these scales, and so does its value either way.
+    elements = _elements(scaled, fmt, scaling, random, saturate=scaling.rounding not in _NEVER_ABOVE)
+    return [one * scaled.left for one in elements]
 
 
 def block_elements(
@@ -44,24 +62,9 @@ def block_elements(
     A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
     under float32 scales it stays alone.
     """
-    magnitudes = [lane.abs() for lane in lanes]
-    amax = block_amax(magnitudes)
-    drawn: Sequence[Tensor | None] = random or [None] * len(lanes)
-    if scaling.scale is None:
-        factor = float_factor(amax, fmt, scaling.rounding)
-        rounded = [_rounded(lane * factor, fmt, one) for lane, one in zip(lanes, drawn, strict=True)]
-        return rounded, factor.reciprocal(), None
-    if scaling.scale is E8M0:
-        scales, inverse = mx_scale(amax, fmt, scaling.rounding)
-        scaled = [one * inverse for one in magnitudes]
-    else:
-        # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
-        tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
-        scales = nvfp4_block_scale(amax, tensor_scale, scaling.rounding)
-        divisor = _divisor(scales * tensor_scale)
-        scaled = [one / divisor for one in magnitudes]
-    rounded = [_rounded_magnitudes(saturated(one, fmt), fmt, by) for one, by in zip(scaled, drawn, strict=True)]
-    return [signed(one, lane, fmt) for one, lane in zip(rounded, lanes, strict=True)], scales, tensor_scale
+    scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False)
+    elements = _elements(scaled, fmt, scaling, random, saturate=True)
+    return [signed(one, lane, fmt) for one, lane in zip(elements, lanes, strict=True)], scaled.scales, scaled.above
 
 
 def block_amax(magnitudes: Lanes) -> Tensor:
@@ -70,14 +73,45 @@ def block_amax(magnitudes: Lanes) -> Tensor:
     return reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)
 
 
-def _rounded(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    return nearest(values, fmt) if random is None else stochastic(values, fmt, random)
+class _Scaled(NamedTuple):
+    """Magnitudes before they are rounded, the blocks' scales, NVFP4's tensor scale, and what elements are times."""
+
+    magnitudes: list[Tensor]
+    scales: Tensor
+    above: Tensor | None
+    left: Tensor
 
 
-def _rounded_magnitudes(magnitudes: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    return nearest_magnitudes(magnitudes, fmt) if random is None else drawn_magnitudes(magnitudes, fmt, random)
+def _scaled(magnitudes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None, apart: bool) -> _Scaled:
+    amax, kept = block_amax(magnitudes), _kept if apart else _inline
+    if scaling.scale is None:
+        factor = kept(float_factor(amax, fmt, scaling.rounding))
+        scales = kept(factor.reciprocal())
+        return _Scaled([one * factor for one in magnitudes], scales, None, scales)
+    if scaling.scale is E8M0:
+        scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))
+        return _Scaled([one * inverse for one in magnitudes], scales, None, scales)
+    # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
+    above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
+    scales = nvfp4_block_scale(amax, above, scaling.rounding)
+    left = kept(scales * above)
+    divisor = torch.where(left == 0, torch.inf, left)  # under a scale of zero every element is zero, with its sign
+    return _Scaled([one / divisor for one in magnitudes], scales, above, left)
 
 
-def _divisor(scale: Tensor) -> Tensor:
-    """Under a scale of zero every element is zero, with its sign."""
-    return torch.where(scale == 0, torch.inf, scale)
+def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool) -> list[Tensor]:
+    drawn: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
+    pairs = list(zip(scaled.magnitudes, drawn, strict=True))
+    if scaling.scale is None:
+        return [rounded_magnitudes(one, fmt, by) for one, by in pairs]
+    # A NaN is in its block's scale already.
+    return [on_grid(saturated(one, fmt) if saturate else one, fmt, by) for one, by in pairs]
+
+
+def _kept(scales: Tensor) -> Tensor:
+    """In memory of their own: Inductor repeats no operation before this one, and its loop has vectors of scales."""
+    return scales.as_strided(scales.shape, scales.stride())
+
+
+def _inline(scales: Tensor) -> Tensor:
+    return scales

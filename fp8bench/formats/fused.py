@@ -15,11 +15,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from fp8bench.formats.block_kernels import block_values
-from fp8bench.formats.grids import E8M0, Format, Overflow
-from fp8bench.formats.lanes import float_lanes, joined, lanes, result_words, words
+from fp8bench.formats.block_kernels import block_values, magnitudes_left
+from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
+from fp8bench.formats.lanes import float_lanes, joined, joined_magnitudes, lanes, magnitudes, result_words, words
 from fp8bench.formats.random_bits import keyed_bits
-from fp8bench.formats.rounding import nearest, stochastic
+from fp8bench.formats.rounding import nearest, rounded_magnitudes, stochastic
 from fp8bench.formats.scalings import Scaling
 
 Compiled = Callable[..., object]
@@ -51,8 +51,10 @@ _FREE = {
 """The dimensions of words whose sizes a kernel leaves open."""
 
 
-_SHORTEST = 32
-"""Columns of a block whose values are taken by twos: half as many words fill the longest vector of a processor's."""
+_SHORTEST = 16
+"""Columns of a block whose values are taken by twos: half as many words fill a vector of 256 bits."""
+_SHORT = 32
+"""Columns up to which a processor's shorter vectors are faster: a block's largest element is found in fewer steps."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class Kernel:
         return self.source is torch.bfloat16 and not short
 
     @property
+    def apart(self) -> bool:
+        """Whether a CPU makes all scales first: reading words twice costs less than making scales one at a time."""
+        return self.device == "cpu" and (self.twos or (self.scaling is not None and self.scaling.scale is E4M3))
+
+    @property
     def exact(self) -> bool:
         """Whether the target has every value that comes out, if it is bfloat16.
 
@@ -105,15 +112,23 @@ class Kernel:
         """
         factor = others[0] if self.factor else None
         random = self._random(given, others[-1]) if self.stochastic else None
-        values = lanes(given)
-        if self.scaling is None:
-            left = self._elements(values, factor, random)
-        elif self.layout is Layout.UPRIGHT:
-            left = self._upright(values, factor, random)
+        if self.fmt.signed_zero:
+            left = self._left(magnitudes(given), factor, random)
+            out.copy_(joined_magnitudes(left, given, self.target, self.exact))
         else:
-            left = block_values(values, self.fmt, self.scaling, random=random)
-        out.copy_(joined(left, self.target, self.exact))
+            values = self._left(lanes(given), factor, random)
+            out.copy_(joined(values, self.target, self.exact))
         return ()
+
+    def _left(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+        """What is left of values, or of their magnitudes, where the format has a sign for every one."""
+        if self.scaling is None:
+            return self._elements(values, factor, random)
+        if self.layout is Layout.UPRIGHT:
+            return self._upright(values, factor, random)
+        if self.fmt.signed_zero:
+            return magnitudes_left(values, self.fmt, self.scaling, factor, random, self.apart)
+        return block_values(values, self.fmt, self.scaling, factor, random)
 
     def _elements(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         drawn: Sequence[Tensor | None] = random or [None] * len(values)
@@ -125,6 +140,8 @@ class Kernel:
         return [one * by.reciprocal() for one, by in zip(rounded, factors, strict=True)]
 
     def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
+        if self.fmt.signed_zero:
+            return rounded_magnitudes(values, self.fmt, random, self.overflow)
         if random is None:
             return nearest(values, self.fmt, self.overflow)
         return stochastic(values, self.fmt, random, self.overflow)
@@ -133,9 +150,10 @@ class Kernel:
         """Each column of words holds columns of elements, whose blocks have scales of their own."""
         assert self.scaling is not None
         left = []
+        blocks = magnitudes_left if self.fmt.signed_zero else block_values
         for lane, one in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
-            left += block_values([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+            left += blocks([one.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
         return [one.squeeze(-1) for one in left]
 
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
@@ -161,13 +179,13 @@ def compiled(kernel: Kernel) -> Compiled:
     """
     from torch._inductor import config, standalone_compile
 
-    with _compiling, warnings.catch_warnings(), config.patch(_options(config)):
+    with _compiling, warnings.catch_warnings(), config.patch(_options(kernel, config)):
         warnings.simplefilter("ignore")  # of torch's about itself
         graph, inputs = _traced(kernel)
         return standalone_compile(graph, [*inputs], dynamic_shapes="from_graph")
 
 
-def _options(config: object) -> dict[str, object]:
+def _options(kernel: Kernel, config: object) -> dict[str, object]:
     """Inductor's options, as far as this version of torch has them.
 
     Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
@@ -181,6 +199,9 @@ def _options(config: object) -> dict[str, object]:
         "eager_numerics.division_rounding": True,
         "eager_numerics.disable_ftz": True,
     }
+    short = kernel.layout is Layout.BLOCKS and kernel.block[1] <= _SHORT
+    if short and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        wanted["cpp.simdlen"] = 256
     known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
     return {name: value for name, value in wanted.items() if name in known}
 

@@ -19,6 +19,11 @@ from fp8bench.formats.rounding import nearest
 _HALF = 16
 _LOW_HALF = 0xFFFF
 _HIGH_HALF = -0x10000
+_MAGNITUDE = 0x7FFFFFFF
+_HIGH_MAGNITUDE = 0x7FFF0000
+_LARGEST_NAN = 0x7FFF0000
+_SIGN = -0x80000000
+_BOTH_SIGNS = -0x7FFF8000
 _WORD = 32
 _LOW_WORD = 0xFFFFFFFF
 
@@ -43,6 +48,14 @@ def lanes(given: Tensor) -> list[Tensor]:
     return [half.view(torch.float32) for half in halves]
 
 
+def magnitudes(given: Tensor) -> list[Tensor]:
+    """The same without their signs."""
+    if given.dtype is not torch.int32:
+        return [given.to(torch.float32).abs()]
+    halves = given.bitwise_left_shift(_HALF).bitwise_and(_MAGNITUDE), given.bitwise_and(_HIGH_MAGNITUDE)
+    return [half.view(torch.float32) for half in halves]
+
+
 def float_lanes(given: Tensor) -> list[Tensor]:
     """The lanes of float32 numbers, one or two of which stand in a word (of 64 bits)."""
     if given.dtype is torch.float32:
@@ -56,8 +69,35 @@ def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        low, high = (one.view(torch.int32).to(torch.int64) for one in values)
-        return low.bitwise_and(_LOW_WORD).bitwise_or(high.bitwise_left_shift(_WORD))
+        return _joined_floats([one.view(torch.int32) for one in values])
     kept = values if exact else [nearest(one, BF16, Overflow.INFINITY) for one in values]
     low, high = (one.view(torch.int32) for one in kept)
     return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
+
+
+def joined_magnitudes(values: Sequence[Tensor], given: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
+    """The same of magnitudes, which get the signs of the words that they come from."""
+    bits = [one.view(torch.int32) for one in values]
+    if len(values) == 1:
+        return bits[0].bitwise_or(_float_bits(given).bitwise_and(_SIGN)).view(torch.float32)
+    if target is torch.float32:
+        signs = given.bitwise_left_shift(_HALF), given
+        return _joined_floats([one.bitwise_or(by.bitwise_and(_SIGN)) for one, by in zip(bits, signs, strict=True)])
+    low, high = bits if exact else map(_nearest_bf16, bits)
+    low = low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF)
+    return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(given.bitwise_and(_BOTH_SIGNS))
+
+
+def _joined_floats(bits: list[Tensor]) -> Tensor:
+    low, high = (one.to(torch.int64) for one in bits)
+    return low.bitwise_and(_LOW_WORD).bitwise_or(high.bitwise_left_shift(_WORD))
+
+
+def _nearest_bf16(bits: Tensor) -> Tensor:
+    """Magnitudes of which the upper half is to be taken, rounded for it. A NaN, all bits of which may be set, stays."""
+    kept = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
+    return kept + kept.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
+
+
+def _float_bits(given: Tensor) -> Tensor:
+    return given.to(torch.float32).view(torch.int32)

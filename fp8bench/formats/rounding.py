@@ -26,10 +26,7 @@ def nearest(values: Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE)
     """float32 `values` rounded to nearest even; e8m0's ties, between powers of two, go up."""
     if fmt is E8M0:
         return _power_of_two(values, overflow, None)
-    if fmt.min_exponent == _MIN_EXPONENT:
-        return _ended(_cut(values, fmt, None), fmt, overflow)
-    rounded = nearest_magnitudes(values.abs().clamp_(max=_bound(fmt, overflow)), fmt)
-    return signed(_beyond(rounded, fmt, overflow), values, fmt)
+    return signed(rounded_magnitudes(values.abs(), fmt, None, overflow), values, fmt)
 
 
 def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow = Overflow.SATURATE) -> Tensor:
@@ -40,25 +37,35 @@ def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow =
     """
     if fmt is E8M0:
         return _power_of_two(values, overflow, random)
+    return signed(rounded_magnitudes(values.abs(), fmt, random, overflow), values, fmt)
+
+
+def rounded_magnitudes(
+    magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
+) -> Tensor:
+    """The same of numbers without sign: to nearest even, or stochastically if there are random numbers. Not of e8m0."""
     if fmt.min_exponent == _MIN_EXPONENT:
-        return _ended(_cut(values, fmt, random), fmt, overflow)
-    rounded = drawn_magnitudes(values.abs().clamp_(max=_bound(fmt, overflow)), fmt, random)
-    return signed(_beyond(rounded, fmt, overflow), values, fmt)
+        return _ended(_cut(magnitudes, fmt, random), fmt, overflow)
+    # So far out that rounding still shows what overflows, and no sum becomes infinite.
+    bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+    return _beyond(on_grid(magnitudes.clamp(max=bound), fmt, random), fmt, overflow)
 
 
-def nearest_magnitudes(magnitudes: Tensor, fmt: Format) -> Tensor:
-    """Numbers from 0 to the format's next power of two, rounded to nearest even as if exponents had no upper end.
+def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
+    """The same as if exponents had no upper end, of numbers below the format's next power of two, or infinite.
 
-    Adds and subtracts, for each number, the power of two whose last float32 bit is worth one grid step.
+    To nearest even by adding and subtracting, for each number, the power of two whose last float32 bit is worth one
+    grid step.
     """
-    lift = (_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS
-    constant = _exponent(magnitudes, fmt).add_(lift).view(torch.float32)
+    exponent = _exponent(magnitudes, fmt)
+    if random is not None:
+        return _drawn(magnitudes, exponent, fmt, random)
+    constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
     return (magnitudes + constant).sub_(constant)
 
 
-def drawn_magnitudes(magnitudes: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """The same rounded down, or up with the probability that the rest is of the step."""
-    exponent = _exponent(magnitudes, fmt)
+def _drawn(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
+    """Rounded down, or up with the probability that the rest is of the step."""
     to_step = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - to_step).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
@@ -91,11 +98,6 @@ def saturated(magnitudes: Tensor, fmt: Format) -> Tensor:
 def _bits(value: float) -> int:
     """Of a positive number as float32."""
     return int.from_bytes(struct.pack(">f", value))
-
-
-def _bound(fmt: Format, overflow: Overflow) -> float:
-    """So far out that rounding still shows what overflows, and no sum becomes infinite."""
-    return fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
 
 
 def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:

@@ -17,7 +17,9 @@ from fp8bench.formats.scalings import ScaleRounding
 
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
+_MAGNITUDE_MASK = 0x7FFFFFFF
 _MANTISSA_BITS = 23
+_SIGN_PLACE = 31
 _BIAS = 127
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_FACTOR = 2.0**126
@@ -51,10 +53,13 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
         ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
         ScaleRounding.FLOOR: 0,
     }[rounding]
-    raised = (amax.view(torch.int32) + carry).bitwise_and(_EXPONENT_MASK)
+    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have any sign
+    raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
     exponent = (raised - (fmt.max_exponent << _MANTISSA_BITS)).clamp(min=0)
     inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
-    return torch.where(amax.isnan(), amax, _power_of_two(exponent)), inverse
+    # All bits where amax is NaN: not by `where`, which costs more than all the rest if a block is done at a time.
+    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
+    return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
