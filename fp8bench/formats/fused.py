@@ -199,7 +199,7 @@ def _options(kernel: Kernel, config: object) -> dict[str, object]:
         "eager_numerics.division_rounding": True,
         "eager_numerics.disable_ftz": True,
     }
-    short = kernel.layout is Layout.BLOCKS and kernel.block[1] <= _SHORT
+    short = kernel.layout in (Layout.BLOCKS, Layout.RECTANGLES) and kernel.block[1] <= _SHORT
     if short and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         wanted["cpp.simdlen"] = 256
     known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
