@@ -127,8 +127,12 @@ class Registry(Generic[T]):
             return
         self._walked = True
         package = importlib.import_module(self.package)
-        for found in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self.package}.{found.name}")
+        modules = [f"{self.package}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+        for module in modules:
+            importlib.import_module(module)
+        # Some may have been imported before, in any order; that of lists and of `suite all` is always the same.
+        place = {module: index for index, module in enumerate(modules)}
+        self._leaves = dict(sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules))))
 
 
 class PrecisionRegistry(Registry[Precision]):
