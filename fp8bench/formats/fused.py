@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from fp8bench.formats.block_kernels import block_values, magnitudes_left
 from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
 from fp8bench.formats.lanes import float_lanes, joined, joined_magnitudes, lanes, magnitudes, result_words, words
-from fp8bench.formats.random_bits import keyed_bits
+from fp8bench.formats.random_bits import drawn_bits
 from fp8bench.formats.rounding import nearest, rounded_magnitudes, stochastic
 from fp8bench.formats.scalings import Scaling
 
@@ -159,13 +160,13 @@ class Kernel:
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
         """Numbers for each lane, counted along the rows of the operand, which are columns in memory if it is turned."""
         every = 2 if self.twos else 1
-        shape = [*given.shape[:-1], given.shape[-1] * every]
+        columns = torch.arange(given.shape[-1], dtype=torch.int32, device=key.device) * every
+        rows = torch.arange(prod(given.shape[:-1]), dtype=torch.int32, device=key.device).view(*given.shape[:-1], 1)
         if self.layout is Layout.UPRIGHT:
-            down, size, columns = shape
-            numbers = keyed_bits((columns, down, size), key).permute(1, 2, 0)
-        else:
-            numbers = keyed_bits(shape, key)
-        return [numbers[..., lane::every] for lane in range(every)]
+            columns = columns * (given.shape[0] * given.shape[1])
+            return [drawn_bits(columns + (rows + lane * given.shape[0] * given.shape[1]), key) for lane in range(every)]
+        rows = rows * (given.shape[-1] * every)
+        return [drawn_bits(rows + (columns + lane), key) for lane in range(every)]
 
 
 _compiling = threading.Lock()
@@ -202,6 +203,9 @@ def _options(kernel: Kernel, config: object) -> dict[str, object]:
     short = kernel.layout in (Layout.BLOCKS, Layout.RECTANGLES) and kernel.block[1] <= _SHORT
     if short and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         wanted["cpp.simdlen"] = 256
+    if kernel.stochastic and kernel.layout is Layout.UPRIGHT:
+        # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
+        wanted["constant_and_index_propagation"] = False
     known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
     return {name: value for name, value in wanted.items() if name in known}
 

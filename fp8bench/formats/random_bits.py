@@ -25,14 +25,9 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     """
     check_seed(seed)
     if prod(shape) <= _INDICES:
-        return keyed_bits(shape, key_of(seed))
+        return drawn_bits(torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), key_of(seed))
     index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
-    return _drawn(_low(index), key_of(seed, index.bitwise_right_shift(_WORD)))
-
-
-def keyed_bits(shape: Sequence[int], key: Tensor) -> Tensor:
-    """The numbers of a tensor of fewer than 2^31 elements, by its key: what a kernel is traced with."""
-    return _drawn(torch.arange(prod(shape), dtype=torch.int32, device=key.device).view(shape), key)
+    return drawn_bits(_low(index), key_of(seed, index.bitwise_right_shift(_WORD)))
 
 
 def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
@@ -43,7 +38,8 @@ def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
     return _mixed(_mixed(first) + _low(seed))
 
 
-def _drawn(index: Tensor, key: Tensor) -> Tensor:
+def drawn_bits(index: Tensor, key: Tensor) -> Tensor:
+    """The numbers of elements whose index in their stretch is given, int32: what a kernel is traced with."""
     return _shifted(_mixed(_mixed(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
 
 
