@@ -222,12 +222,12 @@ def test_what_has_no_kernel_is_not_counted() -> None:
 def test_without_a_compiler_calls_stay_eager_and_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     asked = Asked(E3M2, None)
     called(AWKWARD, asked)
     (kernel,) = wanted()
-    with pytest.raises(Exception, match="compiler"):
+    # Not by monkeypatch: what it puts back, torch's options have lost.
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(Exception, match="compiler"):
         compile_kernels((kernel,))
     assert "compiler" in operators.refused()[kernel]
     assert differences(called(AWKWARD, asked), eagerly(AWKWARD, asked)) == 0

@@ -419,13 +419,13 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 
 
 @COMPILING
-def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus) -> None:
     """And no eager step in its place."""
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
-    with pytest.raises(RuntimeError, match="No working C\\+\\+ compiler"):
+    # Not by monkeypatch: what it puts back, torch's options have lost.
+    missing = inductor.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True})
+    with missing, pytest.raises(RuntimeError, match="No working C\\+\\+ compiler"):
         Transformer().prepare(setup_for(corpus, compile="yes"))
 
 
