@@ -23,6 +23,8 @@ _MOST_ELEMENTS = (1 << 31) - 1
 """A kernel's indices may have 32 bits."""
 _WIDEST_WORD = 8
 """Bytes."""
+_GPU_VECTOR = 16
+"""Bytes that a compiled GPU kernel takes at once."""
 
 
 @dataclass(frozen=True)
@@ -172,4 +174,4 @@ def _whole(length: int, block: int) -> int:
 
 def _aligned(x: Tensor) -> bool:
     """Whether words can be read where it lies."""
-    return x.data_ptr() % _WIDEST_WORD == 0
+    return x.data_ptr() % (_GPU_VECTOR if x.is_cuda else _WIDEST_WORD) == 0
