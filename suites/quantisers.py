@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SIDE = 4096
 _TURNS = 15
-# Name: elements, scaling, dtype of what is quantised and of the values that come out. 'given': with a scale from before.
+# Name: elements, scaling, dtype of what is quantised and of what comes out. 'given': with a scale from before.
 CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
     "e4m3 fp32": (E4M3, None, "float32"),
     "e5m2 fp32": (E5M2, None, "float32"),
