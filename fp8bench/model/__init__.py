@@ -4,6 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
+from fp8bench.model.consumed import DeviceWatch, EnergyUse, EnergyWindow, MemoryUse, PhaseMemory
 from fp8bench.model.followed import Cell, Conditions, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
     Environment,
@@ -40,6 +41,7 @@ from fp8bench.model.words import (
     UNATTRIBUTED,
     Label,
     Level,
+    MemoryRole,
     Phase,
     Provenance,
     Status,
@@ -55,6 +57,9 @@ __all__ = [
     "Conditions",
     "Course",
     "DeviceFacts",
+    "DeviceWatch",
+    "EnergyUse",
+    "EnergyWindow",
     "Environment",
     "Fault",
     "Figure",
@@ -65,10 +70,13 @@ __all__ = [
     "LayerScale",
     "Level",
     "Measurement",
+    "MemoryRole",
+    "MemoryUse",
     "OperatorTime",
     "Overheads",
     "Params",
     "Phase",
+    "PhaseMemory",
     "Plan",
     "PlannedCase",
     "Point",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fp8bench.model.consumed import DeviceWatch, EnergyUse, MemoryUse
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Request, Scalar, Support, Work
 from fp8bench.model.words import Label, Provenance, Status, Verdict
 
@@ -85,7 +86,9 @@ class SlotSample:
 
     `calls_ns[c][i]` is the time of cell i in call c; `cpu_seconds` is process CPU time over the slot, `wall_seconds`
     the host clock over the same stretch, `host_seconds` what the host took to enqueue a step (0 where it is the
-    step itself).
+    step itself). `thread_seconds` is the processor time of the thread that runs the steps, `preemptions` how often the
+    system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
+    meanwhile, in steps of 10 ms; None where nobody said.
     """
 
     round: int
@@ -93,6 +96,9 @@ class SlotSample:
     wall_seconds: float
     cpu_seconds: float
     host_seconds: float = 0.0
+    thread_seconds: float | None = None
+    preemptions: int | None = None
+    stolen_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class Record:
     `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
     depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
     `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
+    `energy`, `watch` and `memory` are None where they were not asked for, or nobody there could answer.
     """
 
     case: Case
@@ -149,6 +156,9 @@ class Record:
     trace: str = ""
     operators: tuple[OperatorTime, ...] = ()
     scales: tuple[LayerScale, ...] = ()
+    energy: EnergyUse | None = None
+    watch: DeviceWatch | None = None
+    memory: MemoryUse | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -38,7 +38,10 @@ class Work:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """All the plan needs to know of a device; plans are pure functions of it."""
+    """All the plan needs to know of a device; plans are pure functions of it.
+
+    `uuid` and `pci` are what torch says of them, '' where it does not: the driver counts devices in another order.
+    """
 
     kind: str
     index: int
@@ -49,6 +52,8 @@ class DeviceFacts:
     cuda: str | None = None
     hip: str | None = None
     arch: str = ""
+    uuid: str = ""
+    pci: str = ""
 
     @property
     def key(self) -> str:
@@ -176,7 +181,8 @@ class Request:
     seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
     is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
-    `saturation_bound` the percentage of a tensor's values above which its scale is.
+    `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
+    measured where a device can tell it.
     """
 
     suite: str
@@ -199,3 +205,4 @@ class Request:
     static_scales: int | None = None
     refresh_scales: int | None = None
     saturation_bound: float | None = None
+    energy: bool = True

@@ -51,7 +51,10 @@ class Label(StrEnum):
     """A machine-readable reason for doubt."""
 
     NOISY = "noisy"
+    AA_FAILED = "aa-failed"
     CONTENDED = "contended"
+    THROTTLED = "throttled"
+    POWER_CAPPED = "power-capped"
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"
     BIMODAL = "bimodal"
@@ -60,6 +63,21 @@ class Label(StrEnum):
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
+    ENERGY_UNRESOLVED = "energy-unresolved"
+
+
+class MemoryRole(StrEnum):
+    """What bytes of a step's memory are for."""
+
+    WEIGHTS = "weights"
+    LOW_WEIGHTS = "low_precision_weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOW_ACTIVATIONS = "low_precision_activations"
+    DATA = "data"
+    WORKSPACE = "workspace"
+    OTHER = "other"
 
 
 class Verdict(StrEnum):

@@ -8,7 +8,10 @@ from fp8bench.model import UNATTRIBUTED, Label, Phase
 
 LABELS: dict[Label, str] = {
     Label.NOISY: "so restless a machine that the A/A interval reaches further than 3% from 1",
+    Label.AA_FAILED: "identical code was provably told apart: the A/A interval lies 2% or more away from 1",
     Label.CONTENDED: "other work took the processor during most slots (wall time well above processor time)",
+    Label.THROTTLED: "the device held its clocks back for other reasons than its power cap",
+    Label.POWER_CAPPED: "the device ran at its power cap: its clocks are those that the cap allows",
     Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
     Label.BIMODAL: "the times fall into two clusters: two states of the machine or the code were measured as one",
@@ -17,12 +20,16 @@ LABELS: dict[Label, str] = {
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
+    Label.ENERGY_UNRESOLVED: "its energy has no number, or one that its windows do not agree on",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
 REASONS: dict[Label, str] = {
     Label.NOISY: "the machine was restless",
+    Label.AA_FAILED: "the reference differs from itself",
     Label.CONTENDED: "other work took the processor",
+    Label.THROTTLED: "the device held its clocks back",
+    Label.POWER_CAPPED: "the device ran at its power cap",
     Label.LAUNCH_BOUND: "the host sets the pace",
     Label.BELOW_FLOOR: "its phases are too short to be timed",
     Label.BIMODAL: "its times fall into two clusters",
@@ -31,6 +38,7 @@ REASONS: dict[Label, str] = {
     Label.UNPAIRED: "it was measured at another time than the reference",
     Label.VARYING: "its steps were not alike",
     Label.EAGER_QUANTISER: "its quantisers were not compiled",
+    Label.ENERGY_UNRESOLVED: "its energy is not resolved",
 }
 
 # Short names for the columns of the phases table; a phase not named here shows under its own name.

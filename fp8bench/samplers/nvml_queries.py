@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from fp8bench.samplers import throttling
+from fp8bench import throttling
 from fp8bench.samplers.nvml_errors import reason
 from fp8bench.samplers.readings import NoReading, Reading, first_of, positive
 

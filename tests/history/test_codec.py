@@ -19,6 +19,9 @@ from fp8bench.model import (
     Case,
     Course,
     DeviceFacts,
+    DeviceWatch,
+    EnergyUse,
+    EnergyWindow,
     Environment,
     Fault,
     Figure,
@@ -29,9 +32,12 @@ from fp8bench.model import (
     LayerScale,
     Level,
     Measurement,
+    MemoryRole,
+    MemoryUse,
     OperatorTime,
     Overheads,
     Phase,
+    PhaseMemory,
     Plan,
     PlannedCase,
     Point,
@@ -59,7 +65,7 @@ CASE = Case(
 SUPPORT = Support(Level.EMULATED, "no hardware")
 TIMING = Timing(
     Segments((Phase.CAST, Phase.GEMM, "unattributed"), (0, 0, 1)),
-    (SlotSample(0, ((1, 2, 3), (4, 5, 6)), 0.25, 0.125), SlotSample(1, ((7, 8, 9),), 0.5, 0.5, 0.0625)),
+    (SlotSample(0, ((1, 2, 3), (4, 5, 6)), 0.25, 0.125), SlotSample(1, ((7, 8, 9),), 0.5, 0.5, 0.0625, 0.25, 3, 0.01)),
     entries=(("gemm", 2), ("unattributed", 1)),
     varying=True,
     eager="--quick",
@@ -67,15 +73,23 @@ TIMING = Timing(
 )
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")
 STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))
+ENERGY = EnergyUse(
+    "counter", (EnergyWindow(40, 1.25, 300.5, 11, 0.004, 1.98e9, 61.0), EnergyWindow(1, 2.0, 3.0, 4)), 81.5, 82.0, "why"
+)
+WATCH = DeviceWatch(7, 2.5, 0x44, (("thermal", 0.5),), 1.7e9, 1.2e9, 2.6e9, 83.0, "the memory clock is unknown")
+MEMORY = MemoryUse(
+    300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
+    "why",
+)  # fmt: skip
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
-    (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),),
+    (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY,
 )  # fmt: skip
-FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90")
+FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False, 12.5, True, "traces", 8, 100, 0.5,
+    5, ("module",), False, 12.5, True, "traces", 8, 100, 0.5, False,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -101,7 +115,7 @@ VALUES: list[Any] = [
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
-    RECORD.operators[0], RECORD.scales[0], CASE.static,
+    RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
 ]  # fmt: skip
 
 

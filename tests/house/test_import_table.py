@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fp8bench"
 
-FLOOR = frozenset({"codec", "errors", "model", "stats", "units"})
+FLOOR = frozenset({"codec", "errors", "model", "stats", "throttling", "units"})
 ANYONE = frozenset({"*"})
 LEAF = FLOOR | {"axes", "formats", "nn", "numerics", "protocols", "registry"}
 
@@ -24,6 +24,7 @@ TABLE: dict[str, frozenset[str]] = {
     "errors": FLOOR,
     "model": FLOOR,
     "stats": FLOOR,
+    "throttling": FLOOR,
     "units": FLOOR,
     "corpus": FLOOR,
     "axes": FLOOR,
@@ -58,7 +59,7 @@ TABLE: dict[str, frozenset[str]] = {
     "interrupts": FLOOR,
     "streams": FLOOR,
     "samplers": FLOOR,
-    "measure": FLOOR | {"formats", "paths", "profiler", "protocols", "registry"},
+    "measure": FLOOR | {"formats", "paths", "profiler", "protocols", "registry", "samplers"},
     "report": FLOOR | {"analysis", "protocols", "registry"},
     "nn": FLOOR | {"axes", "formats", "numerics", "protocols"},
     "precisions": LEAF,

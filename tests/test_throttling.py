@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 import pytest
 
-from fp8bench.samplers.throttling import BITS, capped_by_power, reasons_in, slowed_by_hardware
+from fp8bench.throttling import BITS, capped_by_power, reasons_in, slowed_by_hardware
 
 
 def test_every_bit_that_pynvml_knows_has_a_name() -> None:
