@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_SECONDS, MOST_THREADS
+from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_BYTES, MOST_SECONDS, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.exporting.tensorboard import check as check_tensorboard
@@ -19,6 +19,7 @@ from fp8bench.pipeline import resume as go_on
 from fp8bench.plan import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.text import render
+from fp8bench.units import bytes_of
 from fp8bench.view import update_view
 
 
@@ -44,6 +45,9 @@ def run(
     static_scales: int | None = None,
     refresh_scales: int | None = None,
     saturation_bound: float | None = None,
+    energy: bool = True,
+    max_batch: bool = False,
+    memory_limit: int | str | None = None,
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
@@ -58,7 +62,7 @@ def run(
     _check_kinds(
         suite=(suite, str), reference=(reference, str | None), set=(set, Mapping | None),
         precision_map=(precision_map, Mapping | None), data=(data, str | Path | None), quick=(quick, bool),
-        isolation=(isolation, bool), grid=(grid, bool),
+        isolation=(isolation, bool), grid=(grid, bool), energy=(energy, bool), max_batch=(max_batch, bool),
     )  # fmt: skip
     request = Request(
         suite=suite, dtypes=_names("dtypes", dtypes), devices=_names("devices", devices), reference=reference,
@@ -71,7 +75,8 @@ def run(
         trace=None if trace is None else str(_folder("trace", trace)),
         static_scales=None if static_scales is None else _whole("static_scales", static_scales, 1, MOST_BATCHES),
         refresh_scales=None if refresh_scales is None else _whole("refresh_scales", refresh_scales, 1),
-        saturation_bound=_percent("saturation_bound", saturation_bound),
+        saturation_bound=_percent("saturation_bound", saturation_bound), energy=energy, max_batch=max_batch,
+        memory_limit=_bytes("memory_limit", memory_limit),
     )  # fmt: skip
     board = _board(tensorboard)
     done = execute(request, _store(store), observer or SilentObserver(), command_line())
@@ -113,13 +118,15 @@ _WANTED = {
     "quick": "give True or False",
     "isolation": "give True or False",
     "grid": "give True or False",
+    "energy": "give True or False",
+    "max_batch": "give True or False",
 }
 
 
 def _whole(name: str, value: object, low: int, high: int = (1 << 31) - 1) -> int:
     """A whole number, as the command line's parser would have it; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        most = f" to {high}" if high in (MOST_THREADS, MOST_BATCHES) else ""
+        most = f" to {high}" if high in (MOST_THREADS, MOST_BATCHES, MOST_BYTES) else ""
         raise UsageError(f"{name} must be a whole number from {low}{most}, got {value!r:.80}.")
     return value
 
@@ -138,6 +145,18 @@ def _percent(name: str, value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 100:
         raise UsageError(f"{name} must be a percentage from 0 to below 100, got {value!r:.80}.")
     return float(value)
+
+
+def _bytes(name: str, value: object) -> int | None:
+    """Bytes, or a size in words."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = bytes_of(value)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}, got {value!r:.80}.") from None
+    return _whole(name, value, 1, MOST_BYTES)
 
 
 def _store(given: object) -> Path:

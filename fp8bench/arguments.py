@@ -11,12 +11,14 @@ from typing import NoReturn
 
 from fp8bench import __version__
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.units import bytes_of, size
 
 DEFAULT_STORE = ".fp8bench"
 DEFAULT_PROJECT = "fp8bench"
 MOST_THREADS = 1024
 MOST_SECONDS = 1e7
 MOST_BATCHES = 100_000
+MOST_BYTES = 1 << 50
 
 
 class Parser(argparse.ArgumentParser):
@@ -176,6 +178,12 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--case-timeout", type=_seconds, metavar="SECONDS", help=words)
     words = "also record a few steps of each case there, untimed: traces for Perfetto and for TensorBoard's profiler"
     add("--trace", type=_path, metavar="DIR", help=words)
+    words = "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
+    add("--no-energy", dest="energy", action="store_false", help=words)
+    words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
+    add("--max-batch", action="store_true", help=words)
+    words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
+    add("--memory-limit", type=_size, metavar="SIZE", help=words)
     add("--no-isolation", dest="isolation", action="store_false", help="measure in this process, without a worker")
 
 
@@ -358,6 +366,16 @@ def _percent(text: str) -> float:
         value = -1.0
     if not 0 <= value < 100:
         raise argparse.ArgumentTypeError(f"expected a percentage from 0 to below 100, got {text!r}")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        value = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+    if not 0 < value <= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"expected a size above 0 and below {size(MOST_BYTES)}, got {text!r}")
     return value
 
 

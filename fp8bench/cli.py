@@ -111,7 +111,8 @@ def _suite(arguments: argparse.Namespace) -> int:
         case_timeout=arguments.case_timeout, grid=arguments.grid,
         trace=None if arguments.trace is None else str(arguments.trace),
         static_scales=arguments.static_scales, refresh_scales=arguments.refresh_scales,
-        saturation_bound=arguments.saturation_bound,
+        saturation_bound=arguments.saturation_bound, energy=arguments.energy,
+        max_batch=arguments.max_batch, memory_limit=arguments.memory_limit,
     )  # fmt: skip
     _import(request.imports)
     check_names(request)

@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import decided, find
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.environment import gather, load_in_words
 from fp8bench.errors import NotKept, StoreError
@@ -24,6 +25,8 @@ from fp8bench.history.runs import load_run, missing_groups, store_of
 from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.bench import Settings
+from fp8bench.measure.capacity import CapacityRule
+from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
@@ -32,10 +35,11 @@ from fp8bench.measure.stopping import rule_for
 from fp8bench.measure.trace_files import trace_folder
 from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.paths import check_folder
-from fp8bench.plan import check_names, make_plan, reads_corpus
+from fp8bench.plan import check_names, make_plan, reads_corpus, searched_for_batches, with_batch
 from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules, workloads
 from fp8bench.resuming import refuse_elsewhere, refuse_foreign, refuse_lost
+from fp8bench.samplers.meters import Meters
 
 
 def execute(
@@ -50,11 +54,12 @@ def execute(
     start = time.monotonic()
     corpus = _prepared(request, store)
     check_store(store)
-    with _worker(request, corpus) as worker:
+    with _worker(request, corpus) as worker, Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, worker, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
-        return _measure(replace(run, path=str(writer.path)), run.plan.groups, writer, worker, observer, start)
+        run = replace(run, path=str(writer.path))
+        return _measure(run, run.plan.groups, writer, worker, meters, observer, start)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -72,14 +77,14 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     store = store_of(path) or store
     corpus = _prepared(run.request, store)
     check_store(store)
-    with _worker(run.request, corpus) as worker:
+    with _worker(run.request, corpus) as worker, Meters(run.request.energy) as meters:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, run.request.threads, run.request.imports)
         refuse_foreign(run, make_plan(run.request, facts, corpus.identity if corpus else None), facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(_now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
-        return True, _measure(run, missing_groups(run), writer, worker, observer, start)
+        return True, _measure(run, missing_groups(run), writer, worker, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
@@ -100,7 +105,13 @@ def findings(run: Run) -> dict[str, Finding]:
 
 
 def _measure(
-    run: Run, groups: Sequence[Group], writer: RunWriter, worker: Worker, observer: Observer, start: float
+    run: Run,
+    groups: Sequence[Group],
+    writer: RunWriter,
+    worker: Worker,
+    meters: Meters,
+    observer: Observer,
+    start: float,
 ) -> Run:
     """The groups one by one, each kept as soon as it is done."""
     noted: set[str] = set()
@@ -110,7 +121,7 @@ def _measure(
         for place, group in enumerate(groups):
             _note_company(writer, noted)
             budget = _share(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, observer, quantisers)
+            measured += _group(group, run, budget, worker, meters, observer, quantisers)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -185,13 +196,32 @@ def _share(budget: float | None, start: float, groups_left: int) -> float | None
 
 
 def _group(
-    group: Group, run: Run, budget: float | None, worker: Worker, observer: Observer, quantisers: Quantisers
+    group: Group,
+    run: Run,
+    budget: float | None,
+    worker: Worker,
+    meters: Meters,
+    observer: Observer,
+    quantisers: Quantisers,
 ) -> tuple[Record, ...]:
     rule = rule_for(run.request.quick, run.request.rounds, budget)
     facts = {one.key: one for one in run.devices}
     limits = Limits(run.request.case_timeout)
     traces = trace_folder(run)
     seed = run.request.seed
+    energy = energy_rule_for(run.request.quick, run.request.budget) if run.request.energy else None
     if not workloads.get(group.cases[0].case.workload).fused:
-        quantisers = Quantisers("the suite is about numbers, and compiles none")
-    return GroupMeasurement(group, facts, worker, rule, decided, seed, observer, limits, traces, quantisers).run()
+        energy, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
+    used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
+    meter = meters.of(used) if used is not None else None
+    return GroupMeasurement(
+        group, facts, worker, rule, decided, seed, observer, limits, traces, quantisers, meter, energy,
+        _capacity_rule(group, run),
+    ).run()  # fmt: skip
+
+
+def _capacity_rule(group: Group, run: Run) -> CapacityRule | None:
+    """How the group's largest batch is looked for; None where nobody asked, or another group stands for it."""
+    if not run.request.max_batch or group.setting not in searched_for_batches(run.plan):
+        return None
+    return CapacityRule(run.request.memory_limit, with_batch)

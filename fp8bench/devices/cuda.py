@@ -92,6 +92,13 @@ class AllocatorMeter(MemoryMeter):
 
 
 @devices.register("cuda")
+def pci_address(properties: object) -> str:
+    """Domain, bus and device in hexadecimal, as the driver writes them; '' where torch is too old to say."""
+    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    known = [part for part in parts if isinstance(part, int)]
+    return "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
+
+
 class Cuda(Device):
     """One GPU each; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
@@ -113,6 +120,7 @@ class Cuda(Device):
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
             arch=getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"),
         )  # fmt: skip
+            uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties),
 
     def stamper(self, index: int) -> Stamper:
         return EventStamper()

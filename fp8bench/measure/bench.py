@@ -29,6 +29,8 @@ from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overhead
 from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 
+from fp8bench.samplers.host import counters
+from fp8bench.samplers.readings import Read, Reading, grown
 
 @dataclass(frozen=True)
 class Settings:
@@ -50,7 +52,7 @@ class RawStep:
 
 @dataclass(frozen=True)
 class RawSlot:
-    """The timed steps of a slot, with host and process clocks over all of them.
+    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
 
     Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
     """
@@ -62,6 +64,9 @@ class RawSlot:
     eager_quantisers: int = 0
     fused_quantisers: int = 0
 
+    thread_seconds: float | None = None
+    preemptions: int | None = None
+    stolen_seconds: float | None = None
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
@@ -203,6 +208,7 @@ class Bench:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         one = self._prepared[key]
         one.device.select(one.index)
+                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
         clock, begin, timed, state = one.clock, one.begin, one.workload.step, one.state
         marks = []
         eager, fused = fusing.calls()
@@ -215,21 +221,40 @@ class Bench:
                     timed(state, clock)
                     clock.end()
                 one.device.synchronise(one.index)
-                cpu, wall = time.process_time(), time.perf_counter()
+                cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
                 for _ in range(calls):
                     begin()
                     timed(state, clock)
                     marks.append(clock.end())
                 host = time.perf_counter() - wall
                 one.device.synchronise(one.index)
-                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                wall, thread, cpu = (
+                    time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
+                )  # fmt: skip
+                counted = grown(before, counters())
         finally:
             if gc_was_on:
                 gc.enable()
         steps = tuple(RawStep(tuple(codes), tuple(one.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         one.stamper.recycle()
         eager_now, fused_now = fusing.calls()
-        return RawSlot(steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused)
+        preemptions = _known(counted["preemptions"])
+        return RawSlot(
+            steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
+            None if preemptions is None else int(preemptions), _known(counted["steal"]),
+        )  # fmt: skip
+
+    def loop(self, key: str, steps: int) -> None:
+        """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
+        one = self._prepared[key]
+        one.device.select(one.index)
+        silent = SilentPhases()
+        with unchanged(), silent_step(), one.precision.scope():
+            for _ in range(steps):
+                if one.scales is not None:
+                    one.scales.begin_step()
+                one.workload.step(one.state, silent)
+            one.device.synchronise(one.index)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         """The workload's numerical errors for one case, in a pass of its own."""

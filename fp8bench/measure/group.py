@@ -12,17 +12,22 @@ import time
 from collections.abc import Mapping
 
 from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.measure.capacity import CapacityPass, CapacityRule
+from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
-from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.measure.outcome import OUT_OF_MEMORY, Outcome, exhausted
 from fp8bench.measure.passes import Passes
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Sitting
 from fp8bench.measure.stopping import StoppingRule
 from fp8bench.measure.trace_files import TraceFolder
+from fp8bench.measure.watch import Watch
 from fp8bench.model import DeviceFacts, Group, Level, Record, Status
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
+from fp8bench.samplers.absent import AbsentDevice
+from fp8bench.samplers.meter import Meter
 
 
 class GroupMeasurement:
@@ -40,6 +45,9 @@ class GroupMeasurement:
         limits: Limits = USUAL,
         traces: TraceFolder | None = None,
         quantisers: Quantisers | None = None,
+        meter: Meter | None = None,
+        energy: EnergyRule | None = None,
+        capacity: CapacityRule | None = None,
     ) -> None:
         self._group = group
         self._facts = facts
@@ -53,14 +61,16 @@ class GroupMeasurement:
         self._limits = limits
         self._traces = traces
         self._quantisers = quantisers
+        self._meter = meter
+        self._energy = energy
+        self._capacity = capacity
         self._outcomes = [Outcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
         """Measure, then the passes that look at what was measured, then records in the order of the plan."""
         while self._time() == "again":
             for outcome in self._outcomes:
-                outcome.timing = outcome.control = outcome.paired_with = None
-                outcome.paired, outcome.stopped = True, ""
+                outcome.forget()
         led = self._reference()
         passes = Passes(self._worker, self._facts, self._limits, self._observer)
         passes.errors(self._alive())
@@ -70,6 +80,9 @@ class GroupMeasurement:
         if reference is not None:
             passes.statistics(reference)
         passes.memory(self._alive())
+        if self._capacity is not None:
+            searching = CapacityPass(self._worker, self._facts, self._limits, self._observer, self._capacity)
+            searching.search([one for one in self._outcomes if one.may_fit])
         if self._traces is not None:
             passes.traces(self._alive(), self._traces)
         return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
@@ -141,10 +154,14 @@ class GroupMeasurement:
         sitting.prepare(
             self._worker, self._quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
+        watch = self._watch(sitting)
         stopped = sitting.run(
             self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
+            after=watch.look if watch is not None else None,
         )  # fmt: skip
+        if watch is not None:
+            watch.end()
         sitting.check(self._worker)
         reference = sitting.reference.timing() if sitting.reference else None
         control = sitting.control.timing() if sitting.control else None
@@ -157,6 +174,35 @@ class GroupMeasurement:
             outcome.paired = leader is not None
             if not shared:  # a sitting of its own: its reference samples belong to this comparison
                 outcome.paired_with, outcome.control = reference, control
+        self._look_beside(sitting, leader, candidates, watch)
+
+    def _watch(self, sitting: Sitting) -> Watch | None:
+        """Who looks at the device between slots: nobody at a processor that has nothing to say of itself."""
+        if self._meter is None or not sitting.arms:
+            return None
+        silent = isinstance(self._meter.device, AbsentDevice) and not sitting.arms[0].facts.accelerated
+        return None if silent else Watch(self._meter.device)
+
+    def _look_beside(
+        self, sitting: Sitting, leader: Outcome | None, candidates: list[Outcome], watch: Watch | None
+    ) -> None:
+        """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
+        sat = list(zip(candidates, sitting.candidates, strict=True))
+        if leader is not None and sitting.reference is not None:
+            sat.insert(0, (leader, sitting.reference))
+        for outcome, arm in sat:
+            if watch is not None and outcome.watch is None:
+                outcome.watch = watch.seen(arm.key)
+        if self._meter is None or self._energy is None:
+            return
+        due = [(outcome, arm) for outcome, arm in sat if outcome.energy is None]
+        windows = EnergyPass(
+            self._meter, self._energy, self._seed,
+            lambda arm, share: self._observer.working(arm.planned.case, "measuring energy", share),
+        )  # fmt: skip
+        found = windows.measure([arm for _, arm in due], self._worker)
+        for outcome, arm in due:
+            outcome.energy = found[arm.key]
 
     def _smaller(
         self, leader: Outcome | None, with_control: bool, candidates: list[Outcome]
@@ -177,7 +223,7 @@ class GroupMeasurement:
         cause = failed.cause
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        outcome.failure = "out of memory, even alone" if exhausted(cause) else str(cause)
+        outcome.failure = OUT_OF_MEMORY if exhausted(cause) else str(cause)
         outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
     def _release(self, sitting: Sitting) -> ArmFailed | None:
@@ -202,4 +248,6 @@ class GroupMeasurement:
             outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
             outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
             outcome.trace, outcome.operators, outcome.scales if status is Status.OK else (),
+            outcome.energy if status is Status.OK else None, outcome.watch if status is Status.OK else None,
+            capacity=outcome.capacity,
         )  # fmt: skip

@@ -37,6 +37,11 @@ class Worker(ABC):
     def restart(self) -> None:
         """A fresh worker with the same settings; all states are gone."""
 
+    @property
+    def pid(self) -> int | None:
+        """The process that the bench runs in, None while there is none."""
+        return os.getpid()
+
     def __enter__(self) -> Self:
         return self
 
@@ -69,6 +74,10 @@ class Worker(ABC):
 
     def slot(self, key: str, calls: int, discard: int, limit: float) -> RawSlot:
         return cast(RawSlot, self.ask(limit, "slot", key, calls, discard))
+
+    def loop(self, key: str, steps: int, limit: float) -> None:
+        """Run so many steps back to back, untimed."""
+        self.ask(limit, "loop", key, steps)
 
     def error(self, case: Case, facts: DeviceFacts, limit: float) -> dict[str, float]:
         return cast(dict[str, float], self.ask(limit, "error", case, facts))

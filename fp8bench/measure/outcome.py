@@ -34,3 +34,16 @@ class Outcome:
 def exhausted(cause: WorkerError) -> bool:
     """Whether memory did not suffice, and the worker lives on."""
     return isinstance(cause, WorkerFault) and cause.out_of_memory
+    energy: EnergyUse | None = None
+    watch: DeviceWatch | None = None
+    capacity: Capacity | None = None
+
+    def forget(self) -> None:
+        """Whatever was measured while it sat with others: they sit down again."""
+        self.timing = self.control = self.paired_with = self.energy = self.watch = None
+        self.paired, self.stopped = True, ""
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it would run with a batch that is small enough."""
+        return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)

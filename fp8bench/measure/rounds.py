@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
@@ -159,7 +159,12 @@ class Arm:
             self._vary()
             rows = [by_phase_totals(step.codes, step.intervals_ns) for step in raw.steps]
         calls = tuple(row for row in rows if row is not None)
-        self.slots.append(SlotSample(round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds))
+        self.slots.append(
+            SlotSample(
+                round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
+                raw.preemptions, raw.stolen_seconds,
+            )
+        )  # fmt: skip
 
     def _vary(self) -> None:
         if self.varying:
@@ -167,12 +172,8 @@ class Arm:
         assert self.segmentation is not None
         phases = self.segmentation.segments.phases
         self.slots = [
-            SlotSample(
-                slot.round, tuple(_fold(phases, call) for call in slot.calls_ns), slot.wall_seconds,
-                slot.cpu_seconds, slot.host_seconds,
-            )
-            for slot in self.slots
-        ]  # fmt: skip
+            replace(slot, calls_ns=tuple(_fold(phases, call) for call in slot.calls_ns)) for slot in self.slots
+        ]
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
 
@@ -266,8 +267,12 @@ class Sitting:
         seed: int,
         tick: Callable[[Arm, float], None],
         clock: Callable[[], float] = time.monotonic,
+        after: Callable[[str], None] | None = None,
     ) -> str:
-        """Rounds until every candidate is decided or the rule says stop; returns why it ended."""
+        """Rounds until every candidate is decided or the rule says stop; returns why it ended.
+
+        `after` is told of each slot when it is over, by its arm's key.
+        """
         order = random.Random(seed)
         start = clock()
         rounds = 0
@@ -281,6 +286,8 @@ class Sitting:
                 tick(arm, self._share(rounds, clock() - start, rule))
                 with _guarding(arm):
                     arm.run(worker, rounds)
+                if after is not None:
+                    after(arm.key)
             rounds += 1
             if rule.looks(rounds):
                 undecided = [arm for arm in undecided if not self._decided(arm, judge)]

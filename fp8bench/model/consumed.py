@@ -14,7 +14,7 @@ class EnergyWindow:
 
     `joules` are those of the whole window, idling included. A counter changed `intervals` times in the part of it that
     was measured; `uncertainty` is the share by which that part can be off, None where a sensor of power was read:
-    nobody knows. The clock is the median one, the temperature the highest.
+    nobody knows. The clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
     """
 
     steps: int
@@ -24,6 +24,7 @@ class EnergyWindow:
     uncertainty: float | None = None
     sm_clock: float | None = None
     temperature: float | None = None
+    throttle: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ class AbsentDevice:
     def violations(self) -> Readings:
         return self._all(queries.VIOLATIONS)
 
+    def glance(self) -> Readings:
+        return self._all(queries.RESTLESS)
+
     def restless(self) -> Readings:
         return self._all(queries.RESTLESS)
 

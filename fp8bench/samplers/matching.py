@@ -55,15 +55,6 @@ class Match:
     instance: Instance | None = None
 
 
-def identity_of(index: int, properties: object) -> Identity:
-    """What torch says of a device (`torch.cuda.get_device_properties`); attributes that it lacks are unknown."""
-    uuid = str(getattr(properties, "uuid", ""))
-    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    known = [part for part in parts if isinstance(part, int)]
-    pci = "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
-    return Identity(index, uuid, pci)
-
-
 def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
     """Which device it is; raises NoReading where that cannot be said."""
     if not devices:

@@ -54,8 +54,12 @@ class NvmlDevice:
         query = queries.process_memory(os.getpid() if pid is None else pid)
         return self._read((query,))[query.name]
 
+    def glance(self) -> Readings:
+        """What may change from one second to the next: clocks, temperature, throttle reasons."""
+        return self._read(queries.RESTLESS)
+
     def restless(self) -> Readings:
-        """What may change within a window, read in the calling thread, which must be one that may hang."""
+        """The same, read in the calling thread, which must be one that may hang."""
         return {query.name: self._attempt(query) for query in queries.RESTLESS}
 
     @property

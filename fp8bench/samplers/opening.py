@@ -20,31 +20,42 @@ from fp8bench.samplers.sources import Source, SourceKind
 
 # The NVML device (UUID or PCI address) to read whatever the device of the cases is.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
+_UNWANTED = "--no-energy was given"
 # What power readings of the average kind are an average over.
 _AVERAGED = 1.0
 
 
-def meter_for(facts: DeviceFacts, identity: Identity, environ: Mapping[str, str] = os.environ) -> Meter:
-    """The meter of a device that cases run on; opens it. Takes up to 3 s per source that has to be tried."""
+def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
+    """The meter of a device that cases run on; opens it. Takes up to 3 s per source that has to be tried.
+
+    Without `energy` none is tried: the device can be asked how it is, and its windows say that nobody wanted them.
+    """
     named = environ.get(NVML_DEVICE, "")
     if named:
         by_address = named.count(":") > 0
-        return nvml_meter(Identity(uuid="" if by_address else named, pci=named if by_address else ""), environ)
+        identity = Identity(uuid="" if by_address else named, pci=named if by_address else "")
+        return nvml_meter(identity, environ, energy=energy)
     if facts.kind == "cpu":
-        return rapl_meter()
+        return rapl_meter(energy=energy)
     if facts.hip:
         return Meter((), AbsentDevice("NVML knows NVIDIA's devices only"), "NVML knows NVIDIA's devices only")
-    return nvml_meter(identity, environ)
+    return nvml_meter(Identity(facts.index, facts.uuid, facts.pci), environ, energy=energy)
 
 
 def nvml_meter(
-    identity: Identity, environ: Mapping[str, str] = os.environ, clock: Clock = HOST, library: Library = LIBRARY
+    identity: Identity,
+    environ: Mapping[str, str] = os.environ,
+    clock: Clock = HOST,
+    library: Library = LIBRARY,
+    energy: bool = True,
 ) -> Meter:
     """The meter of the device that CUDA knows by that identity."""
     try:
         device = NvmlDevice(identity, environ, library)
     except NoReading as failure:
         return Meter((), AbsentDevice(failure.reason), failure.reason, clock)
+    if not energy:
+        return Meter((), device, _UNWANTED, clock)
     if device.shared_by > 1:
         why = f"{device.shared_by} MIG instances share the GPU, and its energy is known as a whole only"
         return Meter((), device, why, clock)
@@ -56,9 +67,11 @@ def nvml_meter(
     return Meter(sources, device, "", clock, library.patience, library.give_up)
 
 
-def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST) -> Meter:
+def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
     """The meter of the processor's packages and their memory."""
     absent = AbsentDevice("a processor has no NVML")
+    if not energy:
+        return Meter((), absent, _UNWANTED, clock)
     try:
         counter = rapl.Counter(rapl.domains(root), clock.now)
     except NoReading as failure:

@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Change, Cpu, HostStamper, ProfilerMeter, highest, processor_name
-from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper
+from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.registry import devices
@@ -182,6 +182,17 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     assert found[1] == DeviceFacts(
         "cuda", 1, "a GPU", 80 << 30, str(torch.__version__), (9, 4), None if hip else "13.0", hip, arch or "sm_94"
     )
+
+
+def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the driver knows too; an older torch says none of it."""
+    properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "uuid": "aaaa2222-0000"}
+    properties |= {"pci_domain_id": 0, "pci_bus_id": 0x4C, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+    assert [(one.uuid, one.pci) for one in Cuda().available()] == [("aaaa2222-0000", "00000000:4C:00")]
+    assert pci_address(SimpleNamespace(pci_bus_id=3)) == ""
 
 
 def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,11 @@ TIMING = Timing(
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")
 STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))
 ENERGY = EnergyUse(
-    "counter", (EnergyWindow(40, 1.25, 300.5, 11, 0.004, 1.98e9, 61.0), EnergyWindow(1, 2.0, 3.0, 4)), 81.5, 82.0, "why"
+    "counter",
+    (EnergyWindow(40, 1.25, 300.5, 11, 0.004, 1.98e9, 61.0, 4), EnergyWindow(1, 2.0, 3.0, 4)),
+    81.5,
+    82.0,
+    "why",
 )
 WATCH = DeviceWatch(7, 2.5, 0x44, (("thermal", 0.5),), 1.7e9, 1.2e9, 2.6e9, 83.0, "the memory clock is unknown")
 MEMORY = MemoryUse(

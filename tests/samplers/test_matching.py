@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from fp8bench.samplers.matching import Identity, Instance, Listed, identity_of, match
+from fp8bench.samplers.matching import Identity, Instance, Listed, match
 from fp8bench.samplers.readings import NoReading
 
 A = Listed("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
@@ -110,10 +108,3 @@ def test_mig(identity: Identity, environ: dict[str, str], instance: Instance | N
 def test_the_only_instance_is_the_one() -> None:
     alone = Listed(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
     assert match(Identity(0, uuid=SPLIT.uuid), (alone,), {}).instance is SECOND
-
-
-def test_what_torch_says() -> None:
-    """Properties as torch has them, and those of a version that has none of it."""
-    full = SimpleNamespace(uuid="aaaa2222-0000", pci_domain_id=0, pci_bus_id=0x4C, pci_device_id=0)
-    assert identity_of(3, full) == Identity(3, "aaaa2222-0000", "00000000:4C:00")
-    assert identity_of(0, SimpleNamespace()) == Identity(0, "", "")

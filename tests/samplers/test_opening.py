@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
     """The one that CUDA means: not the one of the same index."""
     nvml.add("Second GPU", 2).high = 120.0
     nvml.state.device[1].period_ns = 10_000_000
-    with meter_for(GPU, Identity(0, uuid=uuid_of(2)), {}) as meter:
+    with meter_for(replace(GPU, uuid=uuid_of(2)), {}) as meter:
         assert meter.kind is SourceKind.COUNTER
         name = meter.device.facts()["name"]
         assert isinstance(name, Reading) and name.value == "Second GPU"
@@ -36,7 +37,7 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
 
 def test_a_gpu_that_nvml_does_not_know_has_reasons(nvml: Simulation) -> None:
     """In place of everything."""
-    with meter_for(GPU, Identity(0, uuid="GPU-ffff"), {}) as meter:
+    with meter_for(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
         reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
@@ -45,7 +46,7 @@ def test_a_gpu_that_nvml_does_not_know_has_reasons(nvml: Simulation) -> None:
 
 def test_an_amd_gpu_has_reasons(nvml: Simulation) -> None:
     """NVML may be there, for another device."""
-    with meter_for(AMD, Identity(0), {}) as meter:
+    with meter_for(AMD, {}) as meter:
         assert (meter.kind, meter.why) == (SourceKind.NONE, "NVML knows NVIDIA's devices only")
     assert nvml.state.inits == 0
 
@@ -53,7 +54,7 @@ def test_an_amd_gpu_has_reasons(nvml: Simulation) -> None:
 def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or says why not; it has no NVML."""
     monkeypatch.setattr(opening.rapl, "ROOT", tmp_path / "absent")
-    with meter_for(CPU, Identity(), {}) as meter:
+    with meter_for(CPU, {}) as meter:
         assert meter.kind in (SourceKind.NONE, SourceKind.RAPL)
         assert meter.device.process_memory() == Unavailable("a processor has no NVML")
     with rapl_meter(tmp_path / "absent") as meter:
@@ -83,7 +84,7 @@ def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monk
 def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
     """Processors included: so a whole suite runs with the library of the tests."""
     nvml.add("Second GPU", 2).period_ns = 10_000_000
-    with meter_for(CPU, Identity(), {opening.NVML_DEVICE: name}) as meter:
+    with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
         assert meter.kind is SourceKind.COUNTER
 
@@ -101,3 +102,16 @@ def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
     nvml.split(device, 1)
     with nvml_meter(Identity(0, uuid=uuid), {}, clock, library) as meter:
         assert isinstance(meter.idle(), Energy)
+
+
+def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
+    """No source is tried, so that opening takes no time; windows say why they are empty."""
+    with meter_for(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
+        assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
+        with meter.window() as window:
+            assert window.enough
+        assert window.energy == Unavailable("--no-energy was given")
+        temperature = meter.device.glance()["temperature"]
+        assert isinstance(temperature, Reading) and temperature.number == 55
+    with meter_for(CPU, {}, energy=False) as meter:
+        assert meter.why == "--no-energy was given"

@@ -1,0 +1,90 @@
+"""Whole suites in processes of their own, with the real pynvml and the library of tests/samplers/nvml/ for a driver."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.api import load
+from fp8bench.model import EnergyUse, Run
+from tests.samplers.nvml.library import Simulation, build, uuid_of, why_not
+
+GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--no-report")
+
+
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """The library, built once, and asked by other processes alone."""
+    if why_not():
+        pytest.skip(why_not())
+    return Simulation(build(tmp_path_factory.mktemp("nvml")))
+
+
+def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0) -> tuple[Run, str]:
+    """The run that a command line leaves, and what it printed."""
+    environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8bench", *words, "--store", "store"], cwd=folder, env=environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return load("last", folder / "store").run, done.stdout
+
+
+def energies(run: Run) -> list[EnergyUse]:
+    found = [record.energy for record in run.records]
+    return [one for one in found if one is not None]
+
+
+def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
+    """At a constant power every window is that power times its length; the state of the device is there too."""
+    simulation.reset().reasons = 0x4
+    run, _ = ran(simulation, tmp_path, *GEMM, "--quick")
+    assert len(energies(run)) == 2
+    for use in energies(run):
+        (window,) = use.windows
+        assert use.source == "counter" and use.why == ""
+        assert window.joules / window.seconds == pytest.approx(300.0, rel=0.01) and window.steps > 1
+        assert window.intervals >= 10 and window.throttle == 0x4 and window.sm_clock == 1755e6
+        assert use.idle_before == pytest.approx(300.0, rel=0.01) and use.idle_after == pytest.approx(300.0, rel=0.01)
+    for record in run.records:
+        assert record.watch is not None and record.watch.throttle == 0x4 and record.watch.looks >= 1
+        assert record.watch.temperature == 55 and record.watch.why == ""
+        assert record.timing is not None
+        assert all(slot.thread_seconds and slot.preemptions is not None for slot in record.timing.slots)
+
+
+def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulation, tmp_path: Path) -> None:
+    """Throttling matters for times, too; the counter is not asked once."""
+    simulation.reset().reasons = 0x40
+    simulation.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
+    run, _ = ran(simulation, tmp_path, *GEMM, "--quick", "--no-energy")
+    assert not energies(run)
+    assert all(record.watch is not None and record.watch.throttle == 0x40 for record in run.records)
+
+
+def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: Path) -> None:
+    """The run goes on, with exit code 0 and no number."""
+    simulation.reset()
+    for function, code in (("nvmlDeviceGetTotalEnergyConsumption", 15), ("nvmlDeviceGetFieldValues", 15)):
+        simulation.fail(function, code, first=40)
+    simulation.fail("nvmlDeviceGetPowerUsage", 15)
+    run, text = ran(simulation, tmp_path, *GEMM, "--quick")
+    assert all(record.timing is not None for record in run.records)
+    for use in energies(run):
+        assert not use.windows and "the GPU is lost" in use.why
+    assert "verdict" in text
+
+
+def test_the_run_as_json_has_it_all(simulation: Simulation, tmp_path: Path) -> None:
+    """Raw windows, for whoever wants to judge for themselves."""
+    simulation.reset()
+    _, text = ran(simulation, tmp_path, *GEMM, "--quick", "--json")
+    printed: dict[str, Any] = json.loads(text)
+    windows = [record["energy"]["windows"] for record in printed["run"]["records"]]
+    assert [len(one) for one in windows] == [1, 1] and all(one[0]["joules"] > 0 for one in windows)
