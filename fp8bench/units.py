@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_ENERGY = ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ"), (1e-9, "nJ"))
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
@@ -51,6 +52,16 @@ def seconds(value: float | None, digits: int = 3) -> str:
     if value == 0 or math.isnan(value):
         return f"{significant(value)} s"
     scale, unit = _scale_of(value, digits, _TIME)
+    return f"{significant(value / scale, digits)} {unit}"
+
+
+def joules(value: float | None, digits: int = 3) -> str:
+    """An energy: 0.0191 -> '19.1 mJ'."""
+    if value is None:
+        return NONE
+    if value == 0 or not math.isfinite(value):
+        return f"{significant(value)} J"
+    scale, unit = _scale_of(value, digits, _ENERGY)
     return f"{significant(value / scale, digits)} {unit}"
 
 
@@ -144,7 +155,7 @@ def measured(value: float | None, unit: str) -> str:
     """A number in a unit that a measurement may have."""
     if value is None:
         return NONE
-    known = {"s": seconds, "B": size, "dB": decibels, "%": percentage}
+    known = {"s": seconds, "B": size, "J": joules, "dB": decibels, "%": percentage}
     return known[unit](value) if unit in known else count(value, unit)
 
 

@@ -37,6 +37,18 @@ def test_seconds(value: float | None, text: str) -> None:
     assert units.seconds(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"), (0.0, "0 J"), (1.9, "1.90 J"), (0.0191, "19.1 mJ"), (0.9996e-3, "1.00 mJ"), (3e-6, "3.00 uJ"),
+        (4.2e-9, "4.20 nJ"), (4e-12, "0.00400 nJ"), (999.6, "1.00 kJ"), (2.5e6, "2.50 MJ"), (3e9, "3000 MJ"),
+        (-0.5, "-500 mJ"), (math.nan, "nan J"), (math.inf, "inf J"),
+    ],
+)  # fmt: skip
+def test_joules(value: float | None, text: str) -> None:
+    assert units.joules(value) == units.measured(value, "J") == text
+
+
 @pytest.mark.parametrize(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
 def test_seconds_round_up_across_units_at_any_precision(value: float, digits: int, text: str) -> None:
     """The step to the next unit moves with the number of digits."""

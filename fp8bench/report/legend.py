@@ -82,6 +82,22 @@ DATA = (
     "largest / the share that is not zero and would become zero; -: none"
 )
 
+ENERGY = (
+    "energy: what the device took while steps ran, for one of them (gross; the middle of its windows); net: beyond "
+    "what it takes idle beside the same states; per token, TFLOP or GB: gross; power: while steps ran; (+-): how far "
+    "a window can be off"
+)
+ENERGY_EMULATED = "energy of an emulated case is the cost of emulation, and compares with nothing"
+
+
+def energy_versus(reference: str) -> str:
+    """What the column of energy ratios says."""
+    return (
+        f"energy vs {reference}: of a step / that of {reference}, below 1x is less; [low, high]: of all pairs of "
+        "windows, with their uncertainty; less or more if windows of the two lie apart by more than those of either, "
+        "else unclear"
+    )
+
 
 def time_versus(reference: str, levels: str) -> str:
     """What the ratio column says."""

@@ -9,6 +9,8 @@ from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Status, Verd
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_of
 from fp8bench.report.data_table import data_table
+from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
+from fp8bench.report.energy_table import energy_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.run_facts import missing_of, notes_of
@@ -44,6 +46,8 @@ def _panel(panel: Panel, devices: Sequence[DeviceFacts], width: int, paint: Pain
         lines += [*wrap(_reference_line(panel), width, INDENT, INDENT), "", *main_table(panel, width, paint)]
         phases = phases_table(panel, width, paint)
         lines += ["", "phases, as shares of the best case", *phases] if phases else []
+        energy = energy_table(panel, width, paint)
+        lines += ["", *energy] if energy else []
     data = data_table(panel, width, paint)
     if data:
         lines += ["", *data]
@@ -105,6 +109,8 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
                 yield f"{result.mode} {Label.EAGER_QUANTISER}", eager_reason(result), place
             if record.detail:  # it was timed, but something else about it could not be had
                 yield result.mode, record.detail, place
+        for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
+            yield modes, doubt, place
 
 
 def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
@@ -121,7 +127,7 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
         lines.append(legend.BELOW_FLOOR)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
-    lines += [*_error_legends(timed), *_number_legends(timed), *tensors, *data]
+    lines += [*_error_legends(timed), *_number_legends(timed), *_energy_legends(timed), *tensors, *data]
     seen = {label for result in results for label in result.labels}
     lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
     return _quiet(lines, width, paint)
@@ -179,9 +185,21 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted(described)
 
 
+def _energy_legends(panels: Sequence[Panel]) -> list[str]:
+    """What the energy tables hold, where there are any."""
+    found = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
+    found = [(panel, group, one) for panel, group, one in found if figures_of(one) is not None]
+    if not found:
+        return []
+    compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_within(group, one) is not None)
+    cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []
+    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost]
+
+
 def _ending(run: Run, width: int, paint: Paint) -> list[str]:
     """Plan notes, troubles, how much of the plan has a record, and where the run is kept."""
     lines = [line for note in notes_of(run) for line in wrap(f"note: {note}", width, hang=INDENT)]
+    lines += [line for text in absences(run) for line in wrap(text, width, hang=INDENT)]
     for trouble in run.troubles:
         lines += [paint(line, Tone.DOUBT) for line in wrap(f"trouble: {trouble}", width, hang=INDENT)]
     missing = missing_of(run)

@@ -8,14 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from fp8bench.analysis.phase_medians import phase_medians
-from fp8bench.model import UNATTRIBUTED, Finding, Label, Level, Provenance, Record, Run, Scalar, Timing, Verdict
-from fp8bench.report.blocks import Result, panels_of, show_params
+from fp8bench.model import UNATTRIBUTED, Finding, Label, Level, Provenance, Record, Run, Timing, Verdict
+from fp8bench.report.blocks import Result, ResultGroup, panels_of, show_params
+from fp8bench.report.energy_rows import energy_rows
 from fp8bench.report.standing import eager_reason
+from fp8bench.report.tidy_row import STEP as STEP
+from fp8bench.report.tidy_row import TidyRow as TidyRow
 
-Cell = Scalar | None
-TidyRow = dict[str, Cell]
-
-STEP = "step"
 # What every row has: first what it is about, ...
 _CASE_COLUMNS = (
     "run", "started_utc", "case", "suite", "suite_version", "device", "device_name", "precision", "mode",
@@ -25,7 +24,7 @@ _CASE_COLUMNS = (
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
-    "provenance", "verdict", "labels", "why",
+    "provenance", "verdict", "labels", "why", "energy_source",
 )  # fmt: skip
 
 
@@ -42,11 +41,11 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
     heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     found = []
     for panel in panels_of(run, findings):
-        for result in panel.results:
-            about = (
-                heads | _about(result.record, panel.reference) | {"device_name": names.get(result.record.case.device)}
-            )
-            found += [_cleaned(empty | about | figures) for figures in _figures(result)]
+        for group in panel.groups:
+            for result in group.results:
+                named = {"device_name": names.get(result.record.case.device)}
+                about = heads | _about(result.record, panel.reference) | named
+                found += [_cleaned(empty | about | figures) for figures in _figures(group, result)]
     return found
 
 
@@ -78,7 +77,7 @@ def _about(record: Record, reference: str) -> TidyRow:
     return about | {f"param_{name}": value for name, value in case.params}
 
 
-def _figures(result: Result) -> Iterator[TidyRow]:
+def _figures(group: ResultGroup, result: Result) -> Iterator[TidyRow]:
     """What is known of one case: the step's time first, which a case without one has too, with its reason."""
     yield _step_time(result)
     yield from _phase_times(result)
@@ -92,6 +91,7 @@ def _figures(result: Result) -> Iterator[TidyRow]:
             "n_samples": len(one.samples),
             "provenance": one.provenance.value,
         }
+    yield from energy_rows(group, result)
     yield from _data(result.record)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fp8bench.report.tidy import STEP, Cell, TidyRow
+from fp8bench.report.tidy_row import STEP, Cell, TidyRow
 from fp8bench.units import unit_of
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
-    "labels",
+    "labels", "energy_source",
 )  # fmt: skip
 
 
@@ -23,6 +23,8 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
             figures = {name: cell for name, cell in row.items() if name not in _OF_A_FIGURE or name == "labels"}
             wide.update({name: cell for name, cell in figures.items() if name not in wide})
         wide.update(_figures(row))
+        if row["metric"] == "energy" and row["phase"] == STEP:
+            wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
     columns = _columns(list(cases.values()))
     return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]
 

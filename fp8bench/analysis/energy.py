@@ -1,0 +1,210 @@
+"""What the energy windows of a case say: joules of a step, gross and net, for what it does, and against the reference.
+
+A window is measured; what is worked out of several numbers is derived; what a phase takes of a step by its share of
+the time is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fp8bench import units
+from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record, Work
+
+NO_SOURCE = "none"
+# Fewer windows on either side say nothing of how far windows of the same code lie apart.
+LEAST_WINDOWS = 3
+# Beside them no comparison of energy is a fact: what ran, or the clocks it ran at, was not what is compared.
+_DOUBTS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
+
+
+@dataclass(frozen=True)
+class Range:
+    """The middle, the lowest and the highest of what some windows gave."""
+
+    middle: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        return self.high - self.low
+
+    def widened(self, share: float) -> Range:
+        """With either end off by so much."""
+        return Range(self.middle, self.low * (1 - share), self.high * (1 + share))
+
+
+@dataclass(frozen=True)
+class EnergyFigures:
+    """Joules of a step of one case and watts of its device, by its windows.
+
+    `gross` is all that the device took while steps ran, `net` what came on top of idling for as long; where there is
+    none, `net_why` says why. `uncertainty` is the largest of any window's, None where nobody knows it. `per` are gross
+    joules for each count of the step's work ('token', 'tflop', 'gb'), and `phases` what gross is divided into by the
+    best case's shares of time: an estimate, as if all phases took the same power.
+    """
+
+    source: str
+    windows: tuple[EnergyWindow, ...]
+    gross: Range
+    watts: float
+    idle: float | None = None
+    net: Range | None = None
+    net_why: str = ""
+    uncertainty: float | None = None
+    sm_clock: float | None = None
+    temperature: float | None = None
+    per: tuple[tuple[str, float], ...] = ()
+    phases: tuple[tuple[str, float], ...] = ()
+
+
+class Demand(StrEnum):
+    """How a case's energy compares with the reference's, as far as its windows tell."""
+
+    LESS = "less"
+    MORE = "more"
+    UNCLEAR = "unclear"
+
+
+@dataclass(frozen=True)
+class EnergyRatio:
+    """Gross joules of a step over the reference's, below 1 is less.
+
+    `low` and `high` are the ends of what any pair of windows gives, with the uncertainty of both: no interval of any
+    confidence. `why` says why it is not clear.
+    """
+
+    point: float
+    low: float
+    high: float
+    demand: Demand
+    why: str = ""
+
+
+# The names of counts of work, and how many of them a figure is told for.
+_PER: tuple[tuple[str, str, float], ...] = (("token", "tokens", 1.0), ("tflop", "flops", 1e12), ("gb", "bytes", 1e9))
+
+
+def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
+    """Gross joules of a step, one a window."""
+    return tuple(one.joules / one.steps for one in _sound(use))
+
+
+def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | None:
+    """What the windows of a case say; None without a window (`why_no_energy` says why)."""
+    use, windows = record.energy, _sound(record.energy)
+    if use is None or not windows:
+        return None
+    gross = _range(energy_samples(use))
+    idle, net, why = _net(use, windows)
+    known = [one.uncertainty for one in windows if one.uncertainty is not None]
+    clocks = [one.sm_clock for one in windows if one.sm_clock is not None]
+    return EnergyFigures(
+        use.source, windows, gross, statistics.median(one.joules / one.seconds for one in windows), idle, net, why,
+        max(known) if len(known) == len(windows) else None,
+        statistics.median(clocks) if clocks else None,
+        max((one.temperature for one in windows if one.temperature is not None), default=None),
+        tuple(_per(gross.middle, record.work)),
+        tuple(_phases(gross.middle, finding)),
+    )  # fmt: skip
+
+
+def why_no_energy(record: Record) -> str:
+    """Why a case that was asked for its energy has no figure; '' if it has one, or nobody asked."""
+    if record.energy is None or _sound(record.energy):
+        return ""
+    return record.energy.why or "no window was measured, and nothing says why"
+
+
+def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
+    """A case's energy over its reference's; None for the reference and for emulations, whose energy is their cost.
+
+    It is less, or more, where the windows of the two lie apart by more than those of either do, all with their
+    uncertainty: of three windows a side that are noise alone, fewer than 1 in 100 pairs lie so (docs/energy.md).
+    """
+    if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
+        return None
+    own, base = energy_figures(record, None), energy_figures(reference, None)
+    if own is None or base is None or own.source != base.source:
+        return None
+    (first, second), known = _widened(own, base)
+    low, high = first.low / second.high, first.high / second.low if second.low > 0 else math.inf
+    point = own.gross.middle / base.gross.middle
+    why = _why_unclear(record, own, base, known, frozenset(labels))
+    apart = max(second.low - first.high, first.low - second.high)
+    if not why and apart <= max(first.width, second.width):
+        why = "their windows lie too close together"
+    demand = Demand.UNCLEAR if why else Demand.LESS if point < 1 else Demand.MORE
+    return EnergyRatio(point, low, high, demand, why)
+
+
+def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, known: bool, labels: frozenset[Label]) -> str:
+    """Why nothing can be said as a fact, whatever the windows are; '' if it can."""
+    if not known:
+        return "nobody knows how far its sensor of power can be off"
+    fewest = min(len(own.windows), len(base.windows))
+    if fewest < LEAST_WINDOWS:
+        return "one window is too few to compare" if fewest == 1 else f"{fewest} windows are too few to compare"
+    if not record.paired:
+        return "it was measured at another time than the reference"
+    return ", ".join(label for label in Label if label in labels & _DOUBTS)
+
+
+def _widened(own: EnergyFigures, base: EnergyFigures) -> tuple[tuple[Range, Range], bool]:
+    """Both ranges with their uncertainties, and whether these are known."""
+    first, second = own.gross.widened(own.uncertainty or 0.0), base.gross.widened(base.uncertainty or 0.0)
+    return (first, second), own.uncertainty is not None and base.uncertainty is not None
+
+
+def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
+    """The windows that are numbers: runs are read from files, too."""
+    found = use.windows if use is not None else ()
+    return tuple(one for one in found if one.steps > 0 and _sane(one.seconds) and _sane(one.joules))
+
+
+def _sane(number: float) -> bool:
+    return 1e-30 < number < 1e30
+
+
+def _range(values: Sequence[float]) -> Range:
+    return Range(statistics.median(values), min(values), max(values))
+
+
+def _net(use: EnergyUse, windows: Sequence[EnergyWindow]) -> tuple[float | None, Range | None, str]:
+    """Idle power, what a step takes beyond it, or why neither is known. Its ends are those of either idle power."""
+    ends = (("before", use.idle_before), ("after", use.idle_after))
+    idles = [watts for _, watts in ends if watts is not None and 0 <= watts < math.inf]
+    if len(idles) < len(ends):
+        missing = " and ".join(when for when, watts in ends if watts not in idles)
+        return None, None, use.why or f"the idle power {missing} its windows was not measured"
+    idle = statistics.fmean(idles)
+    low, middle, high = ([_beyond(one, watts) for one in windows] for watts in (max(idles), idle, min(idles)))
+    net = Range(statistics.median(middle), min(low), max(high))
+    if net.middle <= 0:
+        return idle, None, f"its windows took no more than idling does, {units.count(idle, 'W')}"
+    return idle, net, ""
+
+
+def _beyond(window: EnergyWindow, watts: float) -> float:
+    return (window.joules - watts * window.seconds) / window.steps
+
+
+def _per(joules: float, work: Work) -> Iterable[tuple[str, float]]:
+    """By each count that applies, the most telling first."""
+    for name, count, many in _PER:
+        done = getattr(work, count)
+        if done:
+            yield name, joules * many / done
+
+
+def _phases(joules: float, finding: Finding | None) -> Iterable[tuple[str, float]]:
+    if finding is None or not finding.best_seconds:
+        return
+    for phase, seconds in finding.phases:
+        if 0 < seconds < math.inf:
+            yield phase, joules * seconds / finding.best_seconds

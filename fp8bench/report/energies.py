@@ -1,0 +1,110 @@
+"""What reports say of energy, wherever they say it: figures of results, names of sources, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from fp8bench import units
+from fp8bench.analysis.energy import (
+    NO_SOURCE,
+    Demand,
+    EnergyFigures,
+    EnergyRatio,
+    energy_figures,
+    energy_ratio,
+    why_no_energy,
+)
+from fp8bench.model import Record, Run, Status
+from fp8bench.report.blocks import Result, ResultGroup
+from fp8bench.report.run_facts import many
+
+# What each source is; docs/energy.md has the rest.
+SOURCES = {
+    "counter": "the driver's energy counter",
+    "rapl": "the processor's energy counters (RAPL)",
+    "instant": "the driver's power readings, summed up",
+    "average": "the driver's mean power, summed up",
+}
+PER_WORDS = {"token": "token", "tflop": "TFLOP", "gb": "GB"}
+
+
+def figures_of(result: Result) -> EnergyFigures | None:
+    """What the windows of a case say; None without any."""
+    return energy_figures(result.record, result.finding) if result.record.status is Status.OK else None
+
+
+def ratio_within(group: ResultGroup, result: Result) -> EnergyRatio | None:
+    """Its energy over that of its group's reference; in doubt where a label of either says so."""
+    reference = next((one for one in group.results if one.record.is_reference), None)
+    if reference is None:
+        return None
+    return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
+
+
+def sources_of(results: Iterable[Result]) -> list[str]:
+    """The sources of those that have windows, each once."""
+    return list(dict.fromkeys(found.source for one in results if (found := figures_of(one)) is not None))
+
+
+def named_source(source: str) -> str:
+    """In words; a source that this version does not know by its own name."""
+    return SOURCES.get(source, source)
+
+
+def show_windows(found: EnergyFigures) -> str:
+    """How many, and how far any of them may be off: '3 (+-0.4%)'."""
+    unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
+    return f"{len(found.windows)}{unsure}"
+
+
+def show_ratio(ratio: EnergyRatio) -> str:
+    """'0.613x [0.607, 0.619]', three digits as of a time."""
+    low, high = (units.ratio(one).removesuffix("x") for one in (ratio.low, ratio.high))
+    return f"{units.ratio(ratio.point)} [{low}, {high}]"
+
+
+def why_none(result: Result) -> str:
+    """Why a case that ran has no figure, '' if it has one, nobody asked, or its device can tell none at all."""
+    use = result.record.energy
+    if use is None or use.source == NO_SOURCE or result.record.status is not Status.OK:
+        return ""
+    return why_no_energy(result.record)
+
+
+def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
+    """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them."""
+    modes: dict[str, list[str]] = {}
+    for result in group.results:
+        for doubt in _doubts(group, result):
+            modes.setdefault(doubt, []).append(result.mode)
+    return [(", ".join(names), doubt) for doubt, names in modes.items()]
+
+
+def _doubts(group: ResultGroup, result: Result) -> Iterator[str]:
+    found = figures_of(result)
+    if found is None:
+        if why := why_none(result):
+            yield f"no energy: {why}"
+        return
+    why = result.record.energy.why if result.record.energy else ""
+    if found.net_why:
+        yield f"no net energy: {found.net_why}"
+    if why and why != found.net_why:
+        yield f"energy of {many(len(found.windows), 'window')} only: {why}"
+    ratio = ratio_within(group, result)
+    if ratio is not None and ratio.demand is Demand.UNCLEAR:
+        yield f"energy unclear: {ratio.why}"
+
+
+def absences(run: Run) -> list[str]:
+    """'energy: not measured on cpu: <why>' for every device of which nobody can tell it; none where nobody asked."""
+    by_device: dict[str, list[Record]] = {}
+    for record in run.records:
+        if record.energy is not None:
+            by_device.setdefault(record.case.device, []).append(record)
+    return [f"energy: not measured on {device}: {_whys(records)}" for device, records in by_device.items()
+            if all(one.energy is not None and one.energy.source == NO_SOURCE for one in records)]  # fmt: skip
+
+
+def _whys(records: Sequence[Record]) -> str:
+    return "; ".join(dict.fromkeys(why_no_energy(one) for one in records))

@@ -1,0 +1,197 @@
+"""What windows say: joules of a step, net of idling, for what it does, and against the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.analysis.energy import Demand, energy_figures, energy_ratio, energy_samples, why_no_energy
+from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Record, Status, Verdict, Work
+from tests.energies import IDLE, case, energetic, use, window
+from tests.runs import EMULATED, NATIVE
+
+
+def record(energy: EnergyUse | None, mode: str = "bf16", **changes: object) -> Record:
+    made = Record(case(mode, {"width": 64}), NATIVE, Status.OK, energy=energy)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def reference(*joules: float, **changes: object) -> Record:
+    return record(use(joules), "fp32", is_reference=True, **changes)
+
+
+def test_a_step_takes_the_middle_of_its_windows() -> None:
+    """Windows differ in length: joules of a step are those of a window over its steps."""
+    windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
+    found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)), None)
+    assert found is not None
+    assert (found.gross.middle, found.gross.low, found.gross.high) == pytest.approx((2.0, 1.9, 2.2))
+    assert energy_samples(EnergyUse("counter", windows)) == pytest.approx((2.0, 2.2, 1.9))
+    assert found.watts == pytest.approx(200.0) and found.source == "counter"
+    assert (found.sm_clock, found.temperature, found.uncertainty) == (1.41e9, 61.0, 0.004)
+
+
+def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
+    """At 2 J and 10 ms a step, 82 W of idling are 0.82 J of it; its ends take either idle power."""
+    found = energy_figures(record(use((2.0, 2.1, 2.2))), None)
+    assert found is not None and found.net is not None and found.idle == IDLE + 1
+    assert found.net.middle == pytest.approx(2.1 - 0.82)
+    assert found.net.low == pytest.approx(2.0 - 0.83) and found.net.high == pytest.approx(2.2 - 0.81)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"idle_after": None}, "the idle power after its windows was not measured"),
+        ({"idle_before": None}, "the idle power before its windows was not measured"),
+        ({"idle_before": None, "why": "idle power: no answer for 5 s"}, "idle power: no answer for 5 s"),
+        ({"idle_before": math.nan}, "the idle power before its windows was not measured"),
+        ({"idle_before": 220.0, "idle_after": 230.0}, "its windows took no more than idling does, 225 W"),
+    ],
+)  # fmt: skip
+def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
+    """Never 0, and never below: gross stands."""
+    found = energy_figures(record(replace(use((2.0,)), **changes)), None)  # type: ignore[arg-type]
+    assert found is not None and found.net is None and found.net_why == why and found.gross.middle == 2.0
+
+
+def test_joules_for_each_count_of_work() -> None:
+    """Of gross; a count that does not apply has none."""
+    found = energy_figures(record(use((2.0,)), work=Work(flops=4e12, tokens=1000)), None)
+    assert found is not None and found.per == (("token", 0.002), ("tflop", 0.5))
+    found = energy_figures(record(use((2.0,)), work=Work(bytes=5e8)), None)
+    assert found is not None and found.per == (("gb", 4.0),)
+
+
+def test_phases_share_a_step_by_time() -> None:
+    """So that they sum to it."""
+    parts = (("gemm", 0.006), ("cast", 0.001), ("attention", 0.0), ("unattributed", 0.003))
+    finding = Finding(case("bf16", {"width": 64}), Verdict.NONE, 0.01, phases=parts)
+    found = energy_figures(record(use((2.0, 2.1, 2.2))), finding)
+    assert found is not None and dict(found.phases) == pytest.approx({"gemm": 1.26, "cast": 0.21, "unattributed": 0.63})
+    assert sum(joules for _, joules in found.phases) == pytest.approx(found.gross.middle)
+
+
+def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
+    base, own = (record(use(joules, source="instant"), is_reference=which) for joules, which in
+                 (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False)))  # fmt: skip
+    found, ratio = energy_figures(own, None), energy_ratio(own, base)
+    assert found is not None and found.uncertainty is None and ratio is not None
+    assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
+    assert ratio.why == "nobody knows how far its sensor of power can be off"
+
+
+@pytest.mark.parametrize(
+    ("own", "demand"),
+    [
+        ((1.90, 1.89, 1.91), Demand.LESS),
+        ((4.0, 4.1, 4.05), Demand.MORE),
+        ((3.0, 3.1, 3.05), Demand.UNCLEAR),
+        ((3.02, 2.95, 3.09), Demand.UNCLEAR),
+        ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, and by less than they are wide
+    ],
+)
+def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], demand: Demand) -> None:
+    ratio = energy_ratio(record(use(own)), reference(3.10, 3.08, 3.13))
+    assert ratio is not None and ratio.demand is demand and bool(ratio.why) == (demand is Demand.UNCLEAR)
+    assert ratio.point == pytest.approx(sorted(own)[1] / 3.10)
+    assert ratio.low == pytest.approx(min(own) * 0.996 / (3.13 * 1.004))
+    assert ratio.high == pytest.approx(max(own) * 1.004 / (3.08 * 0.996))
+
+
+def test_uncertainty_counts_as_width() -> None:
+    """Windows that agree to the last digit are no better than their counter."""
+    exact, rough = (energy_ratio(record(use((2.96,) * 3, uncertainty=unsure)),
+                                 record(use((3.0,) * 3, uncertainty=unsure), is_reference=True))
+                    for unsure in (0.001, 0.005))  # fmt: skip
+    assert exact is not None and exact.demand is Demand.LESS
+    assert rough is not None and rough.demand is Demand.UNCLEAR
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels", "why"),
+    [
+        ({"energy": use((1.0, 1.0))}, (), "2 windows are too few to compare"),
+        ({"energy": use((1.0,))}, (), "one window is too few to compare"),
+        ({"paired": False}, (), "it was measured at another time than the reference"),
+        ({}, (Label.THROTTLED, Label.FEW_SAMPLES), "throttled"),
+        ({}, (Label.ENERGY_UNRESOLVED, Label.CONTENDED), "contended, energy-unresolved"),
+    ],
+)
+def test_what_casts_doubt_leaves_no_fact(changes: dict[str, object], labels: tuple[Label, ...], why: str) -> None:
+    own = replace(record(use((1.0, 1.0, 1.0))), **changes)  # type: ignore[arg-type]
+    ratio = energy_ratio(own, reference(3.0, 3.0, 3.0), labels)
+    assert ratio is not None and (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
+
+
+def test_what_does_not_compare_has_no_ratio() -> None:
+    """The reference itself, emulations on either side, other sources, and cases without a window."""
+    base, own = reference(3.0, 3.0, 3.0), record(use((1.0, 1.0, 1.0)))
+    assert energy_ratio(base, base) is None and energy_ratio(own, None) is None
+    assert energy_ratio(replace(own, support=EMULATED), base) is None
+    assert energy_ratio(own, replace(base, support=EMULATED)) is None
+    assert energy_ratio(own, replace(base, energy=use((3.0,), source="average"))) is None
+    assert energy_ratio(own, replace(base, energy=EnergyUse("counter", why="too few ticks"))) is None
+    assert energy_ratio(replace(own, energy=None), base) is None
+
+
+def test_why_there_is_no_figure() -> None:
+    """Nothing is said where nobody asked."""
+    assert why_no_energy(record(None)) == "" and energy_figures(record(None), None) is None
+    assert why_no_energy(record(use((1.0,)))) == ""
+    assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
+    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
+
+
+def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
+    """Two sides of three windows each of one distribution, with a counter that is better than their spread."""
+    random = np.random.default_rng(7)
+    found = []
+    for _ in range(3000):
+        own, base = random.normal(3.0, 0.15, (2, 3))
+        ratio = energy_ratio(
+            record(use(tuple(own), uncertainty=1e-4)), record(use(tuple(base), uncertainty=1e-4), is_reference=True)
+        )
+        assert ratio is not None and ratio.low <= ratio.point <= ratio.high
+        found.append(ratio.demand is not Demand.UNCLEAR)
+    assert np.mean(found) < 0.015
+
+
+numbers = st.floats(allow_nan=True, allow_infinity=True)
+shares = st.one_of(st.none(), st.floats(0, 1))
+watts = st.one_of(st.none(), numbers)
+windows = st.builds(EnergyWindow, st.integers(-2, 5), numbers, numbers, st.integers(), shares)
+nonsense = st.builds(
+    EnergyUse,
+    st.sampled_from(["counter", "instant", "none", "?"]),
+    st.lists(windows, max_size=4).map(tuple),
+    watts,
+    watts,
+    st.text(max_size=9),
+)
+
+
+@given(nonsense, nonsense)
+def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
+    """What is not a number of joules does not count, and never is a figure of 0."""
+    own, base = record(first), record(second, is_reference=True)
+    found = energy_figures(own, None)
+    assert (found is None) == bool(why_no_energy(own))
+    if found is not None:
+        assert 0 < found.gross.low <= found.gross.middle <= found.gross.high < math.inf
+        assert found.net is not None or found.net_why
+        assert found.net is None or found.net.middle > 0
+    energy_ratio(own, base)
+
+
+def test_the_run_of_the_reports_tests() -> None:
+    """One of each kind."""
+    run, findings = energetic()
+    base, *others = run.records
+    found = [energy_ratio(one, base, findings[one.case.id].labels) for one in others]
+    assert [one and one.demand for one in found] == [Demand.LESS, Demand.UNCLEAR, None, None]

@@ -1,0 +1,97 @@
+"""Runs with energy windows made by hand, on a GPU that nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    EnergyUse,
+    EnergyWindow,
+    Finding,
+    Interval,
+    Record,
+    Scalar,
+    Status,
+    Verdict,
+    Work,
+)
+from tests.materials import Made
+from tests.runs import EMULATED, NATIVE, error, phases, run_of
+
+GPU = DeviceFacts("cuda", 0, "Fictional G100", 80 << 30, "2.13.0", (9, 0), "12.8")
+IDLE = 81.0
+TOO_FEW = "not measurable: 7 tick interval(s) of the energy counter, 10 are needed"
+VIRTUAL = "this is a virtual machine, which has no powercap"
+
+
+def window(joules: float, seconds: float = 0.01, steps: int = 100, uncertainty: float | None = 0.004) -> EnergyWindow:
+    """So many steps of so many joules and seconds each."""
+    return EnergyWindow(steps, seconds * steps, joules * steps, 12, uncertainty, 1.41e9, 61.0)
+
+
+def use(
+    joules: Sequence[float], seconds: float = 0.01, source: str = "counter", why: str = "", uncertainty: float = 0.004
+) -> EnergyUse:
+    """A window for each of these joules a step; sensors have no uncertainty."""
+    counts = source in ("counter", "rapl")
+    windows = tuple(window(one, seconds, uncertainty=uncertainty if counts else None) for one in joules)
+    return EnergyUse(source, windows, IDLE, IDLE + 2.0, why)
+
+
+def case(precision: str, params: dict[str, Scalar], device: str = "cuda:0") -> Case:
+    return Case("transformer", tuple(params.items()), precision, device)
+
+
+def energetic() -> Made:
+    """One group on a GPU: fp32 takes 3.10 J in 10 ms, bf16 1.90 J, fp8 about as much as fp32; nvfp4 is emulated."""
+    work = Work(flops=3.1e12, tokens=1024)
+    params: dict[str, Scalar] = {"layers": 4, "width": 256, "batch": 4}
+    parts = {"cast": 0.1, "gemm": 0.5, "attention": 0.1, "optimizer_step": 0.1, "elementwise": 0.15}
+
+    def record(mode: str, energy: EnergyUse, **changes: object) -> Record:
+        made = Record(
+            case(mode, params), NATIVE, Status.OK, work, energy=energy, measurements=(error("loss_error", 1e-4),)
+        )
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+    records = [
+        record("fp32", use((3.10, 3.08, 3.13)), is_reference=True),
+        record("bf16", use((1.90, 1.89, 1.91), 0.0062)),
+        record("fp8", use((3.02, 2.95, 3.09), 0.0094)),
+        record("nvfp4", use((31.0,), 0.12), support=EMULATED),
+        record("fp16", EnergyUse("counter", why=TOO_FEW)),
+    ]  # fmt: skip
+
+    def finding(mode: str, verdict: Verdict, best: float, ratio: Interval | None = None) -> Finding:
+        return Finding(
+            case(mode, params), verdict, best, best * 1.02, 0.01, ratio, ratio.point if ratio else None, 0.004,
+            phases(best, **parts),
+        )  # fmt: skip
+
+    findings = [
+        finding("fp32", Verdict.REFERENCE, 9.9e-3),
+        finding("bf16", Verdict.FASTER, 6.1e-3, Interval(0.617, 0.612, 0.622, 0.99)),
+        finding("fp8", Verdict.FASTER, 9.3e-3, Interval(0.939, 0.935, 0.943, 0.99)),
+        finding("nvfp4", Verdict.EMULATED, 0.118),
+        finding("fp16", Verdict.FASTER, 6.2e-3, Interval(0.626, 0.62, 0.632, 0.99)),
+    ]
+    return run_of(records, devices=(GPU,)), {one.case.id: one for one in findings}
+
+
+def unmeasured(why: str = VIRTUAL) -> Made:
+    """The same on a processor whose energy nobody can tell."""
+    run, findings = energetic()
+    records = [
+        replace(one, case=replace(one.case, device="cpu"), energy=EnergyUse("none", why=why)) for one in run.records
+    ]
+    named = [replace(one, case=replace(one.case, device="cpu")) for one in findings.values()]
+    return run_of(records), {one.case.id: one for one in named}
+
+
+def without_energy() -> Made:
+    """The same, where nobody asked: as every run before energy was measured."""
+    run, findings = energetic()
+    return replace(run, records=tuple(replace(one, energy=None) for one in run.records)), findings
