@@ -1,15 +1,20 @@
-"""Reasons for doubt, read off the samples."""
+"""What is to be said of a case beside its verdict, read off its samples and off what its device said meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
-from fp8bench import stats
-from fp8bench.model import Finding, Label, Level, Record, Timing
+from fp8bench import stats, units
+from fp8bench.analysis.contention import AHEAD, FAR_AHEAD, contended, disturbed_slots
+from fp8bench.analysis.resolution import why_unresolved
+from fp8bench.analysis.throttles import clock_of, power_capped, throttle_reasons, throttled_by_hardware
+from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME
+from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Timing
 
 NOISY_FLOOR = 0.03
-CONTENDED_WALL = 1.1
-CONTENDED_SHARE = 0.5
 DRIFT_CORRELATION = 0.6
 DRIFT_SHARE = 0.02
 FEW_ROUNDS = 16
@@ -18,48 +23,89 @@ BIMODAL_GAP = 0.05
 BIMODAL_LESSER = 0.2
 
 
-def labels_of(record: Record, finding: Finding, reference: Timing | None) -> tuple[Label, ...]:
-    """All labels of one case, in the order of Label."""
+@dataclass(frozen=True)
+class Labelled:
+    """A label, what there is to say of it here, and whether it is so grave that no verdict can be given."""
+
+    label: Label
+    reason: str = ""
+    hard: bool = False
+
+
+def labels_of(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:
+    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in."""
+    found = [*_of_the_machine(record, aa), *_of_the_samples(record, finding, reference)]
+    return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
+
+
+def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> list[Labelled]:
+    """Those that leave no verdict, for a case and for the reference it is held against."""
+    found = [*_told_apart(aa, timing.num_rounds), *_contended(timing, device), *_throttled(watch)]
+    return [one for one in found if one.hard]
+
+
+def _of_the_machine(record: Record, aa: Interval | None) -> Iterator[Labelled]:
+    """What was wrong with where it ran."""
+    assert record.timing is not None
+    yield from _told_apart(aa, record.timing.num_rounds)
+    yield from _contended(record.timing, record.case.device)
+    yield from _throttled(record.watch)
+    if power_capped(record.watch):
+        yield Labelled(Label.POWER_CAPPED, clock_of(record.watch))
+    if why := why_unresolved(record.energy):
+        yield Labelled(Label.ENERGY_UNRESOLVED, why)
+
+
+def _of_the_samples(record: Record, finding: Finding, reference: Timing | None) -> Iterator[Labelled]:
+    """What can be said of the times themselves."""
     timing = record.timing
     assert timing is not None
-    found = set()
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
-        found.add(Label.NOISY)
-    if _contended(record, timing):
-        found.add(Label.CONTENDED)
+        yield Labelled(Label.NOISY)
     if _launch_bound(record, timing):
-        found.add(Label.LAUNCH_BOUND)
+        yield Labelled(Label.LAUNCH_BOUND)
     if record.support.level is not Level.EMULATED:
-        found |= _native_labels(record, timing, reference)
+        yield from _of_a_speed(record, timing, reference)
     if not record.paired:
-        found.add(Label.UNPAIRED)
+        yield Labelled(Label.UNPAIRED)
     if timing.varying:
-        found.add(Label.VARYING)
+        yield Labelled(Label.VARYING)
     if timing.eager:
-        found.add(Label.EAGER_QUANTISER)
+        yield Labelled(Label.EAGER_QUANTISER, timing.eager)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
-        found.add(Label.BELOW_FLOOR)
-    return tuple(label for label in Label if label in found)
+        yield Labelled(Label.BELOW_FLOOR)
 
 
-def _native_labels(record: Record, timing: Timing, reference: Timing | None) -> set[Label]:
+def _of_a_speed(record: Record, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
     """Labels that only matter where a time is read as a speed."""
-    found = set()
     if timing.num_rounds < FEW_ROUNDS:
-        found.add(Label.FEW_SAMPLES)
+        yield Labelled(Label.FEW_SAMPLES)
     if _bimodal(timing):
-        found.add(Label.BIMODAL)
+        yield Labelled(Label.BIMODAL)
     if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
-        found.add(Label.DRIFT)
-    return found
+        yield Labelled(Label.DRIFT)
 
 
-def _contended(record: Record, timing: Timing) -> bool:
-    """In most slots the wall clock ran well ahead of the processor time, so somebody else had the core."""
-    if not record.case.device.startswith("cpu"):
-        return False
-    ahead = [slot.wall_seconds > CONTENDED_WALL * slot.cpu_seconds for slot in timing.slots]
-    return sum(ahead) > CONTENDED_SHARE * len(ahead)
+def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
+    """Identical code, held against itself, lies further from 1 than what counts as the same."""
+    if aa is not None and rounds >= LEAST_FOR_VERDICT and aa.clearance >= SAME:
+        low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
+        yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
+
+
+def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
+    """A host waits for a GPU anyway, so that its clocks tell nothing there."""
+    if not device.startswith("cpu") or not contended(timing):
+        return
+    hard = contended(timing, FAR_AHEAD)
+    words = "less than a third of a core" if hard else "less than nine tenths of a core"
+    slots = disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)
+    yield Labelled(Label.CONTENDED, f"{words} in {slots} of {len(timing.slots)} slots", hard)
+
+
+def _throttled(watch: DeviceWatch | None) -> Iterator[Labelled]:
+    if reasons := throttle_reasons(watch):
+        yield Labelled(Label.THROTTLED, ", ".join(reasons), throttled_by_hardware(watch))
 
 
 def _launch_bound(record: Record, timing: Timing) -> bool:

@@ -6,33 +6,20 @@ A/A interval stays away from 1), if that is more. Taking the far end of the A/A 
 the sampling noise twice: of slow-downs of 2.5% in a 30 ms step it left 14% found instead of 90%, at no alarm either
 way. The far end is what is printed as noise floor. The reference counts by both its entries.
 
-Only the best-case estimator (stats.ratio) gives verdicts; the ratio of medians is shown beside it. An emulated
-case never has a verdict on speed.
+Only the best-case estimator (stats.ratio) gives verdicts; the ratio of medians is shown beside it. These rules look at
+samples alone, while rounds come and in the end; `findings` knows what else there is to say of a case.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from fp8bench import stats
-from fp8bench.analysis.labels import labels_of
-from fp8bench.model import (
-    CELL_PHASES,
-    Finding,
-    Interval,
-    Label,
-    Level,
-    Overheads,
-    Record,
-    Status,
-    Timing,
-    Verdict,
-)
+from fp8bench.model import CELL_PHASES, Interval, Timing, Verdict
 
 BAND = 0.005
 SAME = 0.02
@@ -43,7 +30,6 @@ EARLY_SAME = 0.01
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-BELOW_FLOOR_MARKERS = 20
 
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
@@ -105,14 +91,16 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     return known is not None and known[0] is not Verdict.UNSURE and known[1].half_width <= EARLY_HALF_WIDTH
 
 
-def conclude(case: Timing, reference: Timing, control: Timing | None) -> tuple[Verdict, Interval, float | None] | None:
-    """The final verdict on native samples, with its interval and the noise floor of the same rounds."""
+def conclude(
+    case: Timing, reference: Timing, control: Timing | None
+) -> tuple[Verdict, Interval, Interval | None] | None:
+    """The final verdict on native samples, with its interval and the A/A interval of the same rounds."""
     return _judge(case, reference, control, FINAL_LEVEL, SAME)
 
 
 def _judge(
     case: Timing, reference: Timing, control: Timing | None, level: float, same: float
-) -> tuple[Verdict, Interval, float | None] | None:
+) -> tuple[Verdict, Interval, Interval | None] | None:
     entries = [reference] if control is None or not control.slots else [reference, control]
     best, rounds = best_cases([case, *entries])
     if not rounds:
@@ -120,73 +108,7 @@ def _judge(
     interval = stats.ratio(best[0], best[1:], level)
     aa = stats.ratio(best[2], best[1:2], FINAL_LEVEL) if len(entries) == 2 else None
     verdict = rule(interval, band_of(aa), same) if rounds >= LEAST_FOR_VERDICT else Verdict.UNSURE
-    return verdict, interval, aa.reach if aa is not None else None
-
-
-def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Finding]:
-    """A finding for every record of one group."""
-    reference = next((record for record in records if record.is_reference and record.timing), None)
-    return [_finding(record, reference, overheads.get(record.case.device)) for record in records]
-
-
-def _finding(record: Record, reference: Record | None, overheads: Overheads | None) -> Finding:
-    timing = record.timing
-    if record.status is not Status.OK or timing is None or not timing.slots:
-        return Finding(record.case, Verdict.NONE)
-    phases = best_phases(timing)
-    all_calls = totals(timing)
-    finding = Finding(
-        record.case,
-        Verdict.NONE,
-        best_seconds=sum(seconds for _, seconds in phases),
-        median_seconds=float(np.median(all_calls)),
-        spread=stats.spread(all_calls),
-        phases=phases,
-        below_floor=_below_floor(timing, phases, overheads),
-    )
-    against, control = _company(record, reference)
-    finding = _with_verdict(finding, record, reference, against, control)
-    return replace(finding, labels=labels_of(record, finding, against))
-
-
-def _company(record: Record, reference: Record | None) -> tuple[Timing | None, Timing | None]:
-    """Reference and control of the rounds the case was in: never the control of another sitting."""
-    if record.paired_with is not None:
-        return record.paired_with, record.control
-    return (reference.timing, reference.control) if reference is not None else (None, None)
-
-
-def _with_verdict(
-    finding: Finding, record: Record, reference: Record | None, against: Timing | None, control: Timing | None
-) -> Finding:
-    assert record.timing is not None
-    if record.support.level is Level.EMULATED:
-        return replace(finding, verdict=Verdict.EMULATED)
-    if record.is_reference:
-        return replace(finding, verdict=Verdict.REFERENCE, floor=_reach(noise(record.timing, record.control)))
-    if reference is None or against is None or not record.paired:
-        return replace(finding, verdict=Verdict.UNSURE, why="it did not share rounds with a reference")
-    if reference.support.level is Level.EMULATED:
-        return replace(finding, verdict=Verdict.UNSURE, why="the reference is emulated, so its time is no speed")
-    conclusion = conclude(record.timing, against, control)
-    if conclusion is None:
-        return replace(finding, verdict=Verdict.UNSURE, why="no round has both it and the reference")
-    verdict, interval, floor = conclusion
-    why = _why_unsure(interval, record.timing.num_rounds) if verdict is Verdict.UNSURE else ""
-    median_ratio = float(np.median(totals(record.timing)) / np.median(totals(against)))
-    return replace(finding, verdict=verdict, ratio=interval, floor=floor, why=why, median_ratio=median_ratio)
-
-
-def _reach(aa: Interval | None) -> float | None:
-    return aa.reach if aa is not None else None
-
-
-def _why_unsure(interval: Interval, rounds: int) -> str:
-    if rounds < LEAST_FOR_VERDICT:
-        return f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
-    if interval.low > 1 + BAND or interval.high < 1 - BAND:
-        return "the reference differs from its own control by as much"
-    return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
+    return verdict, interval, aa
 
 
 def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
@@ -196,19 +118,3 @@ def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:
     for phase, seconds in zip(timing.segments.phases, best, strict=True):
         sums[phase] += float(seconds)
     return tuple(sums.items())
-
-
-def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
-    """Phases shorter than 20 times what marking their stretches costs."""
-    if overheads is None:
-        return ()
-    per_mark = max(overheads.marker_on, overheads.event_pair or 0.0)
-    entries = dict(timing.entries)
-    return tuple(
-        phase for phase, seconds in phases if 0 < seconds < BELOW_FLOOR_MARKERS * per_mark * entries.get(phase, 1)
-    )
-
-
-def doubted(finding: Finding) -> bool:
-    """Whether a label forbids showing the verdict as a plain fact."""
-    return bool(set(finding.labels) - {Label.LAUNCH_BOUND})

@@ -197,7 +197,8 @@ class Finding:
     """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
-    the cost of their own markers. `floor` is how far the A/A interval reaches from 1.
+    the cost of their own markers. `floor` is how far the A/A interval reaches from 1. `label_reasons` is what there is
+    to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that took its verdict away.
     """
 
     case: Case
@@ -212,6 +213,8 @@ class Finding:
     below_floor: tuple[str, ...] = ()
     labels: tuple[Label, ...] = ()
     why: str = ""
+    label_reasons: tuple[tuple[Label, str], ...] = ()
+    hard: tuple[Label, ...] = ()
 
 
 @dataclass(frozen=True)

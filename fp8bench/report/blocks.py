@@ -30,6 +30,10 @@ class Result:
     def labels(self) -> tuple[Label, ...]:
         return self.finding.labels if self.finding else ()
 
+    def reason(self, label: Label) -> str:
+        """What there is to say of a label beyond its meaning, '' for nothing."""
+        return dict(self.finding.label_reasons).get(label, "") if self.finding else ""
+
 
 @dataclass(frozen=True)
 class ResultGroup:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import BAND, BELOW_FLOOR_MARKERS, SAME
+from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
+from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, Phase
 
 LABELS: dict[Label, str] = {
     Label.NOISY: "so restless a machine that the A/A interval reaches further than 3% from 1",
-    Label.AA_FAILED: "identical code was provably told apart: the A/A interval lies 2% or more away from 1",
-    Label.CONTENDED: "other work took the processor during most slots (wall time well above processor time)",
-    Label.THROTTLED: "the device held its clocks back for other reasons than its power cap",
-    Label.POWER_CAPPED: "the device ran at its power cap: its clocks are those that the cap allows",
+    Label.AA_FAILED: "identical code was told apart: the A/A interval lies 2% or more away from 1, so no verdict holds",
+    Label.CONTENDED: "other work took the processor in most slots; no verdict if less than a third of a core was left",
+    Label.THROTTLED: "the device held its clocks back, for more than its power cap; no verdict where its hardware did",
+    Label.POWER_CAPPED: "the clocks are those that the device's power cap allows, as is normal for large products",
     Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
     Label.BIMODAL: "the times fall into two clusters: two states of the machine or the code were measured as one",
@@ -20,7 +21,7 @@ LABELS: dict[Label, str] = {
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
-    Label.ENERGY_UNRESOLVED: "its energy has no number, or one that its windows do not agree on",
+    Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
@@ -29,7 +30,7 @@ REASONS: dict[Label, str] = {
     Label.AA_FAILED: "the reference differs from itself",
     Label.CONTENDED: "other work took the processor",
     Label.THROTTLED: "the device held its clocks back",
-    Label.POWER_CAPPED: "the device ran at its power cap",
+    Label.POWER_CAPPED: "it ran at the clocks that the device's power cap allows",
     Label.LAUNCH_BOUND: "the host sets the pace",
     Label.BELOW_FLOOR: "its phases are too short to be timed",
     Label.BIMODAL: "its times fall into two clusters",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
+from fp8bench.analysis.trust import casts_doubt
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Label, Status, Verdict
 from fp8bench.report import legend
@@ -25,6 +26,8 @@ from fp8bench.report.standing import Standing, speed_up, standing, tone_of
 _COMPARED = (
     Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED,
 )  # fmt: skip
+# What sets a speed and is no doubt of it, and what is to be added to the label's own half sentence.
+_PACE = {Label.LAUNCH_BOUND: ", not the device", Label.POWER_CAPPED: ""}
 # So few cases are named one by one.
 _NAMED = 2
 _WITHIN = f"within {units.percent(SAME, 0)}"
@@ -66,8 +69,8 @@ def kind_of(result: Result) -> Kind:
 
 def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
     """The labels that every compared case has: one sentence for all of them says so, and theirs need not."""
-    found = [frozenset(one.labels) for panel in panels for one in panel.results if standing(one) in _COMPARED]
-    return frozenset.intersection(*found) - {Label.LAUNCH_BOUND} if len(found) > 1 else frozenset()
+    found = [frozenset(_doubts(one)) for panel in panels for one in panel.results if standing(one) in _COMPARED]
+    return frozenset.intersection(*found) if len(found) > 1 else frozenset()
 
 
 def doubt_of_all(labels: frozenset[Label]) -> str:
@@ -220,22 +223,35 @@ def _doubt(kind: Kind, results: Sequence[Result], said: frozenset[Label]) -> str
 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
     """'other work took the processor in 2 of them (contended) and it rests on few rounds (few-samples)'."""
-    numbers = {label: sum(label in result.labels for result in results) for label in Label}
+    numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
     reasons = [
         f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
         for label, number in numbers.items()
-        if number and label not in said and label is not Label.LAUNCH_BOUND
+        if number and label not in said
     ]
     return listed(reasons, len(Label))
 
 
+def _doubts(result: Result) -> list[Label]:
+    """The labels that make it 'perhaps'; those that took the verdict away stand in its why already."""
+    told = result.finding.hard if result.finding else ()
+    return [label for label in result.labels if casts_doubt(label) and label not in told]
+
+
 def _pace(results: Sequence[Result]) -> str:
-    """Where the host was slower than the device: true, but not what one takes it for."""
-    number = sum(Label.LAUNCH_BOUND in result.labels for result in results)
-    if not number:
+    """What set the speed: true, but perhaps not what one takes it for."""
+    return "".join(f"; {words}" for label in _PACE if (words := _paced(label, results)))
+
+
+def _paced(label: Label, results: Sequence[Result]) -> str:
+    """'the host sets the pace in 1 of 3, not the device (launch-bound)'; of one case with what is to say of it."""
+    found = [result for result in results if label in result.labels]
+    if not found:
         return ""
-    where = "" if number == len(results) else f" in {number} of {len(results)}"
-    return f"; {legend.REASONS[Label.LAUNCH_BOUND]}{where}, not the device ({Label.LAUNCH_BOUND})"
+    where = "" if len(found) == len(results) else f" in {len(found)} of {len(results)}"
+    reasons = dict.fromkeys(result.reason(label) for result in found)
+    known = "".join(f", {reason}" for reason in reasons if reason) if len(reasons) == 1 else ""
+    return f"{legend.REASONS[label]}{where}{_PACE[label]} ({label}{known})"
 
 
 def _reference_time(panel: Panel) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from fp8bench.analysis.verdicts import doubted
+from fp8bench.analysis.trust import casts_doubt, doubted
 from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.blocks import Result
@@ -30,6 +30,8 @@ class Standing(StrEnum):
     FAILED = "failed"
 
 
+# Whose reasons are sentences, the same for many cases: they have a place of their own.
+_LONG = frozenset({Label.EAGER_QUANTISER})
 _FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
 _TONES = {
     Standing.FASTER: Tone.GOOD,
@@ -83,16 +85,20 @@ def _inverse(bound: float) -> float:
 
 def doubts(result: Result) -> tuple[str, ...]:
     """Why a case is not to be trusted, in words: its labels with what they mean, and why it has no verdict."""
-    labels = tuple(f"{label}: {legend.LABELS[label]}{_reason(label, result)}" for label in result.labels)
+    labels = tuple(meaning(label, result) for label in result.labels if casts_doubt(label))
     why = result.finding.why if result.finding else ""
     return (*labels, why) if why else labels
 
 
-def eager_reason(result: Result) -> str:
-    """Why its quantisers ran eagerly while it was timed, '' if none did."""
-    return result.record.timing.eager if result.record.timing is not None else ""
+def meaning(label: Label, result: Result) -> str:
+    """A label with its sentence, and what there is to say of this case."""
+    reason = result.reason(label)
+    return f"{label}: {legend.LABELS[label]}{f' ({reason})' if reason else ''}"
 
 
-def _reason(label: Label, result: Result) -> str:
-    """What a label has to say of this case beyond its meaning."""
-    return f" ({eager_reason(result)})" if label is Label.EAGER_QUANTISER and eager_reason(result) else ""
+def named_labels(result: Result) -> tuple[str, ...]:
+    """'noisy', 'throttled (hw-thermal, sw-thermal)': as short as a table wants them."""
+    return tuple(
+        f"{label} ({reason})" if label not in _LONG and (reason := result.reason(label)) else label.value
+        for label in result.labels
+    )

@@ -11,7 +11,7 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Interval, Level, Measureme
 from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.layout import Column, Paint, Row, SectionRow, Tone, table
 from fp8bench.report.legend import PHASE_TITLES
-from fp8bench.report.standing import Standing, emulated, standing
+from fp8bench.report.standing import Standing, emulated, named_labels, standing
 
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
@@ -68,7 +68,7 @@ def main_table(panel: Panel, width: int, paint: Paint) -> list[str]:
         for result in group.results:
             cells = _main_cells(result, error)
             tones = {versus: tone} if (tone := _TONES.get(standing(result))) else {}
-            below = (f"labels: {', '.join(result.labels)}",) if result.labels else ()
+            below = (f"labels: {', '.join(named_labels(result))}",) if result.labels else ()
             rows.append(Row(tuple(cell for cell, keep in zip(cells, wanted, strict=True) if keep), tones, below))
     return table([one for one, keep in zip(columns, wanted, strict=True) if keep], rows, width, paint)
 

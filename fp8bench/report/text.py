@@ -14,7 +14,7 @@ from fp8bench.report.energy_table import energy_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
 from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.run_facts import missing_of, notes_of
-from fp8bench.report.standing import eager_reason, emulated
+from fp8bench.report.standing import emulated
 from fp8bench.report.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.tensor_text import LEGEND, tensor_lines
@@ -106,7 +106,7 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
                 word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
                 yield f"{result.mode} {word}", finding.why, place
             if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):
-                yield f"{result.mode} {Label.EAGER_QUANTISER}", eager_reason(result), place
+                yield f"{result.mode} {Label.EAGER_QUANTISER}", result.reason(Label.EAGER_QUANTISER), place
             if record.detail:  # it was timed, but something else about it could not be had
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):

@@ -11,7 +11,6 @@ from fp8bench.analysis.phase_medians import phase_medians
 from fp8bench.model import UNATTRIBUTED, Finding, Label, Level, Provenance, Record, Run, Timing, Verdict
 from fp8bench.report.blocks import Result, ResultGroup, panels_of, show_params
 from fp8bench.report.energy_rows import energy_rows
-from fp8bench.report.standing import eager_reason
 from fp8bench.report.tidy_row import STEP as STEP
 from fp8bench.report.tidy_row import TidyRow as TidyRow
 
@@ -24,7 +23,7 @@ _CASE_COLUMNS = (
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
-    "provenance", "verdict", "labels", "why", "energy_source",
+    "provenance", "verdict", "labels", "why", "energy_source", "label_reasons",
 )  # fmt: skip
 
 
@@ -109,7 +108,8 @@ def _step_time(result: Result) -> TidyRow:
         "provenance": Provenance.MEASURED.value,
         "verdict": (Verdict.EMULATED if emulated else finding.verdict).value,
         "labels": " ".join(finding.labels),
-        "why": "; ".join(filter(None, (finding.why, eager_reason(result)))),
+        "label_reasons": "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons),
+        "why": "; ".join(filter(None, (finding.why, result.reason(Label.EAGER_QUANTISER)))),
         **_counts(result.record.timing),
     }
     if finding.ratio is not None and not emulated:  # whatever is known of it, the time of an emulation is no speed

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from fp8bench.analysis.labels import labels_of
-from fp8bench.model import Finding, Label, Level, Record, Timing, Verdict
+from fp8bench.analysis.labels import Labelled, labels_of
+from fp8bench.model import (
+    DeviceWatch,
+    EnergyUse,
+    EnergyWindow,
+    Finding,
+    Interval,
+    Label,
+    Level,
+    Record,
+    Timing,
+    Verdict,
+)
 from tests.fakes import MS, record, steady, timing
 
 CALM = steady(10 * MS, 24)
 
 
-def labels(one: Record, reference: Timing | None = CALM, **finding: object) -> tuple[Label, ...]:
+def labels(one: Record, reference: Timing | None = CALM, **finding: Any) -> tuple[Label, ...]:
+    return tuple(found.label for found in labelled(one, reference, **finding))
+
+
+def labelled(
+    one: Record, reference: Timing | None = CALM, aa: Interval | None = None, **finding: Any
+) -> tuple[Labelled, ...]:
     phases = finding.pop("phases", (("gemm", 1e-2),))
-    return labels_of(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference)  # type: ignore[arg-type]
+    return labels_of(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference, aa)
 
 
 def clocks(wall: Sequence[float], cpu: float = 0.01, host: float = 0.0, timing_: Timing = CALM) -> Timing:
@@ -45,18 +63,59 @@ def test_noisy(floor: float | None, on: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wall", "device", "on"),
+    ("wall", "device", "reason", "hard"),
     [
-        ((0.0112,), "cpu", True),
-        ((0.0109,), "cpu", False),
-        ((0.02, 0.02, 0.01), "cpu", True),
-        ((0.02, 0.01), "cpu", False),
-        ((0.02,), "cuda:0", False),
+        (0.0111, "cpu", "less than nine tenths of a core in 24 of 24 slots", False),
+        (0.0299, "cpu", "less than nine tenths of a core in 24 of 24 slots", False),
+        (0.0301, "cpu", "less than a third of a core in 24 of 24 slots", True),
+        (0.0109, "cpu", None, False),
+        (0.0301, "cuda:0", None, False),
     ],
 )
-def test_contended(wall: tuple[float, ...], device: str, on: bool) -> None:
-    """In more than half of the slots the wall clock ran a tenth ahead of the process; a GPU's host always does."""
-    assert (Label.CONTENDED in labels(record(clocks(wall), device=device))) == on
+def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> None:
+    """The wall clock ran a tenth ahead of the process, or far ahead of it; a GPU's host always does."""
+    expected = [Labelled(Label.CONTENDED, reason, hard)] if reason else []
+    found = labelled(record(clocks((wall,)), device=device))
+    assert [one for one in found if one.label is Label.CONTENDED] == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "rounds", "on"),
+    [
+        (1.02, 1.05, 10, True),
+        (1.0199, 1.05, 24, False),
+        (0.95, 0.98, 24, True),
+        (0.95, 0.9801, 24, False),
+        (0.9, 1.1, 24, False),
+        (1.02, 1.05, 9, False),
+    ],
+)
+def test_aa_failed(low: float, high: float, rounds: int, on: bool) -> None:
+    """2% or more away from 1 on one side; an interval of fewer than ten rounds is not believed."""
+    found = labelled(record(steady(10 * MS, rounds)), aa=Interval(1.03, low, high, 0.99))
+    expected = [Labelled(Label.AA_FAILED, f"A/A 1.030x [{low:.3f}, {high:.3f}]", True)] if on else []
+    assert [one for one in found if one.label is Label.AA_FAILED] == expected
+
+
+def test_what_the_device_says() -> None:
+    """Throttled with its reasons, at its power cap with its clock; the second is never hard."""
+    watch = DeviceWatch(3, 10.0, 0x4 | 0x20, sm_clock=1.41e9)
+    found = labelled(record(CALM, device="cuda:0", watch=watch))
+    assert found == (
+        Labelled(Label.THROTTLED, "sw-thermal"), Labelled(Label.POWER_CAPPED, "SM clock 1.41 GHz"),
+    )  # fmt: skip
+    hot = labelled(record(CALM, device="cuda:0", watch=replace(watch, throttle=0x4 | 0x40, sm_clock=None)))
+    assert hot == (Labelled(Label.THROTTLED, "hw-thermal", True), Labelled(Label.POWER_CAPPED))
+    assert labelled(record(CALM, device="cuda:0", watch=DeviceWatch(3, 10.0, 0x1))) == ()
+
+
+def test_energy_unresolved() -> None:
+    """With the reason, for emulated cases too: their energy is told as a cost."""
+    unsure = EnergyUse("counter", (EnergyWindow(10, 1.0, 10.0, 12, 0.02),), 1.0, 1.0)
+    for level in (Level.NATIVE, Level.EMULATED):
+        found = labelled(record(CALM, level=level, energy=unsure))
+        assert [(one.label, one.hard) for one in found] == [(Label.ENERGY_UNRESOLVED, False)] and found[0].reason
+    assert labels(record(CALM, energy=EnergyUse("none", why="no counter"))) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +145,8 @@ def test_below_floor(phases: tuple[tuple[str, float], ...], below: tuple[str, ..
         (10 * MS, 12 * MS, 12, Level.NATIVE, True),
         (10 * MS, 12 * MS, 5, Level.NATIVE, True),
         (10 * MS, 12 * MS, 4, Level.NATIVE, False),
-        (10 * MS, 10 * MS + 400_000, 12, Level.NATIVE, False),
+        (10 * MS, 10 * MS + 500_000, 12, Level.NATIVE, False),
+        (10 * MS, 10 * MS + 520_000, 12, Level.NATIVE, True),
         (10 * MS, 12 * MS, 12, Level.EMULATED, False),
     ],
 )
@@ -108,8 +168,10 @@ def test_a_continuum_is_not_bimodal() -> None:
         (rising(0.04), CALM, {}, True),
         (CALM, rising(0.04), {}, True),
         (rising(0.04), rising(0.04), {}, False),
-        (rising(0.02), CALM, {}, False),
+        (rising(0.028), CALM, {}, False),
+        (rising(0.030), CALM, {}, True),
         (rising(0.04, 15), CALM, {}, False),
+        (rising(0.04, 16), CALM, {}, True),
         (rising(0.04), None, {}, False),
         (rising(0.04), CALM, {"paired": False}, False),
         (rising(0.04), CALM, {"is_reference": True}, False),
@@ -159,5 +221,5 @@ def test_labels_come_in_their_own_order() -> None:
 def test_eager_quantiser(level: Level) -> None:
     """Some cast ran as many operations, whatever the reason; emulated cases say so too."""
     eager = replace(CALM, eager="--quick compiles nothing")
-    assert Label.EAGER_QUANTISER in labels(record(eager, level=level))
+    assert Labelled(Label.EAGER_QUANTISER, "--quick compiles nothing") in labelled(record(eager, level=level))
     assert Label.EAGER_QUANTISER not in labels(record(replace(CALM, fused=True), level=level))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from fp8bench.analysis.verdicts import decided, find
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.limits import COMPILE_SECONDS, Limits

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.verdicts import decided, find
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement
@@ -172,7 +173,8 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
     assert [entry for entry in worker.log if entry[0] == "memory"] == [("memory", "fp32"), ("memory", "fp8")]
     assert worker.log[-2:] == [("memory", "fp32"), ("memory", "fp8")]
-    assert records["fp8"].measurements == () and not records["fp8"].detail
+    assert records["fp8"].measurements == () and records["fp8"].memory is None
+    assert records["fp8"].detail == "no peak memory: the script has none"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def eager() -> tuple[Run, dict[str, Finding]]:
     run, findings = transformer()
     *others, fp8 = run.records
     timed = replace(fp8, timing=replace(steady(60 * MS, 8), eager=WHY))
-    findings[fp8.case.id] = replace(findings[fp8.case.id], labels=(Label.EAGER_QUANTISER,))
+    findings[fp8.case.id] = replace(
+        findings[fp8.case.id], labels=(Label.EAGER_QUANTISER,), label_reasons=((Label.EAGER_QUANTISER, WHY),)
+    )
     return replace(run, records=(*others, timed)), findings
 
 
@@ -45,7 +47,7 @@ def test_csv_has_label_and_reason_in_the_row_of_the_steps_time() -> None:
     fp8 = [row for row in rows(run, findings) if row["mode"] == "fp8"]
     (step,) = [row for row in fp8 if (row["phase"], row["metric"]) == (STEP, "time")]
 
-    assert step["labels"] == "eager-quantiser" and step["why"] == WHY
+    assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {WHY}", WHY)
     assert all(row["why"] is None for row in fp8 if row["phase"] not in (STEP, None))
     assert WHY in as_csv(run, findings)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8bench.analysis.trust import REMARKS
 from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
 from fp8bench.report.blocks import Result
 from fp8bench.report.elements import Tone
@@ -38,7 +39,7 @@ def result(
         (result(Verdict.SAME), Standing.SAME, Tone.PLAIN),
         (result(Verdict.UNSURE), Standing.UNSURE, Tone.DOUBT),
         (result(Verdict.NONE), Standing.UNTIMED, Tone.DOUBT),
-        (result(Verdict.FASTER, Label.LAUNCH_BOUND), Standing.FASTER, Tone.GOOD),
+        *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
         (result(Verdict.FASTER, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
         (result(Verdict.REFERENCE, reference=True), Standing.REFERENCE, Tone.PLAIN),
         (result(Verdict.REFERENCE, reference=True, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
@@ -51,7 +52,7 @@ def test_standing(one: Result, expected: Standing, tone: Tone) -> None:
     assert standing(one) is expected and tone_of(one) is tone
 
 
-@pytest.mark.parametrize("label", [label for label in Label if label is not Label.LAUNCH_BOUND])
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
 @pytest.mark.parametrize("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     one = result(verdict, label)

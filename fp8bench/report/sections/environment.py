@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.analysis.trust import casts_doubt
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.report import legend
 from fp8bench.report.blocks import Result
@@ -13,10 +14,11 @@ from fp8bench.report.material import Entry, Material
 from fp8bench.report.naming import listed
 from fp8bench.report.run_facts import commit_of, counts, fact, many, missing_of, notes_of, when
 from fp8bench.report.section import Section, sections
-from fp8bench.report.standing import Standing, eager_reason, standing
+from fp8bench.report.standing import Standing, standing
 from fp8bench.report.tables import floor_of
 
 _MOST = 20
+_MOST_REASONS = 4
 
 
 @sections.register("environment")
@@ -157,13 +159,15 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
-            yield Text(f"{words}{_eager_reasons(measured) if label is Label.EAGER_QUANTISER else ''}", Tone.DOUBT)
+            yield Text(f"{words}{_reasons(label, measured)}", Tone.DOUBT if casts_doubt(label) else Tone.PLAIN)
 
 
-def _eager_reasons(measured: Sequence[Result]) -> str:
+def _reasons(label: Label, measured: Sequence[Result]) -> str:
     """' (--quick compiles nothing)'; a few reasons at most."""
-    reasons = list(dict.fromkeys(reason for result in measured if (reason := eager_reason(result))))
-    return f" ({'; '.join(reasons[:_MOST])})" if reasons else ""
+    reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
+    more = [f"{len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS + 1 else []
+    shown = reasons[:_MOST_REASONS] if more else reasons
+    return f" ({'; '.join([*shown, *more])})" if reasons else ""
 
 
 def _notes(run: Run) -> Iterator[Text]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS, SAME, doubted
+from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
+from fp8bench.analysis.trust import doubted
+from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import UNATTRIBUTED, Finding
 from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.elements import Column, Element, Field, Part, Table, Text, Tone

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import BELOW_FLOOR_MARKERS
-from fp8bench.model import UNATTRIBUTED, Label
+from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
+from fp8bench.analysis.trust import casts_doubt
+from fp8bench.model import UNATTRIBUTED
 from fp8bench.report.elements import Axis, Element, Part, Stacks, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.naming import NamedCase, listed, named_cases, phase_order, phase_words
@@ -108,7 +109,7 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
             f"{_told(below, len(cases))}.",
             Tone.DOUBT,
         )
-    labels = _by_word((label.value, case) for case in cases for label in case.result.labels if _casts_doubt(label))
+    labels = _by_word((label.value, case) for case in cases for label in case.result.labels if casts_doubt(label))
     if labels:
         yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
@@ -117,10 +118,6 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
 
 def _below_floor(case: NamedCase) -> tuple[str, ...]:
     return case.result.finding.below_floor if case.result.finding else ()
-
-
-def _casts_doubt(label: Label) -> bool:
-    return label is not Label.LAUNCH_BOUND
 
 
 def _by_word(found: Iterable[tuple[str, NamedCase]]) -> dict[str, list[str]]:

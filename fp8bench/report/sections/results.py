@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.model import Label, Status
+from fp8bench.model import Status
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
 from fp8bench.report.elements import Column, Field, Part, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.naming import setting_of
 from fp8bench.report.section import Section, sections
-from fp8bench.report.standing import Standing, doubts, emulated, standing, tone_of
+from fp8bench.report.standing import Standing, doubts, emulated, meaning, named_labels, standing, tone_of
 from fp8bench.report.tables import bounds, main_error, rate_of, ratio_of, show_rate, value_of, verdict_word
 
 _PEAK = "peak_memory"
@@ -95,7 +95,7 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Column]:
         "error": Column("error", number=True, hint=_errors(rows)),
         "memory": Column("peak memory", number=True, unit="B", hint="tensors, at the highest point of a step"),
         "how": Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
-        "labels": Column("labels", hint="reasons for doubt"),
+        "labels": Column("labels", hint="reasons for doubt, and what else one should know"),
     }
 
 
@@ -144,7 +144,7 @@ def _fields(row: _Row) -> dict[str, Field]:
         "throughput": _number(show_rate(rate_of(result)), (rate_of(result) or (None,))[0]),
         "error": _number(units.relative_error(error), error, hint=main_error(row.panel)),
         "memory": _number(units.size(peak), peak, times, cost),
-        "labels": Field(", ".join(result.labels), hint=_meanings(result.labels)),
+        "labels": Field(", ".join(named_labels(result)), hint=_meanings(result)),
     }
 
 
@@ -176,5 +176,5 @@ def _why(result: Result) -> str:
     return "; ".join(part for part in (*doubts(result), result.record.detail) if part)
 
 
-def _meanings(labels: Iterable[Label]) -> str:
-    return "; ".join(f"{label}: {legend.LABELS[label]}" for label in labels)
+def _meanings(result: Result) -> str:
+    return "; ".join(meaning(label, result) for label in result.labels)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.samples import step_samples
-from fp8bench.analysis.verdicts import doubted
+from fp8bench.analysis.trust import doubted
 from fp8bench.model import Label
 from fp8bench.report import legend
 from fp8bench.report.blocks import Result

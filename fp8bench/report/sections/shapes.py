@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import doubted
+from fp8bench.analysis.trust import doubted
 from fp8bench.model import Params, Scalar
 from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
 from fp8bench.report.elements import Axis, Element, Heat, Part

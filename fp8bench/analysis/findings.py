@@ -1,0 +1,153 @@
+"""What is to be said of each case of a group: times, phases, a verdict, labels, and which of these take it away.
+
+A hard label (a device that its hardware slowed down, a process that got less than a third of a core, identical code
+told apart) leaves nothing to judge: the case is UNSURE and says why, and so is every case held against a reference that
+has one. Its ratio stays visible. An emulated case never has a verdict on speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fp8bench import stats
+from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
+from fp8bench.analysis.verdicts import BAND, LEAST_FOR_VERDICT, best_phases, conclude, noise, totals
+from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
+
+BELOW_FLOOR_MARKERS = 20
+
+
+@dataclass(frozen=True)
+class _Standard:
+    """What a case is held against: reference and control of the rounds it was in, and the hard labels of these."""
+
+    timing: Timing | None = None
+    control: Timing | None = None
+    emulated: bool = False
+    hard: tuple[Labelled, ...] = ()
+
+
+def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Finding]:
+    """A finding for every record of one group."""
+    reference = next((record for record in records if record.is_reference and record.timing), None)
+    aa = noise(reference.timing, reference.control) if reference is not None and reference.timing is not None else None
+    shared = _of_the_group(reference, aa)
+    return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
+
+
+def _of_the_group(reference: Record | None, aa: Interval | None) -> _Standard:
+    if reference is None:
+        return _Standard()
+    emulated = reference.support.level is Level.EMULATED
+    return _Standard(reference.timing, reference.control, emulated, _hard(reference, reference.timing, aa))
+
+
+def _standard(record: Record, shared: _Standard) -> _Standard:
+    """The group's, or that of the sitting that a case was in: never the control of another sitting."""
+    if record.paired_with is None:
+        return shared
+    return replace(
+        shared,
+        timing=record.paired_with,
+        control=record.control,
+        hard=_hard(replace(record, watch=None), record.paired_with, None),
+    )
+
+
+def _hard(record: Record, timing: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:
+    """The hard labels of either entry of a reference, each once."""
+    found: dict[Label, Labelled] = {}
+    for entry in (timing, record.control):
+        for one in hard_labels(entry, record.watch, aa, record.case.device) if entry is not None else ():
+            found.setdefault(one.label, one)
+    return tuple(found.values())
+
+
+def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None) -> Finding:
+    timing = record.timing
+    if record.status is not Status.OK or timing is None or not timing.slots:
+        return Finding(record.case, Verdict.NONE)
+    phases = best_phases(timing)
+    all_calls = totals(timing)
+    finding = Finding(
+        record.case,
+        Verdict.NONE,
+        best_seconds=sum(seconds for _, seconds in phases),
+        median_seconds=float(np.median(all_calls)),
+        spread=stats.spread(all_calls),
+        phases=phases,
+        below_floor=_below_floor(timing, phases, overheads),
+    )
+    standard = _standard(record, shared)
+    finding, aa = _with_verdict(finding, record, standard, aa)
+    labels = labels_of(record, finding, standard.timing, aa)
+    finding = replace(
+        finding,
+        labels=tuple(one.label for one in labels),
+        label_reasons=tuple((one.label, one.reason) for one in labels if one.reason),
+    )
+    return _withheld(finding, [one for one in labels if one.hard], standard.hard)
+
+
+def _with_verdict(
+    finding: Finding, record: Record, standard: _Standard, aa: Interval | None
+) -> tuple[Finding, Interval | None]:
+    """The verdict by the samples, and the A/A interval of the rounds that it rests on."""
+    assert record.timing is not None
+    if record.support.level is Level.EMULATED:
+        return replace(finding, verdict=Verdict.EMULATED), None
+    if record.is_reference:
+        return replace(finding, verdict=Verdict.REFERENCE, floor=aa.reach if aa is not None else None), aa
+    if standard.timing is None or not record.paired:
+        return _unsure(finding, "it did not share rounds with a reference"), None
+    if standard.emulated:
+        return _unsure(finding, "the reference is emulated, so its time is no speed"), None
+    conclusion = conclude(record.timing, standard.timing, standard.control)
+    if conclusion is None:
+        return _unsure(finding, "no round has both it and the reference"), None
+    verdict, interval, aa = conclusion
+    why = _why_unsure(interval, record.timing.num_rounds) if verdict is Verdict.UNSURE else ""
+    median_ratio = float(np.median(totals(record.timing)) / np.median(totals(standard.timing)))
+    floor = aa.reach if aa is not None else None
+    return replace(finding, verdict=verdict, ratio=interval, floor=floor, why=why, median_ratio=median_ratio), aa
+
+
+def _unsure(finding: Finding, why: str) -> Finding:
+    return replace(finding, verdict=Verdict.UNSURE, why=why)
+
+
+def _why_unsure(interval: Interval, rounds: int) -> str:
+    if rounds < LEAST_FOR_VERDICT:
+        return f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
+    if interval.low > 1 + BAND or interval.high < 1 - BAND:
+        return "the reference differs from its own control by as much"
+    return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
+
+
+def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:
+    """Without its verdict, where a hard label of the case or of its reference forbids one."""
+    foreign = [one for one in of_reference if one.label not in {mine.label for mine in own}]
+    if finding.ratio is None or not (own or foreign):
+        return finding
+    whys = [f"labelled {_told(one)}" for one in own]
+    whys += [f"the reference is labelled {_told(one)}" for one in foreign]
+    hard = tuple(one.label for one in (*own, *foreign))
+    return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
+
+
+def _told(one: Labelled) -> str:
+    return f"{one.label} ({one.reason})" if one.reason else str(one.label)
+
+
+def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
+    """Phases shorter than 20 times what marking their stretches costs."""
+    if overheads is None:
+        return ()
+    per_mark = max(overheads.marker_on, overheads.event_pair or 0.0)
+    entries = dict(timing.entries)
+    return tuple(
+        phase for phase, seconds in phases if 0 < seconds < BELOW_FLOOR_MARKERS * per_mark * entries.get(phase, 1)
+    )

@@ -1,0 +1,126 @@
+"""Hard labels: who loses a verdict by them, and who keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
+from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, Timing, Verdict
+from tests.fakes import MS, record, steady
+
+TEN = steady(10 * MS, 24)
+FIVE = steady(5 * MS, 24)
+HOT = DeviceWatch(4, 10.0, 0x40)
+END = ": times measured so get no verdict"
+THIRD = "contended (less than a third of a core in 24 of 24 slots)"
+
+
+def found(*records: Record) -> dict[str, Finding]:
+    return {finding.case.precision: finding for finding in find(records, {})}
+
+
+def reference(timing: Timing = TEN, control: Timing | None = TEN, **options: Any) -> Record:
+    return record(timing, "fp32", is_reference=True, control=control, **options)
+
+
+def starved(timing: Timing) -> Timing:
+    """The same samples by a process that got a quarter of a core."""
+    slots = [replace(slot, wall_seconds=4 * slot.cpu_seconds) for slot in timing.slots]
+    return replace(timing, slots=tuple(slots))
+
+
+@pytest.mark.parametrize(
+    ("case", "label", "why"),
+    [
+        (record(FIVE, watch=HOT), Label.THROTTLED, "labelled throttled (hw-thermal)"),
+        (record(starved(FIVE)), Label.CONTENDED, f"labelled {THIRD}"),
+    ],
+)
+def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label: Label, why: str) -> None:
+    """Twice as fast, and nobody may say so."""
+    finding = found(reference(), case)["bf16"]
+    assert (finding.verdict, finding.why, finding.hard) == (Verdict.UNSURE, f"{why}{END}", (label,))
+    assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5)
+    assert label in finding.labels and dict(finding.label_reasons)[label] in finding.why
+    plain = found(reference(), record(FIVE))["bf16"]
+    assert (plain.verdict, plain.hard, plain.label_reasons) == (Verdict.FASTER, (), ())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        record(FIVE, watch=DeviceWatch(4, 10.0, 0x20 | 0x4)),
+        record(replace(FIVE, slots=tuple(replace(one, wall_seconds=2 * one.cpu_seconds) for one in FIVE.slots))),
+    ],
+)
+def test_the_same_label_less_grave_is_a_doubt(case: Record) -> None:
+    """Slowed down by software; half of a core."""
+    finding = found(reference(), case)["bf16"]
+    assert finding.labels and (finding.verdict, finding.why, finding.hard) == (Verdict.FASTER, "", ())
+
+
+def test_identical_code_told_apart_takes_every_verdict() -> None:
+    """A is 3% from A'; the cases have the label themselves, because it is of the rounds that they were in."""
+    findings = found(reference(control=steady(10_300_000, 24)), record(FIVE), record(steady(20 * MS, 24), "fp16"))
+    for mode in ("bf16", "fp16"):
+        finding = findings[mode]
+        assert finding.verdict is Verdict.UNSURE and finding.hard == (Label.AA_FAILED,)
+        assert finding.why == f"labelled aa-failed (A/A 1.030x [1.030, 1.030]){END}" and finding.ratio is not None
+    assert Label.AA_FAILED in findings["fp32"].labels and findings["fp32"].verdict is Verdict.REFERENCE
+    near = found(reference(control=steady(10_190_000, 24)), record(FIVE))
+    assert near["bf16"].verdict is Verdict.FASTER and Label.AA_FAILED not in near["fp32"].labels
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (reference(watch=HOT), "throttled (hw-thermal)"),
+        (reference(starved(TEN)), THIRD),
+        (reference(control=starved(TEN)), THIRD),
+    ],
+)
+def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Record, why: str) -> None:
+    """Its second entry counts as itself."""
+    finding = found(first, record(FIVE))["bf16"]
+    assert (finding.verdict, finding.why) == (Verdict.UNSURE, f"the reference is labelled {why}{END}")
+    assert finding.labels == () and len(finding.hard) == 1 and finding.ratio is not None
+
+
+def test_what_both_have_is_said_once() -> None:
+    """And what only one has beside it."""
+    finding = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]
+    assert finding.why == f"labelled throttled (hw-thermal); the reference is labelled {THIRD}{END}"
+    assert finding.hard == (Label.THROTTLED, Label.CONTENDED)
+
+
+def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
+    """The reference's record tells of the first sitting."""
+    spoilt = reference(starved(TEN), watch=HOT)
+    assert found(spoilt, record(FIVE, paired_with=TEN, control=TEN))["bf16"].verdict is Verdict.FASTER
+    apart = found(reference(), record(FIVE, paired_with=starved(TEN)))["bf16"]
+    assert apart.verdict is Verdict.UNSURE and apart.why == f"the reference is labelled {THIRD}{END}"
+    moved = found(reference(), record(FIVE, paired_with=TEN, control=steady(10_300_000, 24)))["bf16"]
+    assert moved.hard == (Label.AA_FAILED,)
+
+
+def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
+    """Emulated, unpaired and failed cases, and the reference itself."""
+    findings = found(
+        reference(watch=HOT),
+        record(FIVE, "fp8", Level.EMULATED, watch=HOT),
+        record(FIVE, "bf16", paired=False, watch=HOT),
+    )
+    assert [findings[mode].verdict for mode in ("fp32", "fp8")] == [Verdict.REFERENCE, Verdict.EMULATED]
+    assert findings["bf16"].why == "it did not share rounds with a reference"
+    assert {one.hard for one in findings.values()} == {()}
+    assert all(Label.THROTTLED in one.labels for one in findings.values())
+
+
+def test_early_stopping_looks_at_samples_alone() -> None:
+    """What is starved and told apart from itself is decided as if it were not: rounds are not spent on it."""
+    assert decided(starved(FIVE), starved(TEN), starved(TEN))
+    assert decided(FIVE, TEN, steady(10_300_000, 24))

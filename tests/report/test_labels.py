@@ -1,0 +1,143 @@
+"""Labels with their reasons in everything that shows a run: table, CSV, JSON, the report's sections and sentences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.trust import REMARKS
+from fp8bench.model import Finding, Label, Run, Verdict
+from fp8bench.report import legend
+from fp8bench.report.blocks import panels_of
+from fp8bench.report.csv_text import render as as_csv
+from fp8bench.report.elements import Items, Table, Text, Tone
+from fp8bench.report.json_text import render as as_json
+from fp8bench.report.sentences import comparisons, said_once
+from fp8bench.report.standing import doubts, named_labels
+from fp8bench.report.text import render
+from fp8bench.report.tidy import STEP, columns_of, rows
+from fp8bench.report.wide import widened
+from tests.materials import of_kind, part
+from tests.runs import judged
+
+HOT = ((Label.THROTTLED, "hw-thermal, sw-thermal"),)
+CLOCK = ((Label.POWER_CAPPED, "SM clock 1.41 GHz"),)
+WHY = "labelled throttled (hw-thermal, sw-thermal): times measured so get no verdict"
+
+
+def made(
+    verdict: Verdict, *labels: Label, reasons: tuple[tuple[Label, str], ...], **changes: object
+) -> tuple[Run, dict[str, Finding]]:
+    """One group: bf16 is twice as fast as fp32, with these labels."""
+    run, findings = judged((verdict, 0.5, *labels))
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], label_reasons=reasons, **changes)  # type: ignore[arg-type]
+    return run, findings
+
+
+def hot() -> tuple[Run, dict[str, Finding]]:
+    """Slowed down by its hardware."""
+    labels = (Label.NOISY, Label.THROTTLED)
+    return made(Verdict.UNSURE, *labels, reasons=HOT, hard=(Label.THROTTLED,), why=WHY)
+
+
+def capped() -> tuple[Run, dict[str, Finding]]:
+    """At its power cap."""
+    return made(Verdict.FASTER, Label.POWER_CAPPED, reasons=CLOCK)
+
+
+def sentences(made: tuple[Run, dict[str, Finding]]) -> list[Text]:
+    return [text for panel in panels_of(*made) for text in comparisons(panel)]
+
+
+def test_the_table_has_the_reason_beside_the_label_and_the_ratio_beside_no_verdict() -> None:
+    """And the legend what labels mean."""
+    text = render(*hot(), width=200)
+    assert "\n      labels: noisy, throttled (hw-thermal, sw-thermal)\n" in text
+    assert "unsure   0.500x [0.495, 0.505]" in text and f"- bf16 unsure: {WHY}" in " ".join(text.split())
+    assert f"\n  throttled: {legend.LABELS[Label.THROTTLED]}\n" in text
+
+
+def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
+    """The last one; in wide rows too. What has no reason has an empty cell."""
+    run, findings = hot()
+    assert columns_of(run)[-1] == "label_reasons"
+    step = {row["mode"]: row for row in rows(run, findings) if (row["phase"], row["metric"]) == (STEP, "time")}
+    assert step["bf16"]["labels"] == "noisy throttled" and step["bf16"]["why"] == WHY
+    assert step["bf16"]["label_reasons"] == "throttled: hw-thermal, sw-thermal"
+    assert (step["fp32"]["labels"], step["fp32"]["label_reasons"]) == (None, None)
+    assert '"throttled: hw-thermal, sw-thermal"' in as_csv(run, findings)
+    _, wide = widened(rows(run, findings))
+    assert [one["label_reasons"] for one in wide] == [None, "throttled: hw-thermal, sw-thermal"]
+
+
+def test_json_has_them_as_pairs() -> None:
+    """With the labels that took the verdict."""
+    finding = json.loads(as_json(*hot()))["records"][1]["finding"]
+    assert finding["labels"] == ["noisy", "throttled"] and finding["hard"] == ["throttled"]
+    assert finding["label_reasons"] == [["throttled", "hw-thermal, sw-thermal"]] and finding["verdict"] == "unsure"
+
+
+def test_the_sentence_says_why_once() -> None:
+    """The hard label is in the why; the other one follows."""
+    (text,) = sentences(hot())
+    assert text.text.endswith(f": {WHY}; the machine was restless (noisy)") and text.tone is Tone.DOUBT
+    assert said_once(panels_of(*hot())) == frozenset()
+
+
+def test_a_power_cap_is_told_with_its_clock_and_casts_no_doubt() -> None:
+    """As launch-bound is."""
+    (text,) = sentences(capped())
+    assert text == Text(
+        "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64; it ran at the clocks that the device's "
+        "power cap allows (power-capped, SM clock 1.41 GHz)",
+        Tone.GOOD,
+    )
+    several = judged((Verdict.FASTER, 0.5, Label.POWER_CAPPED, Label.LAUNCH_BOUND), (Verdict.FASTER, 0.5))
+    assert sentences(several)[0].text.endswith(
+        "; the host sets the pace in 1 of 2, not the device (launch-bound); it ran at the clocks that the device's "
+        "power cap allows in 1 of 2 (power-capped)"
+    )
+
+
+@pytest.mark.parametrize("label", sorted(REMARKS))
+def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
+    """In the table's row and in the legend, not among the doubts."""
+    run, findings = judged((Verdict.FASTER, 0.5, label))
+    assert f"labels: {label}" in render(run, findings) and legend.LABELS[label] in render(run, findings, width=200)
+    assert doubts(panels_of(run, findings)[0].results[1]) == ()
+
+
+def test_the_report_explains_labels_with_their_reasons() -> None:
+    """Among the remarks on the run, in the row of the case, and where its verdict stands."""
+    run, findings = hot()
+    remarks = [text for items in of_kind(part("environment", (run, findings)), Items) for text in items.items]
+    words = f"{legend.LABELS[Label.THROTTLED]} (hw-thermal, sw-thermal)"
+    assert Text(f"throttled (1 of 2 cases): {words}", Tone.DOUBT) in remarks
+    (table,) = of_kind(part("results", (run, findings)), Table)
+    cells = {column.title: field for column, field in zip(table.columns, table.rows[1], strict=True)}
+    assert cells["labels"].text == "noisy, throttled (hw-thermal, sw-thermal)"
+    assert f"throttled: {words}" in cells["labels"].hint and f"throttled: {words}" in cells["verdict"].hint
+    assert cells["verdict"].text == "unsure" and WHY in cells["verdict"].hint
+
+
+def test_many_reasons_are_cut() -> None:
+    """Each clock is one; five are shown, of more the first four."""
+    for number, end in ((5, "reason 3; reason 4)"), (9, "reason 3; 5 more reasons)")):
+        run, findings = judged(*[(Verdict.FASTER, 0.5, Label.POWER_CAPPED)] * number)
+        for place, record in enumerate(run.records[1::2]):
+            reasons = ((Label.POWER_CAPPED, f"reason {place}"),)
+            findings[record.case.id] = replace(findings[record.case.id], label_reasons=reasons)
+        (text,) = (text for items in of_kind(part("environment", (run, findings)), Items) for text in items.items)
+        assert text.text.endswith(end) and text.tone is Tone.PLAIN
+
+
+def test_a_long_reason_is_not_in_the_row() -> None:
+    """Why quantisers ran eagerly is a sentence, and stands in the notes."""
+    reasons = ((Label.EAGER_QUANTISER, "there is no compiler"), (Label.CONTENDED, "less than a third of a core"))
+    run, findings = made(Verdict.FASTER, Label.CONTENDED, Label.EAGER_QUANTISER, reasons=reasons)
+    result = panels_of(run, findings)[0].results[1]
+    assert named_labels(result) == ("contended (less than a third of a core)", "eager-quantiser")
+    assert "- bf16 eager-quantiser: there is no compiler" in render(run, findings)
