@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.samples import phase_samples, relative_samples, step_samples
 from fp8bench.errors import UsageError
 from fp8bench.followed import (
+    ENERGY,
     MEMORY,
     PER,
     RELATIVE,
@@ -26,6 +28,7 @@ from fp8bench.followed import (
 from fp8bench.measure.quantisers import QUANTISERS_VARIABLE
 from fp8bench.measure.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model import (
+    ENERGY_SOURCE,
     Case,
     Cell,
     Conditions,
@@ -144,18 +147,25 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
         data = _data(workload, record.case)
         leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
         found = _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
-        points += [replace(point, under=(*under, *_quantisers(workload, record, point))) for point in found]
+        points += [replace(point, under=(*under, *_own_conditions(workload, record, point))) for point in found]
     return Followed(tuple(points), _series(type(workload), data) if points else (), others)
 
 
-def _quantisers(workload: Workload, record: Record, point: Point) -> Conditions:
-    """Whether its quantisers were compiled, for what depends on it: all but errors, the same bit for bit."""
+def _own_conditions(workload: Workload, record: Record, point: Point) -> Conditions:
+    """What only some metrics of a case depend on.
+
+    Whether its quantisers were compiled matters to all but errors, the same bit for bit; joules of different sources
+    do not compare.
+    """
     timing, grid = record.timing, workload.history
     assert grid is not None
     metric = point.series.rpartition(".track_")[2]
-    if timing is None or metric in grid.errors or not (timing.eager or timing.fused):
-        return ()
-    return (("quantisers", "eager" if timing.eager else "compiled"),)
+    found: Conditions = ()
+    if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
+        found = (("quantisers", "eager" if timing.eager else "compiled"),)
+    if metric == ENERGY and record.energy is not None and point.samples:
+        found = (*found, (ENERGY_SOURCE, record.energy.source))
+    return found
 
 
 def _is_hasty(run: Run, record: Record) -> bool:
@@ -257,6 +267,7 @@ def _samples(
             yield name, (value * many / count for value in steps)
     if reference is not None and reference.case.precision == reference_of(workload):
         yield RELATIVE, relative_samples(record, reference)
+    yield ENERGY, energy_samples(record.energy)
     for name in (MEMORY, *grid.errors):
         measured = record.measurement(name)
         if measured is not None:

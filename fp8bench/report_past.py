@@ -15,7 +15,7 @@ from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.view import Told, tell, why_not
 
 MOST_RUNS = 100
-_UNITS = {"seconds": "s", "bytes": "B", units.RATIO: ""}
+_UNITS = {"seconds": "s", "bytes": "B", "joules": "J", units.RATIO: ""}
 
 
 def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
@@ -51,12 +51,14 @@ def _made_at(one: Told, course: Course) -> bool:
 
 
 def _series(course: Course, told: Sequence[Told]) -> PastSeries | None:
-    """A course of its newest version, with those of the runs that are in no course; None where no run was made."""
+    """A course of its newest version and source, with what is in no course; None where no run was made."""
     if not told:
         return None
     version = course.series.version
     kept = [figure for figure in course.measured if figure.version == version]
-    figures = [*_figures(kept), *(figure for one in told for figure in _unkept(one, course))]
+    kept = [figure for figure in kept if figure.source == kept[-1].source]
+    unkept = (figure for one in told for figure in _unkept(one, course, kept[-1] if kept else None))
+    figures = [*_figures(kept), *unkept]
     precision, *values = course.cell
     pairs = zip(course.series.param_names[1:], values, strict=True)
     unit = "x" if course.series.metric == RELATIVE else _UNITS.get(course.series.unit, course.series.unit)
@@ -82,14 +84,17 @@ def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> Past
     )
 
 
-def _unkept(one: Told, course: Course) -> Iterator[PastFigure]:
-    """What a run came to whose commit's numbers these are not."""
+def _unkept(one: Told, course: Course, last: Figure | None) -> Iterator[PastFigure]:
+    """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
     if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
         return
     for point in one.content.points:
-        if _is_of(point, course) and point.samples:
+        if not _is_of(point, course) or not point.samples:
+            continue
+        figure = figure_of(one, point, 1)
+        if last is None or figure.source == last.source:
             when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
-            yield _past(figure_of(one, point, 1), when, one.order[0] * 1000, unkept=True)
+            yield _past(figure, when, one.order[0] * 1000, unkept=True)
 
 
 def _is_of(point: Point, course: Course) -> bool:

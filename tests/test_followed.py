@@ -138,14 +138,14 @@ def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
     assert found[0].metric == "time"
     for one in found:
         assert one.name == f"{name}.{class_name(name)}.track_{one.metric}"
-        assert one.unit in ("seconds", "bytes", unit_of(one.metric))
+        assert one.unit in ("seconds", "bytes", "joules", unit_of(one.metric))
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
     """A step's time, its phases, time per count, over the reference, memory, errors."""
     names = [one.name for one in metrics_of(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
-    assert names == ["time", "time_cast", "seconds_per_mtok", "relative_time", "peak_memory", "loss_error"]
-    assert [one.name for one in metrics_of(GRID)] == ["time", "relative_time", "peak_memory"]
+    assert names == ["time", "time_cast", "seconds_per_mtok", "relative_time", "peak_memory", "energy", "loss_error"]
+    assert [one.name for one in metrics_of(GRID)] == ["time", "relative_time", "peak_memory", "energy"]
     assert all(one.description for one in metrics_of(GRID))
 
 

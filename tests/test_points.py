@@ -17,6 +17,8 @@ from fp8bench.measure.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    EnergyUse,
+    EnergyWindow,
     Environment,
     Params,
     Point,
@@ -100,7 +102,7 @@ def test_every_metric_of_a_native_case() -> None:
     assert found.pop("relative_time") == (0.375, 0.25)
     assert found.pop("peak_memory") == (2048.0,)
     assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
-    assert not found
+    assert found == {"energy": ()}
 
 
 def test_every_metric_of_the_reference() -> None:
@@ -110,7 +112,7 @@ def test_every_metric_of_the_reference() -> None:
     assert found.pop("seconds_per_tflop") == pytest.approx((8e-3, 16e-3))
     assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
     assert found.pop("peak_memory") == (4096.0,)
-    assert set(found) == {"time_cast", "relative_time"} and not any(found.values())
+    assert set(found) == {"time_cast", "relative_time", "energy"} and not any(found.values())
 
 
 def test_an_emulated_case_has_a_time_and_no_speed() -> None:
@@ -119,7 +121,7 @@ def test_an_emulated_case_has_a_time_and_no_speed() -> None:
     assert found.pop("time") == pytest.approx((9e-3,))
     assert found.pop("time_cast") == pytest.approx((7e-3,)) and found.pop("time_gemm") == pytest.approx((2e-3,))
     assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
-    assert set(found) == {"seconds_per_tflop", "relative_time", "peak_memory"} and not any(found.values())
+    assert set(found) == {"seconds_per_tflop", "relative_time", "peak_memory", "energy"} and not any(found.values())
 
 
 def test_points_come_under_their_series() -> None:
@@ -360,6 +362,31 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
             metric = point.series.removeprefix("gemm.Gemm.track_")
             touched = name != "none" and point.cell[0] == "fp8" and not metric.endswith("_error")
             assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
+
+
+def test_energy_has_a_sample_a_window() -> None:
+    """Joules of a step; of emulations, too, as they have a time: it compares with itself at another commit."""
+    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))
+    found = run([replace(one, energy=EnergyUse("counter", windows)) for one in (BF16, FP8)])
+    assert samples(found, "bf16")["energy"] == samples(found, "fp8")["energy"] == pytest.approx((1.9, 1.92))
+    none = run([replace(BF16, energy=EnergyUse("none", why="a virtual machine"))])
+    assert samples(none, "bf16")["energy"] == ()
+
+
+def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
+    """Of theirs alone: times do not depend on it. Runs of one commit with different sources are not put together."""
+    runs = [
+        run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
+        for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
+    ]
+    points = [point for made in runs for point in followed(made).points]
+    plain = under(run())
+    for point in points:
+        energy = point.series.endswith("track_energy")
+        assert (point.under == plain) is not energy
+        assert not energy or point.under[-1][0] == "energy_source"
+    (one,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
+    assert one.samples == (1.0, 1.1)
 
 
 def test_the_variable_that_turns_compiling_off_is_no_condition_of_its_own() -> None:

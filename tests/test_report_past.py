@@ -12,6 +12,7 @@ from fp8bench.history.runs import load_run
 from fp8bench.model import Environment, Request, Run
 from fp8bench.report.material import PastSeries
 from fp8bench.report_past import past_of
+from tests.energies import use
 from tests.histories import commit, history, keep, records, run_at
 from tests.runs import EMULATED, transformer
 
@@ -82,6 +83,20 @@ def test_older_versions_are_counted(tmp_path: Path) -> None:
     last = load_run(keep(tmp_path, run_at(1, records=newer)))
     found = past_of([last], tmp_path)
     assert {(len(one.figures), one.incomparable) for one in found} == {(1, 1)}
+
+
+def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Those of the newest count, of a run with uncommitted changes too; times do not care."""
+    for number, source in enumerate(("counter", "instant", "instant")):
+        made = tuple(replace(one, energy=use((1.0 + number,) * 3, source=source)) for one in records(1.0))
+        last = load_run(keep(tmp_path, run_at(number, records=made)))
+    found = series([last], tmp_path, metric="energy")
+    assert found.unit == "J" and ([one.value for one in found.figures], found.incomparable) == ([2.0, 3.0], 1)
+    assert len(series([last], tmp_path).figures) == 3
+    for source, count in (("counter", 2), ("instant", 3)):
+        made = tuple(replace(one, energy=use((9.0,) * 3, source=source)) for one in records(1.0))
+        dirty = run_at(2, hours=5, records=made, facts={"dirty": True})
+        assert len(series([dirty], tmp_path, metric="energy").figures) == count
 
 
 def test_runs_that_tell_nothing_have_no_past(tmp_path: Path) -> None:

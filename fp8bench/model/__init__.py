@@ -5,7 +5,7 @@ Nothing here knows torch, files or text.
 """
 
 from fp8bench.model.consumed import DeviceWatch, EnergyUse, EnergyWindow, MemoryUse, PhaseMemory
-from fp8bench.model.followed import Cell, Conditions, Course, Fault, Figure, Point, Series
+from fp8bench.model.followed import ENERGY_SOURCE, Cell, Conditions, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -50,6 +50,7 @@ from fp8bench.model.words import (
 
 __all__ = [
     "CELL_PHASES",
+    "ENERGY_SOURCE",
     "PHASES",
     "UNATTRIBUTED",
     "Case",

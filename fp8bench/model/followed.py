@@ -11,6 +11,8 @@ from fp8bench.model.words import Status
 Cell = tuple[Scalar, ...]
 # Software, settings and device that something was measured under, by name.
 Conditions = tuple[tuple[str, Scalar | None], ...]
+# The condition of joules that makes them incomparable, and not only others.
+ENERGY_SOURCE = "energy_source"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Figure:
     status: Status = Status.OK
     reason: str = ""
     under: Conditions = ()
+
+    @property
+    def source(self) -> Scalar | None:
+        """Where joules come from: those of different sources do not compare. None for anything else."""
+        return dict(self.under).get(ENERGY_SOURCE)
 
 
 @dataclass(frozen=True)

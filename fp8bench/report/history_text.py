@@ -26,12 +26,14 @@ _CLOSE = 4
 HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
 VERSUS = "change: over the commit before, a plain ratio and no verdict; below 1 is less, which is better"
 INTERVAL = "99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it"
+_NEW_SOURCE = "new source"
+SOURCE = "new source: joules were read elsewhere, and those of before do not compare"
 VERSION = "new version: the work or the method changed, and numbers before do not compare"
 GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
 def value(course: Course, number: float | None, digits: int = 3) -> str:
-    """A number of a course, by its unit; `digits` are those of a time."""
+    """A number of a course, by its unit; `digits` are those of a time or an energy."""
     unit, metric = course.series.unit, course.series.metric
     if number is None:
         return units.NONE
@@ -39,6 +41,8 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
         return units.seconds(number, digits)
     if unit == "bytes":
         return units.size(number)
+    if unit == "joules":
+        return units.joules(number, digits)
     if metric == _RELATIVE:
         return units.ratio(number)
     if metric.endswith(_SHARE):
@@ -188,6 +192,8 @@ def _change(figure: Figure, before: Figure | None) -> str:
         return units.NONE
     if figure.version != before.version:
         return "new version"
+    if figure.source != before.source:
+        return _NEW_SOURCE
     if before.value == 0:
         return "1.000x" if figure.value == 0 else units.NONE
     return (_HASTY if figure.hasty or before.hasty else "") + units.ratio(figure.value / before.value)
@@ -206,7 +212,8 @@ def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[Row | Sectio
         below += [GONE] if one.commit in gone else []
         ends = ", ".join(value(course, end, _CLOSE) for end in (one.low, one.high))
         interval = units.NONE if one.low is None else f"[{ends}]"
-        change = units.NONE if before is None or before.version != one.version else _change(one, before)
+        told = before is not None and (before.version, before.source) == (one.version, one.source)
+        change = _change(one, before) if told else units.NONE
         shown = _shown(course, one, _CLOSE)
         cells = (_date(one), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
         yield Row(cells, below=tuple(below))
@@ -245,6 +252,7 @@ def _list_legend(courses: Sequence[Course]) -> list[str]:
     words = ["value: the last commit's median over rounds, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change.endswith("x") for change in changes) else []
     words += [VERSION] if "new version" in changes else []
+    words += [SOURCE] if _NEW_SOURCE in changes else []
     return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
 
 

@@ -154,6 +154,7 @@ def test_hasty_figures_are_marked_in_the_list() -> None:
     [
         ("seconds", "time_gemm", 2.4e-6, "2.40 us"),
         ("bytes", "peak_memory", 1.5 * (1 << 30), "1.50 GiB"),
+        ("joules", "energy", 0.0191, "19.1 mJ"),
         ("ratio", "relative_time", 0.4512, "0.451x"),
         ("ratio", "product_error", 3.7e-2, "3.7e-02"),
         ("ratio", "gradient_vanished", 0.0, "0%"),
@@ -165,6 +166,23 @@ def test_hasty_figures_are_marked_in_the_list() -> None:
 def test_numbers_have_their_units(unit: str, metric: str, number: float | None, shown: str) -> None:
     """As everywhere else in fp8bench."""
     assert value(course(series=replace(TIME, unit=unit, metric=metric)), number) == shown
+
+
+def test_joules_of_another_source_do_not_compare() -> None:
+    """In neither list; what has changed stands between the commits, and within one source they do."""
+    energy = replace(TIME, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
+    counter, instant = ((("energy_source", name),) for name in ("counter", "instant"))
+    three = (
+        figure(1, 1000, under=counter),
+        figure(2, 2000, under=counter),
+        figure(3, 1700, under=instant),
+    )
+    shown = render_course([course(*three, series=energy)], "x", ()).splitlines()
+    assert [line.split()[-1] for line in shown if line.endswith(("x", " -"))] == ["-", "2.000x", "-"]
+    assert "  energy_source counter -> instant" in shown
+    listed = render_courses([course(*three, series=energy)], "s", 3, 3, {})
+    assert "1.70 J" in listed and "new source\n" in listed
+    assert "new source: joules were read elsewhere" in listed
 
 
 def test_changes_of_nothing() -> None:

@@ -12,6 +12,7 @@ from fp8bench.report.run_facts import many
 from fp8bench.report.section import Section, sections
 
 TIME = "time"
+_ENERGY = "energy"
 _COMMIT_LETTERS = 8
 # More lines than this in one chart cannot be told apart.
 _MOST_LINES = 6
@@ -170,7 +171,9 @@ def _row(series: PastSeries, place: str) -> tuple[Field, ...]:
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
     lost = sum(series.incomparable for series in known)
     if lost:
-        yield Text(f"{many(lost, 'older figure')} of other versions of a suite or the method do not compare.")
+        joules = any(series.incomparable and series.metric == _ENERGY for series in known)
+        others = "other versions of a suite or the method" + (", or of another source of joules," if joules else "")
+        yield Text(f"{many(lost, 'older figure')} of {others} do not compare.")
     figures = [figure for series in known for figure in _values(series)]
     if any(figure.hasty for figure in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
