@@ -111,7 +111,11 @@ class WorkerError(Fp8benchError):
 
 
 class WorkerLost(WorkerError):
-    """The measuring process crashed or was killed."""
+    """The measuring process crashed or was killed; `killed` as the system does it when memory runs out."""
+
+    def __init__(self, message: str, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 class WorkerHung(WorkerError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8bench.answers import answering, sound_params, sound_support, sound_work
 from fp8bench.errors import UnknownName, UsageError
@@ -52,6 +52,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     notes = []
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
+    notes += _check_memory(request, chosen)
     rule = check_static(request)
     if rule is None:
         return Plan(tuple(groups), tuple(notes))
@@ -113,6 +114,7 @@ def check_names(request: Request) -> None:
             "Leave one out."
         )
     check_static(request)
+    _check_batches(request)
     parts = _parts(request, _CLASSES)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])
@@ -121,6 +123,73 @@ def check_names(request: Request) -> None:
         with answering(part.workload):
             for params in _parameters(request, part.workload, _CLASSES[0], None):
                 sound_work(part.workload, part.workload.work(dict(params)))
+
+
+def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
+    """The same case with another batch; None where its axis does not take that, or the suite that combination."""
+    case, workload = planned.case, workloads.get(planned.case.workload)
+    with answering(workload):
+        axis = next((one for one in workload.axes(facts) if one.name == workload.batch_axis), None)
+        try:
+            value = axis.parse(str(batch)) if axis is not None else None
+            if value is None:
+                return None
+            expanded = workload.expand({**dict(case.params), workload.batch_axis: value})
+        except (ValueError, UsageError):
+            return None
+        if len(expanded) != 1:
+            return None
+        params = sound_params(workload, expanded[0])
+        other = _case(workload, params, facts, case.precision, case.precision_map)
+    return replace(other, case=replace(other.case, static=case.static))
+
+
+def searched_for_batches(plan: Plan) -> frozenset[str]:
+    """The settings of the groups whose largest batch is looked for: one of those that differ in nothing but batch."""
+    first: dict[object, str] = {}
+    for group in plan:
+        case = group.cases[0].case
+        axis = workloads.get(case.workload).batch_axis
+        if axis:
+            rest = tuple(pair for pair in case.params if pair[0] != axis)
+            first.setdefault((case.workload, case.device, rest), case.setting)
+    return frozenset(first.values())
+
+
+def _check_batches(request: Request) -> None:
+    """Raise where --max-batch cannot be meant."""
+    if not request.max_batch:
+        if request.memory_limit is not None:
+            raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
+        return
+    if any(workloads.get(name).batch_axis for name in suites_of(request)):
+        return
+    having = [name for name in workloads.names() if workloads.get(name).batch_axis]
+    raise UsageError(
+        f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your own "
+        "names the axis that is its batch in `batch_axis`."
+    )
+
+
+def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
+    """Raise where --max-batch cannot be done on a device; what it will do, in words."""
+    if not request.max_batch:
+        return []
+    limit = request.memory_limit
+    for one in chosen:
+        if limit is None and not one.accelerated:
+            raise UsageError(
+                f"--max-batch on {one.key} needs --memory-limit SIZE (2GiB, say): up to its own end the search would "
+                "take the memory of everything else on this machine."
+            )
+        if limit is not None and one.memory_bytes and limit > one.memory_bytes:
+            raise UsageError(
+                f"--memory-limit {size(limit)} is more than {one.key} has ({size(one.memory_bytes)}). Choose less."
+            )
+    where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
+    notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
+    without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]
+    return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
 
 
 def _parts(request: Request, facts: Sequence[DeviceFacts]) -> list[_Part]:

@@ -6,8 +6,10 @@ Inside the program everything is seconds, bytes and plain ratios; one call here 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -105,6 +107,18 @@ def size(value: float | None) -> str:
         return f"{value:.0f} B"
     scale, unit = _scale_of(value, 3, _BINARY)
     return f"{significant(value / scale)} {unit}"
+
+
+def bytes_of(text: str) -> int:
+    """'2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. ValueError for anything else."""
+    found = re.fullmatch(
+        r"(\d{1,15}(?:\.\d{1,9})?|\.\d{1,9}) ?(?:([kmgt])(i?b)?|b)?", text.strip(), re.ASCII | re.IGNORECASE
+    )
+    if found is None:
+        raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
+    number, prefix, rest = found.groups()
+    base = 1000 if rest is not None and rest.lower() == "b" else 1024
+    return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
 
 def percent(share: float | None, decimals: int = 1) -> str:

@@ -21,6 +21,7 @@ from fp8bench.model import (
     Group,
     LayerScale,
     Level,
+    MemoryUse,
     OperatorTime,
     PlannedCase,
     Record,
@@ -100,6 +101,7 @@ class FakeWorker(Worker):
         self.alive = False
         self.log: list[tuple[Any, ...]] = []
         self.limits: list[tuple[str, float]] = []
+        self.remembered: list[str] = []
         self._labels: dict[str, str] = {}
         self._calls: dict[str, int] = {}
         self._asked: dict[tuple[str, str], int] = {}
@@ -224,11 +226,14 @@ class FakeWorker(Worker):
         self._strike("statistics", case.mode)
         return self._script(case.mode).statistics
 
-    def _memory(self, case: Case, facts: DeviceFacts) -> int | None:
+    def _memory(self, case: Case, facts: DeviceFacts, key: str) -> MemoryUse | str:
         self.log.append(("memory", case.mode))
         assert not self.held, "memory was measured beside states"
         self._strike("memory", case.mode)
-        return self._script(case.mode).peak
+        peak = self._script(case.mode).peak
+        if key:
+            self.remembered.append(key)
+        return "the script has none" if peak is None else MemoryUse(peak)
 
     def _trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
         self.log.append(("trace", case.mode, file))

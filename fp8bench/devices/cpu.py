@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fp8bench.model import DeviceFacts
-from fp8bench.profiler import quiet
-from fp8bench.protocols import Device, MemoryMeter, Stamper
+from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole
+from fp8bench.profiler.allocations import Turn, Word, course
+from fp8bench.profiler.stream import AllocationStream
+from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-if TYPE_CHECKING:
-    import torch
-
-# Where, and how many bytes; fewer than 0 where they are given back.
-Change = tuple[int, int]
-# The profiler's name for an allocation or a release, and ours for the place where a stretch begins.
-_CHANGE = "[memory]"
-_MARK = "fp8bench: mark"
+# What a process needs beside a limit on its tensors: workspaces of kernels, the meter's own list; and holes in the heap,
+# which have been seen to take 40% of what tensors take.
+_BESIDE_BYTES = 256 << 20
+_HOLES = 2
 
 
 class HostStamper(Stamper):
@@ -36,76 +35,23 @@ class HostStamper(Stamper):
 
 
 class ProfilerMeter(MemoryMeter):
-    """Adds up what torch's allocator tells torch's profiler: each allocation and release, to the byte.
-
-    The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
-    not threads of Python's.
-    """
+    """Adds up what torch's allocator tells torch's profiler: each allocation and release, to the byte."""
 
     def __init__(self) -> None:
-        self._profile: torch.autograd.profiler.profile | None = None
+        self._stream = AllocationStream("cpu")
 
     def start(self) -> None:
-        # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
-        from torch.autograd.profiler import profile
+        self._stream.start()
 
-        one = profile(use_kineto=True, profile_memory=True)
-        with quiet():
-            one.__enter__()  # type: ignore[no-untyped-call]
-        self._profile = one
+    def enter(self, phase: str) -> None:
+        self._stream.note(Turn(phase))
 
-    def mark(self) -> None:
-        from torch.autograd.profiler import record_function
+    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        self._stream.note(Word(tuple(addresses), role))
 
-        with record_function(_MARK):
-            pass
-
-    def stop(self) -> int | None:
-        one, self._profile = self._profile, None
-        if one is None:
-            return None
-        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if one.kineto_results is None:
-            return None
-        told = [
-            event for event in _flat(one.kineto_results.experimental_event_tree()) if event.name in (_CHANGE, _MARK)
-        ]
-        # Stable: what happened within one tick of the clock stays in the order in which it was told.
-        told.sort(key=lambda event: event.start_time_ns)
-        return highest([None if event.name == _MARK else _change(event.extra_fields) for event in told])
-
-
-def _flat(tree: Sequence[Any]) -> Iterator[Any]:
-    """The profiler's events, those within others after these."""
-    waiting = list(reversed(tree))
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting.extend(reversed(event.children))
-
-
-def _change(told: Any) -> Change:
-    return told.ptr, told.alloc_size
-
-
-def highest(changes: Sequence[Change | None]) -> int | None:
-    """Most bytes held at once from the mark (None) on, what is held there included; None without a mark.
-
-    Addresses tell what belongs together: a release of what was allocated before does not count, and where something is
-    allocated at an address that is held, its release was not told.
-    """
-    held: dict[int, int] = {}
-    now, peak = 0, None
-    for change in changes:
-        if change is not None:
-            address, size = change
-            now -= held.pop(address, 0)
-            if size > 0:
-                held[address] = size
-                now += size
-        if change is None or peak is not None:
-            peak = max(now, peak or 0)
-    return peak
+    def stop(self) -> MemoryCourse | None:
+        events = self._stream.stop()
+        return None if events is None else course(events)
 
 
 @devices.register("cpu")
@@ -127,13 +73,43 @@ class Cpu(Device):
     def synchronise(self, index: int) -> None:
         return None
 
-    def memory_meter(self, index: int) -> MemoryMeter | None:
+    def memory_meter(self, index: int) -> MemoryMeter | str:
         from torch.profiler import kineto_available
 
-        return ProfilerMeter() if kineto_available() else None
+        return ProfilerMeter() if kineto_available() else "torch was built without its profiler (kineto)"
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+        # The first are torch's own words, the others those of libraries in which C++ finds no memory.
+        words = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "dnnl_out_of_memory")
+        return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+    @contextlib.contextmanager
+    def memory_limited(self, index: int, limit: int) -> Iterator[None]:
+        """By the kernel, which counts all private memory that can be written: so it ends at twice that and 256 MiB.
+
+        This keeps the machine from running full; whoever wants tensors to end at the limit itself must count them.
+        """
+        if sys.platform != "linux":
+            raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
+        import resource
+
+        before, most = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = data_bytes() + limit * _HOLES + _BESIDE_BYTES
+        bounds = [one for one in (before, most) if one != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *bounds]), most))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def data_bytes() -> int:
+    """What the kernel holds against RLIMIT_DATA for this process."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        raise CannotLimit("/proc/self/status does not say how much memory this process has (VmData)") from None
 
 
 def memory_bytes() -> int:

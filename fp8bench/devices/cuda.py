@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.model import DeviceFacts
-from fp8bench.protocols import Device, MemoryMeter, Stamper
+from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.profiler.allocations import Turn, Word, course
+from fp8bench.profiler.stream import AllocationStream
+from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 if TYPE_CHECKING:
     import torch
 
+_UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
@@ -53,16 +58,19 @@ class EventStamper(Stamper):
 
 
 class AllocatorMeter(MemoryMeter):
-    """torch's own count of what its allocator has handed out on one GPU.
+    """torch's own count of what its allocator has handed out on one GPU, and of what it keeps from the driver for that.
 
-    That is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
-    or not, does not count, nor what libraries ask the driver for behind torch's back.
+    It is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
+    or not, does not count, nor what libraries ask the driver for behind torch's back. Memory is handed out on the host,
+    ahead of the work that uses it: highest points of phases are exact without waiting for the device.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._stream = AllocationStream(f"cuda:{index}")
         self._before = 0
-        self._marked = False
+        self._phase = ""
+        self._phases: dict[str, PhaseMemory] = {}
 
     def start(self) -> None:
         import torch
@@ -73,25 +81,54 @@ class AllocatorMeter(MemoryMeter):
         # first of a process.
         torch._C._cuda_clearCublasWorkspaces()
         self._before = torch.cuda.memory_allocated(self._index)
-        self._marked = False
+        self._phase, self._phases = "", {}
+        self._stream.start()
 
-    def mark(self) -> None:
+    def enter(self, phase: str) -> None:
         import torch
 
-        torch.cuda.synchronize(self._index)
+        if not self._phase:
+            torch.cuda.synchronize(self._index)
+        self._leave()
         torch.cuda.reset_peak_memory_stats(self._index)
-        self._marked = True
+        self._phase = phase
+        self._stream.note(Turn(phase))
 
-    def stop(self) -> int | None:
+    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        self._stream.note(Word(tuple(addresses), role))
+
+    def stop(self) -> MemoryCourse | None:
         import torch
 
-        if not self._marked:
+        try:
+            if self._phase:
+                torch.cuda.synchronize(self._index)
+            self._leave()
+        finally:
+            self._phase = ""
+            events = self._stream.stop()
+        phases = tuple(self._phases.values())
+        if not phases:
             return None
-        torch.cuda.synchronize(self._index)
-        return max(0, torch.cuda.max_memory_allocated(self._index) - self._before)
+        seen = None if events is None else course(events)
+        reserved = max(one.reserved or 0 for one in phases)
+        most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
+        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
+
+    def _leave(self) -> None:
+        """The highest point since the last turn belongs to the phase that ends."""
+        import torch
+
+        if not self._phase:
+            return
+        allocated = max(0, torch.cuda.max_memory_allocated(self._index) - self._before)
+        reserved = torch.cuda.max_memory_reserved(self._index)
+        known = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
+        self._phases[self._phase] = PhaseMemory(
+            self._phase, max(allocated, known.allocated), max(reserved, known.reserved or 0)
+        )
 
 
-@devices.register("cuda")
 def pci_address(properties: object) -> str:
     """Domain, bus and device in hexadecimal, as the driver writes them; '' where torch is too old to say."""
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
@@ -99,6 +136,7 @@ def pci_address(properties: object) -> str:
     return "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
 
 
+@devices.register("cuda")
 class Cuda(Device):
     """One GPU each; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
@@ -119,8 +157,8 @@ class Cuda(Device):
             "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
             arch=getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"),
-        )  # fmt: skip
             uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties),
+        )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
         return EventStamper()
@@ -137,9 +175,26 @@ class Cuda(Device):
         words = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
         return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in words)
 
-    def memory_meter(self, index: int) -> MemoryMeter | None:
+    def memory_meter(self, index: int) -> MemoryMeter | str:
         # With its caching switched off torch counts nothing, and would say 0.
-        return None if any(name in os.environ for name in _UNCOUNTED) else AllocatorMeter(index)
+        off = [name for name in _UNCOUNTED if name in os.environ]
+        return f"torch's allocator counts nothing under {off[0]}" if off else AllocatorMeter(index)
+
+    @contextmanager
+    def memory_limited(self, index: int, limit: int) -> Iterator[None]:
+        """By torch's allocator, which counts what it has reserved, by this process alone."""
+        import torch
+
+        if any(name in os.environ for name in _UNCOUNTED):
+            raise CannotLimit("with its caching switched off torch's allocator keeps no limit")
+        before = torch.cuda.get_per_process_memory_fraction(index)
+        wanted = torch.cuda.memory_reserved(index) + limit
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(before, wanted / total), index)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, index)
 
     def select(self, index: int) -> None:
         import torch

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,16 +20,18 @@ from fp8bench.measure.answers import errors_of, gradient_error_of, losses_of, st
 from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
+from fp8bench.measure.filling import fill
 from fp8bench.measure.operators import operators_of
+from fp8bench.measure.remembering import remember
 from fp8bench.measure.static_scales import Calibrations, step
 from fp8bench.measure.switches import unchanged
 from fp8bench.measure.tracing import record, write
-from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
 from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, SilentPhases, Stamper, Workload
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
-
 from fp8bench.samplers.host import counters
 from fp8bench.samplers.readings import Read, Reading, grown
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,21 +64,13 @@ class RawSlot:
     host_seconds: float
     eager_quantisers: int = 0
     fused_quantisers: int = 0
-
     thread_seconds: float | None = None
     preemptions: int | None = None
     stolen_seconds: float | None = None
 
-@contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
-    gc_was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc_was_on:
-            gc.enable()
+
+def _known(read: Read) -> float | None:
+    return read.number if isinstance(read, Reading) else None
 
 
 @dataclass
@@ -114,6 +107,7 @@ class Bench:
 
         self._settings = settings
         self._prepared: dict[str, _Prepared] = {}
+        self._remembered: dict[str, tuple[Device, Any]] = {}
         self._calibrations = Calibrations()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
@@ -124,6 +118,7 @@ class Bench:
         import torch
 
         self._prepared.clear()
+        self._remembered.clear()
         torch.set_num_threads(self._threads_before)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -208,7 +203,6 @@ class Bench:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         one = self._prepared[key]
         one.device.select(one.index)
-                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
         clock, begin, timed, state = one.clock, one.begin, one.workload.step, one.state
         marks = []
         eager, fused = fusing.calls()
@@ -216,6 +210,7 @@ class Bench:
         gc.disable()
         try:
             with unchanged(), silent_step(), one.precision.scope():
+                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
                 for _ in range(discard):
                     begin()
                     timed(state, clock)
@@ -270,34 +265,33 @@ class Bench:
         with unchanged(), apart(), precision.scope():
             return statistics_of(workload.statistics(self._setup(case, facts)))
 
-    def memory(self, case: Case, facts: DeviceFacts) -> int | None:
-        """Bytes of tensors at the highest point of a step, its state included; None where the device cannot say.
+    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
+        """What a step's memory is made of at its highest point, or why nobody can say; a pass of its own.
 
-        A pass of its own with a state of its own: whatever counts makes a step slower.
+        With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         device = devices.get(facts.kind)
         device.select(facts.index)
-        meter = device.memory_meter(facts.index)
-        if meter is None:
-            return None
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        with unchanged(), apart(), precision.scope(), _collected_by_hand():
-            setup = self._setup(case, facts)
-            gc.collect(0)
-            device.empty_cache()  # what lies there would decide how blocks are cut
-            meter.start()
-            try:
-                state = workload.prepare(setup)
-                step(workload, state, setup, SilentPhases())  # what it makes once and keeps is there before the mark
-                gc.collect(0)  # the youngest only: all that has been made since the start
-                meter.mark()
-                step(workload, state, setup, SilentPhases())
-            finally:
-                peak = meter.stop()
-            del state
-            gc.collect(1)
+        with unchanged(), apart(), precision.scope():
+            found = remember(workload, lambda: self._setup(case, facts), device, facts.index)
+        if isinstance(found, str):
+            return found
+        if key:
+            self._remembered[key] = device, found.state
+        use = found.use
+        del found
+        gc.collect(1)
         device.empty_cache()
-        return peak
+        return use
+
+    def fill(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
+        """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        with unchanged(), apart(), precision.scope():
+            return fill(workload, lambda: self._setup(case, facts), device, facts.index, memory_limit)
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
         """Record a few steps into a file, and say what takes their time.
@@ -344,6 +338,13 @@ class Bench:
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
+        remembered = self._remembered.pop(key, None)
+        if remembered is not None:
+            device = remembered[0]
+            del remembered
+            gc.collect()
+            device.empty_cache()
+            return ()
         one = self._prepared.pop(key, None)
         if one is None:
             return ()

@@ -79,7 +79,7 @@ class GroupMeasurement:
             self._unpair()
         if reference is not None:
             passes.statistics(reference)
-        passes.memory(self._alive())
+        passes.memory(self._alive(), self._meter)
         if self._capacity is not None:
             searching = CapacityPass(self._worker, self._facts, self._limits, self._observer, self._capacity)
             searching.search([one for one in self._outcomes if one.may_fit])
@@ -249,5 +249,5 @@ class GroupMeasurement:
             outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
             outcome.trace, outcome.operators, outcome.scales if status is Status.OK else (),
             outcome.energy if status is Status.OK else None, outcome.watch if status is Status.OK else None,
-            capacity=outcome.capacity,
+            outcome.memory, capacity=outcome.capacity,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from fp8bench.measure.bench import Bench, RawSlot, Settings
 from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import Case, DeviceFacts, LayerScale, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0
 
@@ -85,8 +85,13 @@ class Worker(ABC):
     def statistics(self, case: Case, facts: DeviceFacts, limit: float) -> tuple[TensorStatistics, ...]:
         return cast(tuple[TensorStatistics, ...], self.ask(limit, "statistics", case, facts))
 
-    def memory(self, case: Case, facts: DeviceFacts, limit: float) -> int | None:
-        return cast("int | None", self.ask(limit, "memory", case, facts))
+    def memory(self, case: Case, facts: DeviceFacts, limit: float, key: str = "") -> MemoryUse | str:
+        """What a step's memory is made of, or why nobody can say. With a key its state stays until it is released."""
+        return cast("MemoryUse | str", self.ask(limit, "memory", case, facts, key))
+
+    def fill(self, case: Case, facts: DeviceFacts, memory_limit: int | None, limit: float) -> int | None:
+        """Prepare a case and run two steps in so many bytes; those of its tensors at the highest point."""
+        return cast("int | None", self.ask(limit, "fill", case, facts, memory_limit))
 
     def trace(self, case: Case, facts: DeviceFacts, file: Path, limit: float) -> tuple[OperatorTime, ...]:
         return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))
@@ -211,9 +216,9 @@ class ProcessWorker(Worker):
                 )
             number, reply = _numbered(process.receive())
         except (EOFError, OSError):
-            words = process.end_in_words()
+            words, killed = process.end_in_words(), process.killed
             self.restart()
-            raise WorkerLost(f"the worker crashed during {name!r}: {words}") from None
+            raise WorkerLost(f"the worker crashed during {name!r}: {words}", killed) from None
         except Unreadable as garbage:
             self.restart()
             raise WorkerLost(f"the worker's answer to {name!r} could not be read ({garbage}); it was ended") from None

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.model import LayerScale, Measurement, OperatorTime, PlannedCase, TensorStatistics, Timing
+from fp8bench.model import (
+    Capacity,
+    DeviceWatch,
+    EnergyUse,
+    LayerScale,
+    Level,
+    Measurement,
+    MemoryUse,
+    OperatorTime,
+    PlannedCase,
+    TensorStatistics,
+    Timing,
+)
+
+OUT_OF_MEMORY = "out of memory, even alone"
 
 
 @dataclass
@@ -25,18 +39,10 @@ class Outcome:
     trace: str = ""
     operators: tuple[OperatorTime, ...] = ()
     scales: tuple[LayerScale, ...] = ()
-
-    def lacks(self, why: str) -> None:
-        """Something about it could not be had, which does not fail it."""
-        self.detail = "; ".join(filter(None, (self.detail, why)))
-
-
-def exhausted(cause: WorkerError) -> bool:
-    """Whether memory did not suffice, and the worker lives on."""
-    return isinstance(cause, WorkerFault) and cause.out_of_memory
     energy: EnergyUse | None = None
     watch: DeviceWatch | None = None
     capacity: Capacity | None = None
+    memory: MemoryUse | None = None
 
     def forget(self) -> None:
         """Whatever was measured while it sat with others: they sit down again."""
@@ -47,3 +53,12 @@ def exhausted(cause: WorkerError) -> bool:
     def may_fit(self) -> bool:
         """Whether it would run with a batch that is small enough."""
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
+
+    def lacks(self, why: str) -> None:
+        """Something about it could not be had, which does not fail it."""
+        self.detail = "; ".join(filter(None, (self.detail, why)))
+
+
+def exhausted(cause: WorkerError) -> bool:
+    """Whether memory did not suffice, and the worker lives on."""
+    return isinstance(cause, WorkerFault) and cause.out_of_memory

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.outcome import Outcome, exhausted
 from fp8bench.measure.trace_files import TraceFolder
-from fp8bench.model import DeviceFacts, Measurement, Provenance
+from fp8bench.model import DeviceFacts, Measurement, MemoryUse, Provenance
 from fp8bench.protocols import Observer
+from fp8bench.samplers.absent import AbsentDevice
+from fp8bench.samplers.meter import Looks, Meter
+from fp8bench.samplers.readings import Reading
 from fp8bench.units import unit_of
 
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
@@ -59,19 +63,32 @@ class Passes:
         except WorkerError as cause:
             self._missed(reference, f"no statistics of the data: {cause}", cause)
 
-    def memory(self, outcomes: Sequence[Outcome]) -> None:
-        """Memory at the highest point of a step; a case without it stands all the same."""
+    def memory(self, outcomes: Sequence[Outcome], meter: Meter | None = None) -> None:
+        """Memory at the highest point of a step; a case without it stands all the same.
+
+        The driver's count of the worker's process comes from the meter, where there is a driver.
+        """
+        device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
             case = outcome.planned.case
             self._observer.working(case, "measuring memory", 1.0)
+            key = f"memory of {case.id}" if device is not None else ""
+            limit = self._limits.numbers(outcome.planned.work)
             try:
-                peak = self._worker.memory(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+                found = self._worker.memory(case, self._facts[case.device], limit, key)
+                if device is not None:
+                    found = self._seen_from_outside(found, device)
+                    self._worker.release(key)
             except WorkerError as cause:
                 self._missed(outcome, f"no peak memory: {cause}", cause)
                 continue
-            if peak is not None:
-                measured = Measurement("peak_memory", "B", (float(peak),), description=_PEAK_MEMORY)
-                outcome.measurements.append(measured)
+            if isinstance(found, str):
+                outcome.lacks(f"no peak memory: {found}")
+                continue
+            outcome.memory = found
+            outcome.measurements.append(Measurement("peak_memory", "B", (float(found.peak),), description=_PEAK_MEMORY))
+        if any(one.memory is not None and self._facts[one.planned.case.device].accelerated for one in outcomes):
+            self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
 
     def traces(self, outcomes: Sequence[Outcome], folder: TraceFolder) -> None:
         """A few steps of every case into a file of its own; a case without it stands all the same."""
@@ -88,6 +105,16 @@ class Passes:
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
             self._worker.restart()
+
+    def _seen_from_outside(self, found: MemoryUse | str, device: Looks) -> MemoryUse | str:
+        """With what the driver counts for the worker's process, or why it counts nothing."""
+        pid = self._worker.pid
+        if isinstance(found, str) or pid is None:
+            return found
+        read = device.process_memory(pid)
+        if isinstance(read, Reading):
+            return replace(found, process=int(read.number))
+        return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
 
     def _missed(self, outcome: Outcome, why: str, cause: WorkerError) -> None:
         if not exhausted(cause):

@@ -91,6 +91,11 @@ class WorkerProcess:
         self._popen.wait()
         self._let_go()
 
+    @property
+    def killed(self) -> bool:
+        """Whether it was ended as the system ends processes when memory runs out."""
+        return self._popen.poll() == -signal.SIGKILL
+
     def end_in_words(self) -> str:
         """What the exit status and the last words of a process that has vanished say."""
         try:

@@ -4,6 +4,8 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
+from fp8bench.model.allocated import HeldBlock, MemoryCourse
+from fp8bench.model.capacity import Capacity
 from fp8bench.model.consumed import DeviceWatch, EnergyUse, EnergyWindow, MemoryUse, PhaseMemory
 from fp8bench.model.followed import ENERGY_SOURCE, Cell, Conditions, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
@@ -53,6 +55,7 @@ __all__ = [
     "ENERGY_SOURCE",
     "PHASES",
     "UNATTRIBUTED",
+    "Capacity",
     "Case",
     "Cell",
     "Conditions",
@@ -66,11 +69,13 @@ __all__ = [
     "Figure",
     "Finding",
     "Group",
+    "HeldBlock",
     "Interval",
     "Label",
     "LayerScale",
     "Level",
     "Measurement",
+    "MemoryCourse",
     "MemoryRole",
     "MemoryUse",
     "OperatorTime",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fp8bench.model.capacity import Capacity
 from fp8bench.model.consumed import DeviceWatch, EnergyUse, MemoryUse
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Request, Scalar, Support, Work
 from fp8bench.model.words import Label, Provenance, Status, Verdict
@@ -136,7 +137,7 @@ class Record:
     `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
     depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
     `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
-    `energy`, `watch` and `memory` are None where they were not asked for, or nobody there could answer.
+    `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
     """
 
     case: Case
@@ -159,6 +160,7 @@ class Record:
     energy: EnergyUse | None = None
     watch: DeviceWatch | None = None
     memory: MemoryUse | None = None
+    capacity: Capacity | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""
@@ -198,7 +200,7 @@ class Finding:
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
     the cost of their own markers. `floor` is how far the A/A interval reaches from 1. `label_reasons` is what there is
-    to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that took its verdict away.
+    to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
     """
 
     case: Case
@@ -235,6 +237,10 @@ class Environment:
 
     def get(self, name: str) -> Scalar | None:
         return self.facts.get(name)
+
+    def also(self, facts: Mapping[str, Scalar | None]) -> Environment:
+        """The same and some more."""
+        return Environment({**self.facts, **facts})
 
 
 @dataclass(frozen=True)

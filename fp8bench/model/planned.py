@@ -182,7 +182,8 @@ class Request:
     is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
     `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
-    measured where a device can tell it.
+    measured where a device can tell it. `max_batch` asks for the largest batch that fits, `memory_limit` is the memory
+    that it has to fit into, in bytes.
     """
 
     suite: str
@@ -206,3 +207,5 @@ class Request:
     refresh_scales: int | None = None
     saturation_bound: float | None = None
     energy: bool = True
+    max_batch: bool = False
+    memory_limit: int | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8bench.model import MemoryRole
 from fp8bench.numerics.errors import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
@@ -33,6 +34,10 @@ class Exercise:
             # Not backward(): it would copy gradients that a model hands on as they are (those of a sum).
             torch.autograd.grad(output, self.leaves(), self.pull)
             del output
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        """Inputs need gradients as weights do, and are none."""
+        return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.pull}
 
     def leaves(self) -> list[Tensor]:
         """What gradients are asked for: inputs and weights."""

@@ -18,6 +18,7 @@ from fp8bench.formats.grids import FP16
 from fp8bench.formats.scaled import factor
 from fp8bench.formats.scalings import TENSOR
 from fp8bench.formats.torch_codes import torch_codes
+from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role
 
@@ -107,6 +108,13 @@ class Bucket:
             self.keep(first, second)
         if any(storage.settles for storage in storages):
             self.keep(first, second)
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {
+            MemoryRole.WEIGHTS: self.parameters,
+            MemoryRole.GRADIENTS: self.gradients,
+            MemoryRole.OPTIMIZER: (self.plain, self._kept, self._steps),
+        }
 
     def restored(self) -> tuple[list[Tensor], list[Tensor]]:
         """Both moments in fp32."""

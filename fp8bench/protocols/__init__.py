@@ -5,8 +5,9 @@ that every name can be listed without it.
 """
 
 from fp8bench.protocols.arithmetic import Arithmetic, Operand, Role
-from fp8bench.protocols.device import Device, MemoryMeter, Stamper
+from fp8bench.protocols.device import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.protocols.layers import Layer, key_of, keys_of
+from fp8bench.protocols.memory import MEMORY_OF, MemoryHolder
 from fp8bench.protocols.observer import Observer, SilentObserver
 from fp8bench.protocols.phases import Phases, SilentMarker, SilentPhases
 from fp8bench.protocols.precision import Precision, TensorScale, float32_products
@@ -14,11 +15,14 @@ from fp8bench.protocols.scales import KeptScale, ScaleBook, Standing
 from fp8bench.protocols.workload import Grid, Setup, Workload
 
 __all__ = [
+    "MEMORY_OF",
     "Arithmetic",
+    "CannotLimit",
     "Device",
     "Grid",
     "KeptScale",
     "Layer",
+    "MemoryHolder",
     "MemoryMeter",
     "Observer",
     "Operand",

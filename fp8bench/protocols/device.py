@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from fp8bench.model import DeviceFacts
+from fp8bench.model import UNATTRIBUTED, DeviceFacts, MemoryCourse, MemoryRole
 
 
 class Stamper(ABC):
@@ -32,12 +33,27 @@ class MemoryMeter(ABC):
         """Count from here on; what is allocated already is not counted, now or later."""
 
     @abstractmethod
-    def mark(self) -> None:
-        """The stretch whose highest point is wanted begins; what has been allocated since `start` counts in it."""
+    def enter(self, phase: str) -> None:
+        """The work goes on in that phase.
+
+        The first call begins the stretch whose highest point is wanted; what has been allocated since `start` counts
+        in it.
+        """
 
     @abstractmethod
-    def stop(self) -> int | None:
-        """Count no more: bytes at the highest point since `mark`, None without one. Also called after an exception."""
+    def stop(self) -> MemoryCourse | None:
+        """Count no more: what the stretch came to, None where none began. Also called after an exception."""
+
+    def mark(self) -> None:
+        """The stretch begins, in no phase."""
+        self.enter(UNATTRIBUTED)
+
+    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        """What lies at these addresses now is for that; where single allocations are not seen, nobody listens."""
+
+
+class CannotLimit(RuntimeError):
+    """Nothing here makes a device's memory end earlier than it does."""
 
 
 class Device(ABC):
@@ -67,6 +83,13 @@ class Device(ABC):
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
 
-    def memory_meter(self, index: int) -> MemoryMeter | None:
-        """What counts the memory of one device; None where nobody can say."""
-        return None
+    def memory_meter(self, index: int) -> MemoryMeter | str:
+        """What counts the memory of one device, or why nobody can say."""
+        return f"nobody counts the memory of a device of the kind {self.kind}"
+
+    def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
+        """In the body memory ends after so many bytes more, and what then fails is `is_out_of_memory`.
+
+        It may end a little later, where more than tensors are counted. Raises CannotLimit where nothing can do it.
+        """
+        raise CannotLimit(f"nothing is known that limits the memory of {self.kind}")

@@ -73,8 +73,9 @@ class Workload(ABC):
 
     `layer_kinds` are kinds that layers have in all its cases, `dtypes` the precisions of a run that names none,
     `history` the cases whose numbers are followed from commit to commit. `fused` says whether quantisers are compiled
-    before they are timed: not where numbers are all that it is about. `error`, `statistics` and `check` run apart from
-    any timing.
+    before they are timed: not where numbers are all that it is about. `batch_axis` is the axis that --max-batch
+    varies, which says how much a step takes in at once; '' if there is none. `error`, `statistics` and `check` run
+    apart from any timing.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,7 @@ class Workload(ABC):
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp8")
     history: ClassVar[Grid | None] = None
     fused: ClassVar[bool] = True
+    batch_axis: ClassVar[str] = ""
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.storage import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
@@ -94,6 +94,9 @@ class State:
 
     micro_batches: list[list[Tensor]]
     buffer: Buffer
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MemoryRole.GRADIENTS: (self.micro_batches, self.buffer)}
 
 
 @workloads.register("accumulate")

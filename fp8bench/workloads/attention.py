@@ -37,6 +37,7 @@ class Attention(Workload):
     name = "attention"
     summary = "scaled dot-product attention alone and as a layer, grouped queries, scores in high or low precision"
     layer_kinds = ("qkv", "out")
+    batch_axis = "batch"
     history = Grid(
         cpu={"part": ("core", "layer"), "sequence": ("512",)},
         gpu={"part": ("core", "layer"), "sequence": ("4096",)},

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.storage import storage_support
-from fp8bench.protocols import Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ class State:
 
     source: Tensor
     change: Callable[[], object]
+    role: Role
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MEMORY_OF[self.role]: self.source}
 
 
 @workloads.register("cast")
@@ -83,12 +87,12 @@ class Cast(Workload):
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> State:
-        source = _scaled(setup)
+        source, role = _scaled(setup), Role(str(setup.case.param("role")))
         if setup.case.param("direction") == "to":
             into = _into(setup)
-            return State(source, _or_copy(lambda: into(source).data, source))
+            return State(source, _or_copy(lambda: into(source).data, source), role)
         operand, restore = _into(setup)(source), setup.arithmetic.restore
-        return State(source, _or_copy(lambda: restore(operand, source.dtype), operand.data))
+        return State(source, _or_copy(lambda: restore(operand, source.dtype), operand.data), role)
 
     def step(self, state: State, phase: Phases) -> None:
         with phase.cast:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
@@ -35,6 +35,9 @@ class State:
     batches: Iterator[Tensor]
     arithmetic: Arithmetic
     destination: Destination
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MemoryRole.DATA: (self.batches, self.destination)}
 
 
 @workloads.register("data")

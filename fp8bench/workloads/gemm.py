@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_sizes import MODELS, PRODUCTS, sides_of
-from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class State:
     b: Tensor
     cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
     ready: tuple[Operand, Operand] | None
+    roles: tuple[Role, Role]
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MEMORY_OF[role]: tensor for role, tensor in zip(self.roles, (self.a, self.b), strict=True)}
 
 
 @workloads.register("gemm")
@@ -99,10 +103,10 @@ class Gemm(Workload):
         return support
 
     def prepare(self, setup: Setup) -> State:
-        a, b, _ = _operands(setup)
+        a, b, roles = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
-        return State(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None)
+        return State(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: State, phase: Phases) -> None:
         arithmetic = state.arithmetic

@@ -26,6 +26,7 @@ class Mlp(Workload):
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
     layer_kinds = ("up", "down")
+    batch_axis = "tokens"
     history = Grid(
         cpu={"width": ("256",), "gated": ("yes",)},
         gpu={"width": ("4096",), "gated": ("yes",)},

@@ -39,6 +39,7 @@ class NormAct(Workload):
     name = "norm_act"
     summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
     dtypes = ("fp32", "bf16", "fp16")
+    batch_axis = "tokens"
     history = Grid(
         cpu={"operation": ("layer_norm", "gelu"), "tokens": ("512",)},
         gpu={"operation": ("layer_norm", "gelu"), "tokens": ("16384",)},

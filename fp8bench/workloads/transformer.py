@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
+from fp8bench.model import (
+    DeviceFacts, Level, MemoryRole, Params, Scalar, StaticScales, Support, TensorStatistics, Work,
+)  # fmt: skip
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
@@ -53,6 +55,9 @@ class State:
     micro_batches: int
     loss_scale: float
 
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        return {MemoryRole.GRADIENTS: self.buffers}
+
 
 @workloads.register("transformer")
 class Transformer(Workload):
@@ -67,6 +72,7 @@ class Transformer(Workload):
     summary = "a GPT training step with every phase, from data loading to the optimiser"
     uses_corpus = True
     layer_kinds = ("attn", "mlp", "head")
+    batch_axis = "batch"
     history = Grid(
         cpu={"size": ("nano",)}, gpu={"size": ("gpt2-124m",)},
         phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),

@@ -145,7 +145,7 @@ def test_an_error_pass_that_needs_too_much_memory_leaves_the_times_alone() -> No
     error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
     records, worker = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
-    assert records["bf16"].detail == f"no numerical error: {error}"
+    assert records["bf16"].detail.split("; no peak")[0] == f"no numerical error: {error}"
     assert records["bf16"].timing is not None and records["bf16"].measurements == ()
     assert worker.restarts == 0
 
@@ -156,7 +156,8 @@ def test_statistics_that_raise_fail_nobody(exhausted: bool, restarts: int) -> No
     error = WorkerFault("ValueError", "bad", "the trace", exhausted)
     records, worker = measure({"fp32": broken("statistics", error=error)}, *native("fp32", "bf16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
-    assert records["fp32"].detail == f"no statistics of the data: {error}" and records["fp32"].statistics == ()
+    assert records["fp32"].detail.split("; no peak")[0] == f"no statistics of the data: {error}"
+    assert records["fp32"].statistics == ()
     assert worker.restarts == restarts
 
 

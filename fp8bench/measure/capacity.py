@@ -1,0 +1,139 @@
+"""The largest batch that fits, case by case: what is asked of the worker, and what its answers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.largest import Attempt, Search
+from fp8bench.measure.limits import Limits
+from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.model import Capacity, DeviceFacts, Level, PlannedCase
+from fp8bench.protocols import Observer
+from fp8bench.registry import workloads
+from fp8bench.units import size
+
+LARGEST_BATCH = 1 << 20
+# Batches of native precisions may have to be multiples of something; of no more than this.
+_COARSEST = 1024
+# Odd ones, so that a refusal of everything but multiples of two or more shows.
+_PROBES = (1, 3, 5, 7)
+
+# The same case with another batch, planned anew; None where its suite does not take that batch.
+WithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
+
+
+class NoSearch(Exception):
+    """Why there is no answer, in words."""
+
+
+@dataclass(frozen=True)
+class CapacityRule:
+    """How much memory there is to fit into (None: as much as the device has), and how a case gets another batch."""
+
+    limit: int | None
+    with_batch: WithBatch
+
+
+class CapacityPass:
+    """Runs cases with other batches, and writes down in the outcomes which was the largest."""
+
+    def __init__(
+        self, worker: Worker, facts: Mapping[str, DeviceFacts], limits: Limits, observer: Observer, rule: CapacityRule
+    ) -> None:
+        self._worker = worker
+        self._facts = facts
+        self._limits = limits
+        self._observer = observer
+        self._rule = rule
+
+    def search(self, outcomes: Sequence[Outcome]) -> None:
+        """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
+        for outcome in outcomes:
+            outcome.capacity = self._searched(outcome.planned)
+
+    def _searched(self, planned: PlannedCase) -> Capacity:
+        axis = workloads.get(planned.case.workload).batch_axis
+        facts = self._facts[planned.case.device]
+        attempts: list[Attempt] = []
+        grain = 1
+        try:
+            start = _start(planned, axis)
+            grain = self._grain(planned, facts)
+            top = self._top(planned, facts, grain)
+            search = Search(min(max(1, start // grain), top), top, self._rule.limit or facts.memory_bytes, attempts)
+            search.run(lambda number: self._attempt(planned, facts, number, grain))
+        except NoSearch as cause:
+            return Capacity(axis, self._rule.limit, grain=grain, why=str(cause), attempts=len(attempts))
+        return self._answer(planned, facts, search, grain)
+
+    def _answer(self, planned: PlannedCase, facts: DeviceFacts, search: Search, grain: int) -> Capacity:
+        axis = workloads.get(planned.case.workload).batch_axis
+        best, failing = search.fitting, search.failing
+        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
+        if best is None:
+            return Capacity(axis, self._rule.limit, 0, grain, beyond=beyond, why=why, attempts=len(search.attempts))
+        batch = best.number * grain
+        with_it = self._rule.with_batch(planned, batch, facts)
+        assert with_it is not None  # it has run
+        return Capacity(
+            axis, self._rule.limit, batch, grain, with_it.work.tokens, best.taken, beyond, why, len(search.attempts)
+        )
+
+    def _attempt(self, planned: PlannedCase, facts: DeviceFacts, number: int, grain: int) -> Attempt:
+        """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""
+        batch = number * grain
+        tried = self._rule.with_batch(planned, batch, facts)
+        if tried is None:
+            raise NoSearch(f"the suite does not take {batch}")
+        self._observer.working(planned.case, f"trying a batch of {batch}", 1.0)
+        try:
+            taken = self._worker.fill(tried.case, facts, self._rule.limit, self._limits.numbers(tried.work))
+        except WorkerError as cause:
+            if exhausted(cause):
+                return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")
+            self._worker.restart()
+            if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
+                return Attempt(number, False, None, str(cause))
+            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
+        limit = self._rule.limit
+        if limit is not None and taken is not None and taken > limit:
+            return Attempt(number, False, taken, f"its tensors take {size(taken)} at the highest point")
+        return Attempt(number, True, taken)
+
+    def _grain(self, planned: PlannedCase, facts: DeviceFacts) -> int:
+        """What batches have to be multiples of, for the device to do the precision as it does it in this case."""
+        grain = 1
+        while grain <= _COARSEST:
+            tried = [self._rule.with_batch(planned, grain * odd, facts) for odd in _PROBES]
+            if all(one is None or one.support.level is not Level.REFUSED for one in tried):
+                return grain
+            grain *= 2
+        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
+
+    def _top(self, planned: PlannedCase, facts: DeviceFacts, grain: int) -> int:
+        """The most grains that the axis takes."""
+        low, high = 0, LARGEST_BATCH // grain + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            taken = self._rule.with_batch(planned, middle * grain, facts) is not None
+            low, high = (middle, high) if taken else (low, middle)
+        if low == 0:
+            raise NoSearch("the suite takes no batch of those that were tried")
+        return low
+
+
+def _start(planned: PlannedCase, axis: str) -> int:
+    value = dict(planned.case.params).get(axis)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise NoSearch(f"its {axis} is {value!r}, and must be a whole number from 1 to search from")
+    return value
+
+
+def _first_line(cause: WorkerError) -> str:
+    """The most telling words of an exception: the rest of torch's is advice on its allocator."""
+    text = str(cause)
+    kept = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
+    return kept if len(kept) <= 160 else f"{kept[:157]}..."

@@ -1,0 +1,119 @@
+"""A stretch of allocations and releases, made by hand: its highest point and what is held there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fp8bench.model import HeldBlock, MemoryRole
+from fp8bench.profiler.allocations import Change, Event, Turn, Word, course
+
+START = Turn("unattributed")
+
+
+def changes(*pairs: tuple[int, int] | None) -> list[Event]:
+    """Changes by address and size; None begins the stretch."""
+    return [START if pair is None else Change(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("events", "peak"),
+    [
+        (changes(), None),
+        (changes((1, 5), (1, -5)), None),
+        (changes(None), 0),
+        (changes((1, 5), None), 5),
+        (changes((1, 5), (1, -5), None, (1, 3)), 3),
+        (changes((1, 5), None, (1, -5), (2, 3)), 5),
+        (changes((1, 5), None, (2, 7), (2, -7), (3, 3)), 12),
+        (changes((1, 5), None, (9, -4), (2, 3)), 8),  # nobody knows that address: it is from before
+        (changes((1, 5), None, (1, 6), (2, 1)), 7),  # the release of the first was told to another thread
+        (changes(None, (1, 5), (2, 2), (1, -5), (1, 9)), 11),
+    ],
+)
+def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak: int | None) -> None:
+    """What is held before it counts, but is no peak."""
+    found = course(events)
+    assert (None if found is None else found.peak) == peak
+    assert found is None or sum(one.size for one in found.held) == peak
+
+
+def test_phases_have_their_own_highest_points() -> None:
+    """What is there when a phase begins counts in it; a phase that comes again keeps the higher one."""
+    found = course(
+        [
+            Change(1, 10), START, Turn("cast"), Change(2, 5), Turn("gemm"), Change(3, 100), Change(3, -100),
+            Turn("cast"), Change(2, -5), Change(4, 2), Turn("unattributed"),
+        ]
+    )  # fmt: skip
+    assert found is not None
+    assert [(one.phase, one.allocated) for one in found.phases] == [("unattributed", 12), ("cast", 15), ("gemm", 115)]
+    assert [one.reserved for one in found.phases] == [None] * 3
+
+
+def held(*events: Event) -> dict[int, HeldBlock]:
+    """What is held at the highest point, by address; a large block at address 0 makes the point."""
+    found = course(events)
+    assert found is not None
+    return {one.address: one for one in found.held if one.address}
+
+
+def test_when_a_block_came_and_went() -> None:
+    """Before the stretch, forward until backward, within a piece of a phase, over pieces of it, for good."""
+    found = held(
+        Change(1, 1), Turn("elementwise"), Change(2, 1), Change(3, 1), Change(4, 1), Turn("gemm"), Turn("elementwise"),
+        Change(5, 1), Change(6, 1), Change(0, 1000), Change(0, -1000), Change(3, -1), Change(6, -1),
+        Change(7, 1, node=1), Change(2, -1, node=1), Change(7, -1, node=2), Change(5, -1, node=2),
+    )  # fmt: skip
+    assert found == {
+        1: HeldBlock(1, 1, lasting=True),
+        2: HeldBlock(2, 1, "elementwise", awaited=True),
+        3: HeldBlock(3, 1, "elementwise"),
+        4: HeldBlock(4, 1, "elementwise", awaited=True, lasting=True),
+        5: HeldBlock(5, 1, "elementwise", awaited=True),
+        6: HeldBlock(6, 1, "elementwise", brief=True),
+    }
+
+
+def test_backward_has_nodes_where_forward_has_pieces() -> None:
+    """What a node of autograd's graph gives on is not its own workspace; each backward pass is awaited anew."""
+    found = held(
+        Turn("elementwise"), Change(1, 1), Change(2, 1, node=1), Change(3, 1, node=1), Change(4, 1),
+        Change(0, 1000, node=2), Change(0, -1000, node=2), Change(2, -1, node=2), Change(3, -1, node=1),
+    )  # fmt: skip
+    assert (found[2].backward, found[2].brief, found[2].awaited) == (True, False, False)
+    assert (found[3].backward, found[3].brief) == (True, True)
+    assert found[1].awaited and found[4].awaited and not found[4].backward
+
+
+def test_words_are_about_what_lies_there_when_they_are_said() -> None:
+    """Not about what lay there before or comes there later; the same word twice is one."""
+    low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
+    found = held(
+        Word((1,), weights), Change(1, 1), START, Change(2, 1), Word((1, 2, 9), low), Change(2, -1), Change(2, 1),
+        Change(3, 1), Word((3,), weights), Word((3,), low), Word((3,), weights), Change(0, 1000),
+    )  # fmt: skip
+    assert found[1].said == (low,) and found[2].said == () and found[3].said == (weights, low)
+
+
+def test_any_stream_comes_to_what_a_plain_count_says() -> None:
+    """Ten thousand events of chance: the highest point, and its blocks, against a dictionary."""
+    draw = random.Random(7)
+    events: list[Event] = [START]
+    alive: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for _ in range(10_000):
+        address = draw.randrange(1, 200)
+        if address in alive:
+            events.append(Change(address, -alive.pop(address), draw.choice((0, 0, 3))))
+        else:
+            alive[address] = draw.randrange(1, 1000)
+            events.append(Change(address, alive[address], draw.choice((0, 0, 4))))
+        if draw.random() < 0.2:
+            events.append(Turn(draw.choice(("gemm", "cast"))))
+        if sum(alive.values()) > sum(most.values()):
+            most = dict(alive)
+    found = course(events)
+    assert found is not None and found.peak == sum(most.values()) == max(one.allocated for one in found.phases)
+    assert {one.address: one.size for one in found.held} == most

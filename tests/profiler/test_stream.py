@@ -1,0 +1,105 @@
+"""What torch's profiler tells of allocations: whose they are in time, forward, backward or computed again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fp8bench.model import MemoryRole
+from fp8bench.profiler.allocations import Change, Event, Turn, Word
+from fp8bench.profiler.stream import AllocationStream
+
+
+def heard(stream: AllocationStream) -> list[Event]:
+    """What was heard, which is something."""
+    events = stream.stop()
+    assert events is not None and not torch.autograd._profiler_enabled()
+    return events
+
+
+def test_words_stand_where_they_were_said() -> None:
+    """Between the allocations before and after them."""
+    stream = AllocationStream("cpu")
+    stream.note(Turn("before anybody listens"))
+    stream.start()
+    first = torch.empty(10)
+    stream.note(Turn("gemm"))
+    second = torch.empty(20)
+    stream.note(Word((second.data_ptr(),), MemoryRole.WEIGHTS))
+    del first
+    events = heard(stream)
+    assert [one.size if isinstance(one, Change) else one for one in events] == [
+        40, Turn("gemm"), 80, Word((second.data_ptr(),), MemoryRole.WEIGHTS), -40,
+    ]  # fmt: skip
+    assert stream.stop() is None
+
+
+def test_of_another_device_nothing_is_heard() -> None:
+    """Each stream is one device's."""
+    stream = AllocationStream("cuda:1")
+    stream.start()
+    kept = torch.empty(10)
+    stream.note(Turn("gemm"))
+    assert heard(stream) == [Turn("gemm")] and kept.numel() == 10
+
+
+class Doubled(torch.autograd.Function):
+    """A function of somebody's own: tensors of 1111 values forward, of 2222 backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.empty(1111)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        torch.empty(2222)
+        return 2 * gradients[0]
+
+
+def passes_of(events: list[Event], values: int) -> list[bool]:
+    """Of allocations of so many fp32 values: whether each was made by a backward pass."""
+    return [one.node > 0 for one in events if isinstance(one, Change) and one.size == 4 * values]
+
+
+def test_backward_is_told_from_forward() -> None:
+    """By torch's own operations and by a function of somebody's own."""
+    stream = AllocationStream("cpu")
+    x = torch.empty(333, requires_grad=True)
+    stream.start()
+    (Doubled.apply(x).exp()).sum().backward()  # type: ignore[no-untyped-call]
+    events = heard(stream)
+    assert passes_of(events, 1111) == [False] and passes_of(events, 2222) == [True]
+    assert passes_of(events, 333)[:2] == [False, False] and all(passes_of(events, 333)[2:])
+
+
+def test_what_is_computed_again_in_backward_is_forward() -> None:
+    """Of a block that keeps its input only."""
+    stream = AllocationStream("cpu")
+    x = torch.empty(333, requires_grad=True)
+    stream.start()
+    block = lambda x: Doubled.apply(x).exp()  # type: ignore[no-untyped-call]  # noqa: E731
+    checkpoint(block, x, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
+    events = heard(stream)
+    assert passes_of(events, 1111) == [False, False] and passes_of(events, 2222) == [True]
+
+
+def test_a_thread_of_pythons_is_not_heard_and_nothing_breaks() -> None:
+    """Neither what it allocates nor what it says."""
+    stream = AllocationStream("cpu")
+
+    def work() -> None:
+        stream.note(Turn("cast"))
+        torch.empty(77)
+
+    stream.start()
+    stream.note(Turn("gemm"))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.empty(10)
+    assert [one.size if isinstance(one, Change) else one for one in heard(stream)] == [Turn("gemm"), 40, -40]
