@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.profiler.allocations import Turn, Word, course
+from fp8bench.profiler.allocations import Change, Event, Turn, Word, course
 from fp8bench.profiler.stream import AllocationStream
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
@@ -19,6 +19,7 @@ from fp8bench.registry import devices
 if TYPE_CHECKING:
     import torch
 
+_END = Turn("the end")
 _UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
@@ -103,14 +104,16 @@ class AllocatorMeter(MemoryMeter):
         try:
             if self._phase:
                 torch.cuda.synchronize(self._index)
-            self._leave()
+                self._leave()
+                self._stream.note(_END)
+                torch._C._cuda_clearCublasWorkspaces()  # what goes now was theirs
         finally:
             self._phase = ""
             events = self._stream.stop()
         phases = tuple(self._phases.values())
         if not phases:
             return None
-        seen = None if events is None else course(events)
+        seen = None if events is None else _seen(events)
         reserved = max(one.reserved or 0 for one in phases)
         most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
         return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
@@ -127,6 +130,18 @@ class AllocatorMeter(MemoryMeter):
         self._phases[self._phase] = PhaseMemory(
             self._phase, max(allocated, known.allocated), max(reserved, known.reserved or 0)
         )
+
+
+def _seen(events: Sequence[Event]) -> MemoryCourse | None:
+    """What is held at the highest point; what goes after the end has been the workspace of products."""
+    end = events.index(_END) if _END in events else len(events)
+    found = course(events[:end])
+    gone = {event.address for event in events[end:] if isinstance(event, Change)}
+    if found is None:
+        return None
+    workspace = (MemoryRole.WORKSPACE,)
+    held = [replace(one, said=workspace) if one.lasting and one.address in gone else one for one in found.held]
+    return replace(found, held=tuple(held))
 
 
 def pci_address(properties: object) -> str:

@@ -92,4 +92,6 @@ def _held_by(one: Any) -> list[Any]:
         return []
     if isinstance(one, types.FunctionType):  # and not what its module holds
         return [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    if isinstance(one, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
+        return [*one.parameters(), *one.buffers()]
     return gc.get_referents(one)

@@ -15,7 +15,9 @@ from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
 from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address
 from fp8bench.measure.clock import PhaseClock
-from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
+from fp8bench.profiler.allocations import Change, Event, Turn
+from fp8bench.profiler.stream import AllocationStream
 from fp8bench.protocols import MemoryMeter
 from fp8bench.registry import devices
 
@@ -456,6 +458,32 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
         ("unattributed", 140, 5 * BLOCK), ("cast", 150, 5 * BLOCK), ("gemm", 100 + 3 * BLOCK, 5 * BLOCK),
     ]  # fmt: skip
     assert course.reserved == 5 * BLOCK and course.held == ()
+
+
+def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events as it would tell them: what was allocated before, what products keep, what a step makes."""
+    FakeAllocator(monkeypatch, 0)
+    cleared: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
+    meter = AllocatorMeter(0)
+    meter.start()
+    meter.enter("gemm")
+    notes: list[Event] = []
+    monkeypatch.setattr(meter._stream, "note", notes.append)
+
+    def told() -> list[Event]:
+        AllocationStream.stop(meter._stream)
+        changes = [Change(1, 512), Change(2, 32 << 20), Turn("gemm"), Change(3, 1024)]
+        return [*changes, *notes, Change(2, -(32 << 20))]
+
+    monkeypatch.setattr(meter._stream, "stop", told)
+    course = meter.stop()
+    assert course is not None and len(cleared) == 2
+    assert {one.address: (one.phase, one.lasting, one.said) for one in course.held} == {
+        1: ("", True, ()),
+        2: ("", True, (MemoryRole.WORKSPACE,)),
+        3: ("gemm", True, ()),
+    }
 
 
 def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
