@@ -56,8 +56,7 @@ def run(
 
     Arguments are the command line's options. `set` maps an axis to a value or a list of values. With
     `isolation=False` everything runs in this process, so that workloads defined in a notebook can be measured; then
-    a crash cannot be survived. Raises Fp8benchError with a sentence for what cannot be done; cases that fail are
-    records with a reason.
+    a crash cannot be survived. Raises Fp8benchError with a sentence for what cannot be done; failed cases are records.
     """
     _check_kinds(
         suite=(suite, str), reference=(reference, str | None), set=(set, Mapping | None),

@@ -44,7 +44,7 @@ OPTIONS = {
         "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
         "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
         "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
-        "--no-energy",
+        "--no-energy", "--max-batch", "--memory-limit",
     },
     "list": COMMON | {"WHAT", "--import"},
     "doctor": COMMON | {"--calibrate"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,8 +92,6 @@ class Cpu(Device):
         """
         if sys.platform != "linux":
             raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
-        import resource
-
         before, most = resource.getrlimit(resource.RLIMIT_DATA)
         wanted = data_bytes() + limit * _HOLES + _BESIDE_BYTES
         bounds = [one for one in (before, most) if one != resource.RLIM_INFINITY]

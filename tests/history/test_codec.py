@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fp8bench import model
 from fp8bench.codec import Malformed, decode, encode
 from fp8bench.model import (
+    Capacity,
     Case,
     Course,
     DeviceFacts,
@@ -27,11 +28,13 @@ from fp8bench.model import (
     Figure,
     Finding,
     Group,
+    HeldBlock,
     Interval,
     Label,
     LayerScale,
     Level,
     Measurement,
+    MemoryCourse,
     MemoryRole,
     MemoryUse,
     OperatorTime,
@@ -85,15 +88,19 @@ MEMORY = MemoryUse(
     300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
     "why",
 )  # fmt: skip
+COURSE_OF_MEMORY = MemoryCourse(
+    300, (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),), MEMORY.phases, 512, "why"
+)
+CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "its tensors take 1.6 MiB more", 5)
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
-    (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY,
+    (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY,
 )  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), False, 12.5, True, "traces", 8, 100, 0.5, False,
+    5, ("module",), False, 12.5, True, "traces", 8, 100, 0.5, False, True, 1 << 30,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -120,6 +127,7 @@ VALUES: list[Any] = [
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
+    CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0],
 ]  # fmt: skip
 
 
