@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
+from fp8bench.circumstances import device_lines, driver_state
 from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.errors import WorkerError
@@ -24,6 +25,7 @@ from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
 from fp8bench.plan import make_plan, suites_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import devices, precisions, workloads
+from fp8bench.samplers.opening import meter_for
 from fp8bench.units import percent, seconds, size
 
 _LOOP_STEPS = 4
@@ -41,11 +43,11 @@ def examine(calibrate: bool) -> Iterator[str]:
         for one in facts:
             yield ""
             yield from _device(one)
+            yield from (f"  {line}" for line in state_of(one))
         if not any(one.accelerated for one in facts):
             yield ""
-            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device"
+            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
         yield f"compiler  {compiler_state(worker, facts)}"
-        yield f"NVML      {nvml_state()}"
         yield f"boards    {boards()}"
         if calibrate:
             yield ""
@@ -78,6 +80,12 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
 
 
+def state_of(facts: DeviceFacts) -> Iterator[str]:
+    """What the device's driver says of it, and where its energy comes from; trying the source takes up to 3 s."""
+    with meter_for(facts) as meter:
+        yield from device_lines(meter)
+
+
 def by_rank() -> list[str]:
     """Precisions from the highest down."""
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
@@ -96,22 +104,6 @@ def _compiler(worker: Worker, facts: DeviceFacts) -> str:
         return worker.compiler(facts)
     except WorkerError as error:
         return f"compiling ended the worker: {error}"
-
-
-def nvml_state() -> str:
-    """Whether NVML answers, in words."""
-    try:
-        import pynvml
-    except Exception as error:  # an optional package may fail in any way
-        return f"not usable: nvidia-ml-py does not import ({type(error).__name__}: {error})"
-    try:
-        pynvml.nvmlInit()
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        count = pynvml.nvmlDeviceGetCount()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return f"not there: {error}"
-    return f"driver {driver}, {count} device(s)"
 
 
 def boards() -> str:

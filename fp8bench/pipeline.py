@@ -18,6 +18,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
+from fp8bench.circumstances import circumstances
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.environment import gather, load_in_words
 from fp8bench.errors import NotKept, StoreError
@@ -55,7 +56,7 @@ def execute(
     corpus = _prepared(request, store)
     check_store(store)
     with _worker(request, corpus) as worker, Meters(request.energy) as meters:
-        run = replace(_opened(request, corpus, worker, command, folder), origin=origin)
+        run = replace(_opened(request, corpus, worker, meters, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
         run = replace(run, path=str(writer.path))
@@ -161,18 +162,24 @@ def _worker(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
             worker.close()
 
 
-def _opened(request: Request, corpus: Corpus | None, worker: Worker, command: str, folder: Path | None) -> Run:
+def _opened(
+    request: Request, corpus: Corpus | None, worker: Worker, meters: Meters, command: str, folder: Path | None
+) -> Run:
     """The run with its header, before anything is measured but the cost of looking."""
     facts = worker.probe()
     plan = make_plan(request, facts, corpus.identity if corpus else None)
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
+    environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
+    for one in facts:
+        if one.key in used:
+            environment = environment.also(circumstances(one, meters.of(one)))
     return Run(
         id=secrets.token_hex(4),
         started=_now(),
         command=command,
         request=request,
         plan=plan,
-        environment=gather(worker.software(), __version__, request.threads, request.imports, folder=folder),
+        environment=environment,
         devices=facts,
         overheads=tuple((one.key, worker.overheads(one)) for one in facts if one.key in used),
     )

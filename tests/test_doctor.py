@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
-from types import ModuleType
 
 import pytest
 import torch
 
 from fp8bench import doctor
-from fp8bench.doctor import examine, listing, nvml_state
+from fp8bench.doctor import examine, listing
 from fp8bench.errors import WorkerLost
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker
@@ -39,7 +37,7 @@ def test_versions_machine_and_load_are_named() -> None:
     """All a bug report needs, and no line is empty of meaning."""
     text = "\n".join(examine(False))
     assert f"torch {torch.__version__}" in text and "Python 3." in text
-    for word in ("machine ", "cores ", "load ", "clocks ", "NVML "):
+    for word in ("machine ", "cores ", "load ", "clocks ", "energy ", "NVML says: "):
         assert word in text
     assert "what looking costs" not in text
 
@@ -101,41 +99,14 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(line.split()[:2] == ["fp8", "native"] for line in text.splitlines())
 
 
-class NVMLError(Exception):
-    """As pynvml's."""
-
-
-def nvml(driver: bool) -> ModuleType:
-    """A pynvml with or without a driver behind it."""
-    module = ModuleType("pynvml")
-
-    def init() -> None:
-        if not driver:
-            raise NVMLError("Driver Not Loaded")
-
-    module.NVMLError = NVMLError  # type: ignore[attr-defined]
-    module.nvmlInit = init  # type: ignore[attr-defined]
-    module.nvmlShutdown = lambda: None  # type: ignore[attr-defined]
-    module.nvmlSystemGetDriverVersion = lambda: "999.1"  # type: ignore[attr-defined]
-    module.nvmlDeviceGetCount = lambda: 2  # type: ignore[attr-defined]
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "sentence"),
-    [
-        (nvml(True), "driver 999.1, 2 device(s)"),
-        (nvml(False), "not there: Driver Not Loaded"),
-        (None, "not usable: nvidia-ml-py does not import"),
-    ],
-    ids=["driver", "no driver", "not installed"],
-)
-def test_the_state_of_nvml_is_a_sentence(
-    module: ModuleType | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
+def test_every_device_says_where_its_energy_comes_from(
+    devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Present, absent or not installed."""
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert nvml_state().startswith(sentence)
+    """Or why it has none; without a driver each says so."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: devices)
+    energies = [line for line in examine(False) if line.startswith("  energy    ")]
+    assert len(energies) == len(devices)
 
 
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,21 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
     assert "verdict" in text
 
 
+def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path) -> None:
+    """It is waited for a few seconds once, and left alone from then on; the process ends although a call never does."""
+    simulation.reset()
+    simulation.fail("nvmlDeviceGetTotalEnergyConsumption", first=60, delay=1e6)
+    run, _ = ran(simulation, tmp_path, *GEMM, "--quick")
+    assert all(record.timing is not None for record in run.records)
+    uses = energies(run)
+    assert uses and all("gave no answer for 5 s" in use.why for use in uses)
+    assert all(window.joules > 0 for use in uses for window in use.windows)
+
+
 def test_the_run_as_json_has_it_all(simulation: Simulation, tmp_path: Path) -> None:
     """Raw windows, for whoever wants to judge for themselves."""
     simulation.reset()
     _, text = ran(simulation, tmp_path, *GEMM, "--quick", "--json")
     printed: dict[str, Any] = json.loads(text)
-    windows = [record["energy"]["windows"] for record in printed["run"]["records"]]
+    windows = [record["energy"]["windows"] for record in printed["records"]]
     assert [len(one) for one in windows] == [1, 1] and all(one[0]["joules"] > 0 for one in windows)

@@ -35,9 +35,7 @@ class EnergyRule:
 
 def energy_rule_for(quick: bool, budget: float | None) -> EnergyRule:
     """Fewer windows where the user is in a hurry: each of them takes more than ten changes of the counter."""
-    if quick:
-        return EnergyRule(1, 1.5)
-    return EnergyRule() if budget is None else EnergyRule(1)
+    return EnergyRule() if budget is None and not quick else EnergyRule(1, 1.5)
 
 
 @dataclass

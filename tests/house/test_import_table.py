@@ -42,6 +42,7 @@ TABLE: dict[str, frozenset[str]] = {
     "followed": FLOOR | {"answers", "axes", "protocols", "registry"},
     "points": FLOOR | {"analysis", "followed", "measure", "protocols", "registry"},
     "view": FLOOR | {"history", "identity", "points"},
+    "circumstances": FLOOR | {"samplers"},
     "commits": FLOOR,
     "telling": FLOOR | {"history", "view"},
     "course": FLOOR | {"history", "identity", "points", "telling", "view"},

@@ -2,81 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 
 import pytest
 
+from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.energy import EnergyPass, EnergyRule, energy_rule_for
+from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.rounds import Arm
-from fp8bench.model import EnergyUse, Level
+from fp8bench.measure.stopping import StoppingRule
+from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record
+from fp8bench.protocols import SilentObserver
 from fp8bench.samplers.absent import AbsentDevice
 from fp8bench.samplers.meter import Meter
-from fp8bench.samplers.readings import NoReading
-from fp8bench.samplers.sampling import NAME
-from fp8bench.samplers.sources import Source, SourceKind
-from tests.fakes import MS, FakeWorker, Fault, Script, arm, gemm_steps
-from tests.samplers.nvml.library import State
-from tests.samplers.virtual import VirtualClock
+from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
+from tests.measure.powered import IDLE, WATTS, Power, Runner, steps
 
-IDLE = 80.0
-WATTS = {"fp32": 400.0, "bf16": 200.0, "fp8": 300.0}
-TICK = 0.1
 THREE = EnergyRule()
-
-
-class Power:
-    """A device that takes `watts`, which whoever runs on it sets; its counter changes every tick."""
-
-    def __init__(self) -> None:
-        self.state = State()
-        self.clock = VirtualClock(self.state)
-        self.watts = IDLE
-        self.broken = ""
-        self._joules = self._shown = self._since = 0.0
-        self._next = TICK
-
-    def set(self, watts: float) -> None:
-        self._pass()
-        self.watts = watts
-
-    def read(self) -> float:
-        if self.broken:
-            raise NoReading(self.broken)
-        self._pass()
-        return self._shown
-
-    def _pass(self) -> None:
-        now = self.clock.now()
-        while self._next <= now:
-            self._shown = self._joules + self.watts * (self._next - self._since)
-            self._next += TICK
-        self._joules += self.watts * (now - self._since)
-        self._since = now
-
-    def meter(self) -> Meter:
-        return Meter((Source(SourceKind.COUNTER, self.read),), AbsentDevice("nothing to say"), "", self.clock)
-
-
-class Runner(FakeWorker):
-    """Its steps take virtual time and their mode's power."""
-
-    def __init__(self, power: Power, scripts: Mapping[str, Script]) -> None:
-        super().__init__(scripts)
-        self.power = power
-
-    def _loop(self, key: str, steps: int) -> None:
-        label = self._labels[key]
-        self.log.append(("loop", label, steps))
-        self._strike("loop", label)
-        end = self.power.clock.now() + steps * sum(self._script(label).step(0)[1]) / 1e9
-        self.power.set(WATTS[label])
-        if any(thread.name == NAME for thread in threading.enumerate()):
-            self.power.clock.wait(lambda: self.power.clock.now() >= end)
-        else:  # without a sampler nobody else moves the clock
-            self.power.state.now_ns = round(end * 1e9)
-        self.power.set(IDLE)
+GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 
 
 def measured(
@@ -91,10 +35,6 @@ def measured(
     energy = EnergyPass(power.meter(), rule, 0, lambda arm, share: None)
     found = energy.measure(chosen, worker)
     return {one.planned.case.mode: found[one.key] for one in chosen}, worker
-
-
-def steps(milliseconds: int) -> Script:
-    return Script(gemm_steps(milliseconds * MS))
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
@@ -185,3 +125,74 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
 def test_who_is_in_a_hurry_gets_one_window(quick: bool, budget: float | None, windows: int) -> None:
     """Each takes ten changes of the counter at least, whatever is asked."""
     assert energy_rule_for(quick, budget).windows == windows
+
+
+def grouped(
+    scripts: Mapping[str, Script], *cases: PlannedCase, capacity: int = 1000, energy: EnergyRule | None = THREE,
+    facts: DeviceFacts = CPU,
+) -> tuple[dict[str, Record], Runner]:  # fmt: skip
+    """The records by mode of a whole group, and the worker that ran it."""
+    power = Power()
+    worker = Runner(power, scripts, capacity)
+    found = GroupMeasurement(
+        group(*cases), {"cpu": facts}, worker, StoppingRule(fixed=10), decided, 0, SilentObserver(),
+        meter=power.meter(), energy=energy,
+    )  # fmt: skip
+    records = by_mode(found.run())
+    assert not worker.held
+    return records, worker
+
+
+def test_a_group_is_timed_first_and_no_sampler_is_alive_meanwhile() -> None:
+    """The windows come after the last slot, on the states that were timed, and not on the control."""
+    scripts = {"fp32": steps(10), "bf16": steps(20)}
+    records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8", Level.REFUSED, skip="no"))
+    assert [len(use.windows) for mode in scripts if (use := records[mode].energy)] == [3, 3]
+    assert records["fp8"].energy is None
+    names = [entry[0] for entry in worker.log]
+    last_slot = max(place for place, name in enumerate(names) if name == "slot")
+    first_loop, first_release = names.index("loop"), names.index("release")
+    assert last_slot < first_loop < max(p for p, n in enumerate(names) if n == "loop") < first_release
+    assert names.count("prepare") == 3 and {entry[1] for entry in worker.log if entry[0] == "loop"} == set(scripts)
+    assert worker.sampled == 0 and worker.slots()
+
+
+def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
+    """The reference once, although it sits with each of them."""
+    scripts = {"fp32": steps(10, 400), "bf16": steps(10, 500), "fp8": steps(10, 500)}
+    records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8"))
+    for mode in scripts:
+        use = records[mode].energy
+        assert use is not None and len(use.windows) == 3
+        assert use.windows[0].joules / use.windows[0].seconds == pytest.approx(WATTS[mode], rel=0.01)
+    loops = [entry[1] for entry in worker.log if entry[0] == "loop"]
+    turns = [one for place, one in enumerate(loops) if place == 0 or loops[place - 1] != one]
+    assert 1 <= turns.count("fp32") <= 3
+
+
+def test_a_worker_lost_in_a_window_costs_no_time() -> None:
+    """Its times stand, and so do its errors; only energies are missing, with the reason."""
+    faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", WorkerLost("it crashed"))])
+    records, worker = grouped({"fp32": faulty, "bf16": steps(10)}, planned("fp32"), planned("bf16"))
+    assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1
+    assert all(record.timing is not None and record.timing.num_rounds == 10 for record in records.values())
+    use = records["fp32"].energy
+    assert use is not None and use.windows == () and "fp32 ended the windows: it crashed" in use.why
+    assert worker.log[-1][0] == "memory"
+
+
+def test_without_energy_nothing_is_asked_to_run_untimed() -> None:
+    """And the record says that nobody wanted it."""
+    records, worker = grouped({"fp32": steps(10)}, planned("fp32"), energy=None)
+    assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
+
+
+@pytest.mark.parametrize(("facts", "watched"), [(CPU, False), (GPU, True)])
+def test_a_gpu_that_nobody_can_ask_has_a_reason_and_a_processor_nothing_to_ask(
+    facts: DeviceFacts, watched: bool
+) -> None:
+    """Silence about a GPU's clocks would look like clocks that are all right."""
+    records, _ = grouped({"fp32": steps(10)}, planned("fp32"), energy=None, facts=facts)
+    watch = records["fp32"].watch
+    assert (watch is not None) == watched
+    assert watch is None or ("nothing to say" in watch.why and watch.throttle is None)

@@ -1,0 +1,87 @@
+"""A device with a power and a counter of energy on a virtual clock, and a worker whose steps take both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from fp8bench.samplers.absent import AbsentDevice
+from fp8bench.samplers.meter import Meter
+from fp8bench.samplers.readings import NoReading
+from fp8bench.samplers.sampling import NAME
+from fp8bench.samplers.sources import Source, SourceKind
+from tests.fakes import MS, FakeWorker, Script, gemm_steps
+from tests.samplers.nvml.library import State
+from tests.samplers.virtual import VirtualClock
+
+IDLE = 80.0
+WATTS = {"fp32": 400.0, "bf16": 200.0, "fp8": 300.0}
+TICK = 0.1
+
+
+class Power:
+    """A device that takes `watts`, which whoever runs on it sets; its counter changes every tick."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.clock = VirtualClock(self.state)
+        self.watts = IDLE
+        self.broken = ""
+        self._joules = self._shown = self._since = 0.0
+        self._next = TICK
+
+    def set(self, watts: float) -> None:
+        self._pass()
+        self.watts = watts
+
+    def read(self) -> float:
+        if self.broken:
+            raise NoReading(self.broken)
+        self._pass()
+        return self._shown
+
+    def _pass(self) -> None:
+        now = self.clock.now()
+        while self._next <= now:
+            self._shown = self._joules + self.watts * (self._next - self._since)
+            self._next += TICK
+        self._joules += self.watts * (now - self._since)
+        self._since = now
+
+    def meter(self) -> Meter:
+        return Meter((Source(SourceKind.COUNTER, self.read),), AbsentDevice("nothing to say"), "", self.clock)
+
+
+class Runner(FakeWorker):
+    """Its steps take virtual time and their mode's power; `sampled` counts slots that ran beside a sampler."""
+
+    def __init__(self, power: Power, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
+        super().__init__(scripts, capacity)
+        self.power = power
+        self.sampled = 0
+
+    def _slot(self, *arguments: object) -> object:  # type: ignore[override]
+        self.sampled += sampling()
+        return super()._slot(*arguments)  # type: ignore[arg-type]
+
+    def _loop(self, key: str, steps: int) -> None:
+        label = self._labels[key]
+        self.log.append(("loop", label, steps))
+        self._strike("loop", label)
+        end = self.power.clock.now() + steps * sum(self._script(label).step(0)[1]) / 1e9
+        self.power.set(WATTS[label])
+        if sampling():
+            self.power.clock.wait(lambda: self.power.clock.now() >= end)
+        else:  # without a sampler nobody else moves the clock
+            self.power.state.now_ns = round(end * 1e9)
+        self.power.set(IDLE)
+
+
+def sampling() -> bool:
+    """Whether a sampler's thread is alive."""
+    return any(thread.name == NAME for thread in threading.enumerate())
+
+
+def steps(milliseconds: int, memory: int = 1) -> Script:
+    """Steps that take so long."""
+    return Script(gemm_steps(milliseconds * MS), memory=memory)
