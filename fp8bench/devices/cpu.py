@@ -19,7 +19,7 @@ from fp8bench.profiler.stream import AllocationStream
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# What a process needs beside a limit on its tensors: workspaces of kernels, the meter's own list; and holes in the heap,
+# What a process needs beside its tensors: workspaces of kernels, the meter's own list; and holes of the heap,
 # which have been seen to take 40% of what tensors take.
 _BESIDE_BYTES = 256 << 20
 _HOLES = 2

@@ -100,7 +100,7 @@ class CapacityPass:
             raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
         limit = self._rule.limit
         if limit is not None and taken is not None and taken > limit:
-            return Attempt(number, False, taken, f"its tensors take {size(taken - limit)} more at the highest point")
+            return Attempt(number, False, taken, f"tensors need {size(taken - limit)} more")
         return Attempt(number, True, taken)
 
     def _grain(self, planned: PlannedCase, facts: DeviceFacts) -> int:

@@ -8,10 +8,13 @@ from fp8bench import units
 from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result, heading, merge_notes, panels_of
+from fp8bench.report.capacity_table import capacity_table
 from fp8bench.report.data_table import data_table
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
 from fp8bench.report.energy_table import energy_table
 from fp8bench.report.layout import INDENT, MIN_WIDTH, Paint, Tone, painter, wrap
+from fp8bench.report.memories import PEAK
+from fp8bench.report.memory_table import counted, memory_table, tells
 from fp8bench.report.plan_text import render_plan as render_plan
 from fp8bench.report.run_facts import missing_of, notes_of
 from fp8bench.report.standing import emulated
@@ -48,6 +51,10 @@ def _panel(panel: Panel, devices: Sequence[DeviceFacts], width: int, paint: Pain
         lines += ["", "phases, as shares of the best case", *phases] if phases else []
         energy = energy_table(panel, width, paint)
         lines += ["", *energy] if energy else []
+        memory = memory_table(panel, width, paint)
+        lines += ["", *memory] if memory else []
+    capacity = capacity_table(panel, width, paint)
+    lines += ["", *capacity] if capacity else []
     data = data_table(panel, width, paint)
     if data:
         lines += ["", *data]
@@ -76,6 +83,8 @@ def _numbers(panel: Panel) -> list[str]:
         by_metric: dict[str, list[str]] = {}
         for result in group.results:
             for one in result.record.measurements:
+                if one.metric == PEAK and tells(panel):
+                    continue
                 label = f"{one.metric} ({one.phase})" if one.phase else one.metric
                 how = " (emulated)" if one.unit == "B" and emulated(result) else ""
                 by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}{how}")
@@ -127,7 +136,14 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
         lines.append(legend.BELOW_FLOOR)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
-    lines += [*_error_legends(timed), *_number_legends(timed), *_energy_legends(timed), *tensors, *data]
+    lines += [
+        *_error_legends(timed),
+        *_number_legends(timed),
+        *_energy_legends(timed),
+        *_memory_legends(timed),
+        *tensors,
+        *data,
+    ]
     seen = {label for result in results for label in result.labels}
     lines += [f"{label}: {legend.LABELS[label]}" for label in Label if label in seen]
     return _quiet(lines, width, paint)
@@ -183,6 +199,13 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
         if one.description and one.metric != shown
     }
     return sorted(described)
+
+
+def _memory_legends(panels: Sequence[Panel]) -> list[str]:
+    """What the memory tables hold, where there are any."""
+    told = [panel for panel in panels if tells(panel)]
+    others = any(counted(panel.results) for panel in told)
+    return [legend.MEMORY, *([legend.MEMORY_PROCESS] if others else [])] if told else []
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:

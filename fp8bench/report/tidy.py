@@ -10,7 +10,9 @@ from pathlib import Path
 from fp8bench.analysis.phase_medians import phase_medians
 from fp8bench.model import UNATTRIBUTED, Finding, Label, Level, Provenance, Record, Run, Timing, Verdict
 from fp8bench.report.blocks import Result, ResultGroup, panels_of, show_params
+from fp8bench.report.capacity_rows import capacity_rows
 from fp8bench.report.energy_rows import energy_rows
+from fp8bench.report.memory_rows import memory_rows
 from fp8bench.report.tidy_row import STEP as STEP
 from fp8bench.report.tidy_row import TidyRow as TidyRow
 
@@ -91,6 +93,8 @@ def _figures(group: ResultGroup, result: Result) -> Iterator[TidyRow]:
             "provenance": one.provenance.value,
         }
     yield from energy_rows(group, result)
+    yield from memory_rows(result)
+    yield from capacity_rows(group, result)
     yield from _data(result.record)
 
 

@@ -91,7 +91,7 @@ MEMORY = MemoryUse(
 COURSE_OF_MEMORY = MemoryCourse(
     300, (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),), MEMORY.phases, 512, "why"
 )
-CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "its tensors take 1.6 MiB more", 5)
+CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "tensors need 1.6 MiB more", 5)
 RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
