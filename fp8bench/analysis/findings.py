@@ -15,14 +15,14 @@ import numpy as np
 from fp8bench import stats
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.verdicts import BAND, LEAST_FOR_VERDICT, best_phases, conclude, noise, totals
-from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
+from fp8bench.model import Finding, Interval, Level, Overheads, Record, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
 
 
 @dataclass(frozen=True)
 class _Standard:
-    """What a case is held against: reference and control of the rounds it was in, and the hard labels of these."""
+    """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former."""
 
     timing: Timing | None = None
     control: Timing | None = None
@@ -39,31 +39,23 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
 
 
 def _of_the_group(reference: Record | None, aa: Interval | None) -> _Standard:
-    if reference is None:
+    if reference is None or reference.timing is None:
         return _Standard()
-    emulated = reference.support.level is Level.EMULATED
-    return _Standard(reference.timing, reference.control, emulated, _hard(reference, reference.timing, aa))
+    return _Standard(
+        reference.timing,
+        reference.control,
+        reference.support.level is Level.EMULATED,
+        hard_labels(reference.timing, reference.watch, aa, reference.case.device),
+    )
 
 
 def _standard(record: Record, shared: _Standard) -> _Standard:
     """The group's, or that of the sitting that a case was in: never the control of another sitting."""
-    if record.paired_with is None:
+    against = record.paired_with
+    if against is None:
         return shared
-    return replace(
-        shared,
-        timing=record.paired_with,
-        control=record.control,
-        hard=_hard(replace(record, watch=None), record.paired_with, None),
-    )
-
-
-def _hard(record: Record, timing: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:
-    """The hard labels of either entry of a reference, each once."""
-    found: dict[Label, Labelled] = {}
-    for entry in (timing, record.control):
-        for one in hard_labels(entry, record.watch, aa, record.case.device) if entry is not None else ():
-            found.setdefault(one.label, one)
-    return tuple(found.values())
+    hard = hard_labels(against, None, None, record.case.device)
+    return replace(shared, timing=against, control=record.control, hard=hard)
 
 
 def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None) -> Finding:

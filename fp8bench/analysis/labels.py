@@ -38,10 +38,10 @@ def labels_of(record: Record, finding: Finding, reference: Timing | None, aa: In
     return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
 
 
-def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> list[Labelled]:
+def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Those that leave no verdict, for a case and for the reference it is held against."""
     found = [*_told_apart(aa, timing.num_rounds), *_contended(timing, device), *_throttled(watch)]
-    return [one for one in found if one.hard]
+    return tuple(one for one in found if one.hard)
 
 
 def _of_the_machine(record: Record, aa: Interval | None) -> Iterator[Labelled]:

@@ -80,11 +80,10 @@ def test_identical_code_told_apart_takes_every_verdict() -> None:
     [
         (reference(watch=HOT), "throttled (hw-thermal)"),
         (reference(starved(TEN)), THIRD),
-        (reference(control=starved(TEN)), THIRD),
     ],
 )
 def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Record, why: str) -> None:
-    """Its second entry counts as itself."""
+    """Whatever the case itself is like."""
     finding = found(first, record(FIVE))["bf16"]
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, f"the reference is labelled {why}{END}")
     assert finding.labels == () and len(finding.hard) == 1 and finding.ratio is not None
