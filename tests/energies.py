@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
-from tests.materials import Made
+from tests.materials import Made, shapes
 from tests.runs import EMULATED, NATIVE, error, phases, run_of
 
 GPU = DeviceFacts("cuda", 0, "Fictional G100", 80 << 30, "2.13.0", (9, 0), "12.8")
@@ -79,6 +80,18 @@ def energetic() -> Made:
         finding("fp16", Verdict.FASTER, 6.2e-3, Interval(0.626, 0.62, 0.632, 0.99)),
     ]
     return run_of(records, devices=(GPU,)), {one.case.id: one for one in findings}
+
+
+def squares(*shares: float) -> Made:
+    """Three shapes and more of gemm: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 such a share of it in each."""
+    run, findings = shapes(*({"m": 256 << number, "n": 64, "k": 64} for number in range(len(shares))))
+    records = []
+    for one in run.records:
+        place = round(math.log2(int(one.case.param("m")) / 256))
+        joules = 1e-3 * 16**place * {"fp32": 1.0, "bf16": shares[place], "fp8": 4.0}[one.case.mode]
+        energy = use((joules, joules * 1.01, joules * 0.99), 1e-5 * 16**place)
+        records.append(replace(one, energy=energy))
+    return replace(run, records=tuple(records)), findings
 
 
 def unmeasured(why: str = VIRTUAL) -> Made:

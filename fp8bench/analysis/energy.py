@@ -15,7 +15,6 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record, Work
 
-NO_SOURCE = "none"
 # Fewer windows on either side say nothing of how far windows of the same code lie apart.
 LEAST_WINDOWS = 3
 # Beside them no comparison of energy is a fact: what ran, or the clocks it ran at, was not what is compared.

@@ -75,13 +75,17 @@ class Field:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is a word for links and files; one that is `main` can be filtered and sorted."""
+    """Rows under columns. `name` is a word for links and files; one that is `main` can be filtered and sorted.
+
+    A `folded` one is for who asks: only its caption is seen at first.
+    """
 
     name: str
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Field, ...], ...]
     main: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: what it shows, and whether its ticks are times, sizes, ratios or plain numbers ('s', 'B', 'x', '')."""
+    """An axis: what it shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers)."""
 
     title: str
     unit: str = ""

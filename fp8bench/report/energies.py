@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
-    NO_SOURCE,
     Demand,
     EnergyFigures,
     EnergyRatio,
@@ -14,6 +13,7 @@ from fp8bench.analysis.energy import (
     energy_ratio,
     why_no_energy,
 )
+from fp8bench.analysis.resolution import NO_SOURCE
 from fp8bench.model import Record, Run, Status
 from fp8bench.report.blocks import Result, ResultGroup
 from fp8bench.report.run_facts import many
@@ -34,8 +34,12 @@ def figures_of(result: Result) -> EnergyFigures | None:
 
 
 def ratio_within(group: ResultGroup, result: Result) -> EnergyRatio | None:
-    """Its energy over that of its group's reference; in doubt where a label of either says so."""
-    reference = next((one for one in group.results if one.record.is_reference), None)
+    """Its energy over that of its group's reference."""
+    return ratio_against(result, next((one for one in group.results if one.record.is_reference), None))
+
+
+def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
+    """Its energy over that of its reference; in doubt where a label of either says so."""
     if reference is None:
         return None
     return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
@@ -71,16 +75,29 @@ def why_none(result: Result) -> str:
     return why_no_energy(result.record)
 
 
-def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
+def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
     """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them."""
+    return _by_doubt((one, words) for one in group.results for words in _missing(one))
+
+
+def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
+    """The same, and why comparisons are not clear."""
+    unclear = (
+        (one, f"energy unclear: {ratio.why}")
+        for one in group.results
+        if (ratio := ratio_within(group, one)) is not None and ratio.demand is Demand.UNCLEAR
+    )
+    return [*missing_within(group), *_by_doubt(unclear)]
+
+
+def _by_doubt(found: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
     modes: dict[str, list[str]] = {}
-    for result in group.results:
-        for doubt in _doubts(group, result):
-            modes.setdefault(doubt, []).append(result.mode)
-    return [(", ".join(names), doubt) for doubt, names in modes.items()]
+    for result, words in found:
+        modes.setdefault(words, []).append(result.mode)
+    return [(", ".join(names), words) for words, names in modes.items()]
 
 
-def _doubts(group: ResultGroup, result: Result) -> Iterator[str]:
+def _missing(result: Result) -> Iterator[str]:
     found = figures_of(result)
     if found is None:
         if why := why_none(result):
@@ -91,9 +108,6 @@ def _doubts(group: ResultGroup, result: Result) -> Iterator[str]:
         yield f"no net energy: {found.net_why}"
     if why and why != found.net_why:
         yield f"energy of {many(len(found.windows), 'window')} only: {why}"
-    ratio = ratio_within(group, result)
-    if ratio is not None and ratio.demand is Demand.UNCLEAR:
-        yield f"energy unclear: {ratio.why}"
 
 
 def absences(run: Run) -> list[str]:

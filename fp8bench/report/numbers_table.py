@@ -27,6 +27,7 @@ from fp8bench.report.elements import (
 _SHOWN_AS: dict[str, Callable[[float], str]] = {
     "s": units.seconds,
     "B": units.size,
+    "J": units.joules,
     "x": units.ratio,
     "": units.significant,
 }

@@ -18,6 +18,7 @@ from fp8bench.model import Label, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result
 from fp8bench.report.elements import Text, Tone
+from fp8bench.report.energy_sentences import energy_clause
 from fp8bench.report.naming import listed, setting_of
 from fp8bench.report.phase_sentences import is_mixed, phase_clauses
 from fp8bench.report.run_facts import many
@@ -98,9 +99,12 @@ def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> 
     reference, suite = panel.reference or "its reference", panel.case.workload
     if len(found) == 1:
         place, result, against = found[0]
-        return Text(single(result, against, reference, suite, place, where, said), tone_of(result))
+        energy = energy_clause([(result, against)])
+        return Text(single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
     places = [(place, result) for place, result, _ in found]
-    return Text(several(places, reference, f"{suite}{where}", said), _common_tone(result for _, result in places))
+    energy = energy_clause([(result, against) for _, result, against in found])
+    words = several(places, reference, f"{suite}{where}", said) + energy
+    return Text(words, _common_tone(result for _, result in places))
 
 
 def _common_tone(results: Iterable[Result]) -> Tone:

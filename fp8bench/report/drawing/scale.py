@@ -23,6 +23,7 @@ _EXPONENT_BELOW = 0.01
 _PREFIXES = {
     "s": ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns")),
     "B": ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B")),
+    "J": ((1e6, " MJ"), (1e3, " kJ"), (1.0, " J"), (1e-3, " mJ"), (1e-6, " uJ"), (1e-9, " nJ")),
     "": ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, " ")),
 }
 
@@ -81,6 +82,8 @@ def shown(value: float, unit: str) -> str:
             return units.seconds(value)
         case "B":
             return units.size(value)
+        case "J":
+            return units.joules(value)
         case "x":
             return units.ratio(value)
         case "%":
@@ -175,7 +178,7 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
     scale, name = next((one for one in prefixes if abs(size) >= one[0] * (1 - _ALIKE)), prefixes[-1])
     if unit not in _PREFIXES:
         name += unit
-    if not _EXPONENT_BELOW <= abs(size) < 1e18 and size and unit not in ("s", "B"):
+    if not _EXPONENT_BELOW <= abs(size) < 1e18 and size and unit not in ("s", "B", "J"):
         exponent = f"{value:.{digits - 1}e}" if value else "0"
         return _plain(f"{exponent} {unit}".rstrip())
     return _plain(units.significant(value / scale, digits)) + name.rstrip()

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.trust import casts_doubt
-from fp8bench.model import UNATTRIBUTED
 from fp8bench.report.elements import Axis, Element, Part, Stacks, Text, Tone
 from fp8bench.report.material import Material
-from fp8bench.report.naming import NamedCase, listed, named_cases, phase_order, phase_words
+from fp8bench.report.naming import NamedCase, listed, named_cases, phase_words
+from fp8bench.report.phase_parts import lasting, phase_parts
 from fp8bench.report.section import Section, sections
 from fp8bench.report.standing import emulated
 from fp8bench.report.tables import phases_of
@@ -38,9 +38,7 @@ class Phases(Section):
 
     def build(self, material: Material) -> Part | None:
         found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in timed_panels(material)]
-        present = {name for _, cases in found for case in cases for name, seconds in _phases(case).items() if seconds}
-        # The same parts everywhere, so that a phase has one colour on the whole page.
-        parts = sorted(present | {UNATTRIBUTED}, key=phase_order)
+        parts = phase_parts(case.result for _, cases in found for case in cases)
         elements = [element for title, cases in found for element in _suite(title, cases, parts)]
         if not elements:
             return None
@@ -63,8 +61,7 @@ def _suite(title: str, cases: Sequence[NamedCase], parts: Sequence[str]) -> Iter
 
 
 def _measured(case: NamedCase) -> bool:
-    best = case.result.best
-    return best is not None and math.isfinite(best) and best > 0 and bool(case.result.finding)
+    return lasting(case.result)
 
 
 def _phases(case: NamedCase) -> dict[str, float]:
