@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench import stats
-from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
+from fp8bench.analysis.labels import hard_labels, labels_of
+from fp8bench.analysis.trust import Labelled
 from fp8bench.analysis.verdicts import BAND, LEAST_FOR_VERDICT, best_phases, conclude, noise, totals
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Status, Timing, Verdict
 

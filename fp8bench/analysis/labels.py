@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from fp8bench import stats, units
 from fp8bench.analysis.contention import AHEAD, FAR_AHEAD, contended, disturbed_slots
 from fp8bench.analysis.resolution import why_unresolved
 from fp8bench.analysis.throttles import clock_of, power_capped, throttle_reasons, throttled_by_hardware
+from fp8bench.analysis.trust import Labelled
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Timing
 
@@ -21,15 +21,6 @@ FEW_ROUNDS = 16
 BIMODAL_EXPLAINED = 0.9
 BIMODAL_GAP = 0.05
 BIMODAL_LESSER = 0.2
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """A label, what there is to say of it here, and whether it is so grave that no verdict can be given."""
-
-    label: Label
-    reason: str = ""
-    hard: bool = False
 
 
 def labels_of(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:

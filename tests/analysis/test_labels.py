@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.labels import Labelled, labels_of
+from fp8bench.analysis.labels import labels_of
+from fp8bench.analysis.trust import Labelled
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
