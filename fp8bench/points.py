@@ -53,6 +53,8 @@ _CONDITIONS = (
     "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "cpu_count", "cpu_affinity",
     "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
+# Of the machine's main device, as its driver says.
+_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 # It touches those cases alone that have quantisers, and they say what became of them.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
@@ -187,7 +189,8 @@ def _conditions(workload: Workload, run: Run) -> Conditions:
     names += [] if own else ["imports_sha256"]
     main = _main_device(run)
     device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
-    return (*((name, facts.get(name)) for name in names), *device)
+    settings = [(name, facts.get(f"{main.key} {name}")) for name in _SETTINGS] if main is not None else []
+    return (*((name, facts.get(name)) for name in names), *device, *settings)
 
 
 def _main_device(run: Run) -> DeviceFacts | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from fp8bench import units
+from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.analysis.trust import casts_doubt
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.report import legend
@@ -53,7 +55,7 @@ def _side_by_side(entries: Sequence[Entry]) -> Table:
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Names and what they are; what is not known has no line."""
     run = entry.run
-    pairs = [(f"device {facts.key}", _device(facts)) for facts in _used(run)]
+    pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
         ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
@@ -77,6 +79,33 @@ def _used(run: Run) -> list[DeviceFacts]:
     """Facts of the devices it has cases on."""
     keys = {record.case.device for record in run.records}
     return [facts for facts in run.devices if facts.key in keys]
+
+
+def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
+    """What the device is, and what its driver said that it was set to."""
+    told = partial(_told, run, facts.key)
+    yield f"device {facts.key}", _device(facts)
+    driver, newest = told("driver"), told("cuda_driver")
+    yield f"driver {facts.key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
+    cap, default = (run.environment.get(f"{facts.key} {name}") for name in ("power_cap", "power_cap_default"))
+    if isinstance(cap, float | int):
+        of = f" of {default:g} W" if isinstance(default, float | int) and default != cap else ""
+        yield f"power cap {facts.key}", f"{cap:g} W{of}"
+    modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
+    yield f"modes {facts.key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
+    yield f"energy {facts.key}", _energy_source(run, facts.key)
+
+
+def _energy_source(run: Run, key: str) -> str:
+    """'counter, changes every 100 ms'; '' where there is none, which the energies themselves tell."""
+    source, period = _told(run, key, "energy_source"), run.environment.get(f"{key} energy_period")
+    if source in ("", NO_SOURCE):
+        return ""
+    return f"{source}, changes every {units.seconds(period)}" if isinstance(period, float) else source
+
+
+def _told(run: Run, key: str, name: str) -> str:
+    return fact(run, f"{key} {name}")
 
 
 def _device(facts: DeviceFacts) -> str:

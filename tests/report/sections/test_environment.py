@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import DeviceFacts, Environment, Label, Record, Status, Verdict
+from fp8bench.model import DeviceFacts, Environment, Label, Record, Scalar, Status, Verdict
 from fp8bench.report import legend
 from fp8bench.report.elements import Facts, Items, Table, Text, Tone
 from tests.materials import Made, built, nothing, of_kind, part
@@ -54,6 +54,23 @@ def test_a_gpu_says_what_it_can_do() -> None:
     found = facts((replace(run, records=records, devices=(*run.devices, gpu)), findings))
     assert found["device cuda:0"] == "NVIDIA H200, 139 GiB, compute capability 9.0" and found["CUDA"] == "13.0"
     assert "device cpu" not in found  # nothing was measured there
+
+
+def test_a_gpu_says_what_its_driver_had_set() -> None:
+    """Under its key; what the driver does not say has no line, and a source of energy that is none neither."""
+    run, findings = judged((Verdict.FASTER, 0.5))
+    said: dict[str, Scalar | None] = {
+        "cpu driver": "580.65", "cpu cuda_driver": "13.0", "cpu power_cap": 650.0, "cpu power_cap_default": 700.0,
+        "cpu ecc": "on", "cpu mig": None, "cpu persistence": "off", "cpu energy_source": "counter",
+        "cpu energy_period": 0.1,
+    }  # fmt: skip
+    found = facts((replace(run, environment=Environment(said)), findings))
+    assert found["driver cpu"] == "580.65, CUDA up to 13.0" and found["power cap cpu"] == "650 W of 700 W"
+    assert found["modes cpu"] == "ECC on, persistence mode off"
+    assert found["energy cpu"] == "counter, changes every 100 ms"
+    less = facts((replace(run, environment=Environment({"cpu driver": "580", "cpu energy_source": "none"})), findings))
+    assert less["driver cpu"] == "580"
+    assert not {"power cap cpu", "modes cpu", "energy cpu"} & set(less)
 
 
 def test_time_inside_slots_counts_every_entry() -> None:
