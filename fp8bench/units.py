@@ -109,6 +109,11 @@ def size(value: float | None) -> str:
     return f"{significant(value / scale)} {unit}"
 
 
+def binary_unit(value: float) -> tuple[float, str]:
+    """What sizes of which that is the largest are told in, and its name: 1610612736 -> (1073741824, 'GiB')."""
+    return _scale_of(value, 3, _BINARY) if abs(value) >= 1 << 10 else (1.0, "B")
+
+
 def bytes_of(text: str) -> int:
     """'2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. ValueError for anything else."""
     found = re.fullmatch(

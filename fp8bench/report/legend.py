@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
-from fp8bench.model import UNATTRIBUTED, Label, Phase
+from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 
 LABELS: dict[Label, str] = {
     Label.NOISY: "so restless a machine that the A/A interval reaches further than 3% from 1",
@@ -82,6 +82,40 @@ DATA = (
     "data: what a step works on; amax: the largest magnitude; under a format: the share of the values above its "
     "largest / the share that is not zero and would become zero; -: none"
 )
+
+# Short names for the columns of the memory table, and what a sentence calls them.
+MEMORY_TITLES: dict[str, str] = {
+    MemoryRole.WEIGHTS: "weights",
+    MemoryRole.LOW_WEIGHTS: "low w",
+    MemoryRole.GRADIENTS: "grads",
+    MemoryRole.OPTIMIZER: "optim",
+    MemoryRole.ACTIVATIONS: "activ",
+    MemoryRole.LOW_ACTIVATIONS: "low a",
+    MemoryRole.DATA: "data",
+    MemoryRole.WORKSPACE: "work",
+    MemoryRole.OTHER: "other",
+}
+MEMORY_WORDS: dict[str, str] = {
+    MemoryRole.WEIGHTS: "weights",
+    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
+    MemoryRole.GRADIENTS: "gradients",
+    MemoryRole.OPTIMIZER: "optimizer state",
+    MemoryRole.ACTIVATIONS: "activations",
+    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
+    MemoryRole.DATA: "data",
+    MemoryRole.WORKSPACE: "workspace",
+    MemoryRole.OTHER: "the rest",
+}
+MEMORY = (
+    "memory: tensors allocated through torch, the state included, at the highest point of a step, by what they are "
+    "for; low w, low a: copies of weights and activations cast for products; work: what an operation needs while it "
+    "runs; in: the phase of the highest point"
+)
+MEMORY_COUNTED = {
+    "reserved": "what torch's allocator keeps from the driver for them",
+    "process": "what the driver counts for the process",
+    "resident": "the most that the process had in the machine's memory, torch itself included",
+}
 
 ENERGY = (
     "energy: what the device took while steps ran, for one of them (gross; the middle of its windows); net: beyond "

@@ -196,7 +196,7 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
         for panel, shown in ((panel, main_error(panel)) for panel in panels)
         for result in panel.results
         for one in result.record.measurements
-        if one.description and one.metric != shown
+        if one.description and one.metric != shown and not (one.metric == PEAK and tells(panel))
     }
     return sorted(described)
 
@@ -204,8 +204,9 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
     """What the memory tables hold, where there are any."""
     told = [panel for panel in panels if tells(panel)]
-    others = any(counted(panel.results) for panel in told)
-    return [legend.MEMORY, *([legend.MEMORY_PROCESS] if others else [])] if told else []
+    others = dict.fromkeys(name for panel in told for name, _ in counted(panel.results))
+    known = "; ".join(f"{name}: {legend.MEMORY_COUNTED[name]}" for name in others)
+    return list(filter(None, (legend.MEMORY, known))) if told else []
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
