@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.energy import NO_SOURCE
+from fp8bench.analysis.resolution import NO_SOURCE
 from fp8bench.analysis.trust import casts_doubt
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.report import legend
