@@ -89,9 +89,8 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     if not device.startswith("cpu") or not contended(timing):
         return
     hard = contended(timing, FAR_AHEAD)
-    words = "less than a third of a core" if hard else "less than nine tenths of a core"
-    slots = disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)
-    yield Labelled(Label.CONTENDED, f"{words} in {slots} of {len(timing.slots)} slots", hard)
+    slots = f"in {disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
+    yield Labelled(Label.CONTENDED, f"less than a third of a core {slots}" if hard else slots, hard)
 
 
 def _throttled(watch: DeviceWatch | None) -> Iterator[Labelled]:

@@ -41,7 +41,7 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     yield from _disagreement(windows)
     held = [name for name in reasons_in(_seen(windows)) if name not in CHOSEN]
     if held:
-        yield f"clocks were held back in its windows ({', '.join(held)})"
+        yield f"clocks were held back in its windows: {', '.join(held)}"
 
 
 def _disagreement(windows: Sequence[EnergyWindow]) -> Iterator[str]:

@@ -1,0 +1,86 @@
+"""Labels of a device that holds its clocks back, end to end: the real pynvml, the library of tests/samplers/nvml/."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.samplers.nvml.library import Device, Simulation, build, uuid_of, why_not
+
+GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--rounds", "10")
+
+
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """The library, built once, and asked by other processes alone."""
+    if why_not():
+        pytest.skip(why_not())
+    return Simulation(build(tmp_path_factory.mktemp("nvml")))
+
+
+def ran(simulation: Simulation, folder: Path, *words: str) -> str:
+    """What a run of a suite without energy prints."""
+    environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8bench", *GEMM, "--no-energy", "--no-report", "--store", "store", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def findings(simulation: Simulation, folder: Path) -> dict[str, dict[str, Any]]:
+    """By precision."""
+    printed = json.loads(ran(simulation, folder, "--json"))
+    return {record["case"]["precision"]: record["finding"] for record in printed["records"]}
+
+
+def hot(simulation: Simulation) -> Device:
+    """Slowed down by heat for an eighth of the time, at its power cap besides."""
+    device = simulation.reset()
+    device.reasons = 0x40 | 0x4
+    device.violation[3] = 0.125
+    return device
+
+
+def test_a_device_slowed_down_by_its_hardware_leaves_no_verdict(simulation: Simulation, tmp_path: Path) -> None:
+    """The ratio stays, and the why names label and reason."""
+    hot(simulation)
+    found = findings(simulation, tmp_path)
+    assert found["bf16"]["verdict"] == "unsure" and found["bf16"]["ratio"]["point"] > 0
+    assert "throttled" in found["bf16"]["hard"] and "throttled (hw-thermal 1" in found["bf16"]["why"]
+    for finding in found.values():
+        assert {"throttled", "power-capped"} <= set(finding["labels"])
+        reasons = dict(finding["label_reasons"])
+        share = reasons["throttled"].removeprefix("hw-thermal ").removesuffix("% of the time")
+        assert float(share) == pytest.approx(12.5, abs=1) and reasons["power-capped"] == "SM clock 1.75 GHz"
+
+
+def test_table_and_csv_say_so(simulation: Simulation, tmp_path: Path) -> None:
+    """As words beside the label, and as a column."""
+    hot(simulation)
+    text = " ".join(ran(simulation, tmp_path, "--csv", "rows.csv").split())
+    assert "throttled (hw-thermal 1" in text and "power-capped (SM clock 1.75 GHz)" in text
+    assert "- bf16 unsure: labelled" in text
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-1] == "label_reasons"
+    steps = [row for row in rows if (row["phase"], row["metric"]) == ("step", "time")]
+    assert len(steps) == 2
+    for row in steps:
+        assert {"throttled", "power-capped"} <= set(row["labels"].split())
+        assert "throttled: hw-thermal 1" in row["label_reasons"]
+
+
+def test_a_power_cap_alone_takes_nothing_away(simulation: Simulation, tmp_path: Path) -> None:
+    """Clocks that the cap allows are the device's own."""
+    simulation.reset().reasons = 0x4
+    for finding in findings(simulation, tmp_path).values():
+        assert "power-capped" in finding["labels"] and "throttled" not in finding["labels"]
+        assert "throttled" not in finding["hard"]
