@@ -1,4 +1,4 @@
-"""A run as pandas frames: what its samples say, the samples themselves, and what its data are made of."""
+"""A run as pandas frames: what its samples say, the samples, energy windows, and what its data are made of."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ SAMPLE_COLUMNS = ("case", "mode", "arm", "round", "call", "block", "phase", "nan
 # Words that stand in every row: categories take a byte or two a row, and text fifty.
 _REPEATED = ("case", "mode", "arm", "phase")
 STATISTICS_COLUMNS = ("case", "kind", "role", "values", "amax", "format", "share_above", "share_vanishing")
+ENERGY_COLUMNS = (
+    "case", "mode", "source", "window", "steps", "seconds", "joules", "intervals", "uncertainty", "sm_clock",
+    "temperature", "idle_before", "idle_after",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,22 @@ class RunFrames:
             for outside in one.outside or ((None, None, None),)
         ]
         return pd.DataFrame(rows, columns=list(STATISTICS_COLUMNS))
+
+    @cached_property
+    def energy(self) -> pd.DataFrame:
+        """Every energy window, with the idle power before and after the windows of its case."""
+        import pandas as pd
+
+        rows = [
+            (
+                record.case.id, record.case.mode, use.source, number, one.steps, one.seconds, one.joules, one.intervals,
+                one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after,
+            )
+            for record in self.run.records
+            if (use := record.energy) is not None
+            for number, one in enumerate(use.windows)
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
 
 
 def _arms(record: Record) -> Iterator[tuple[str, Timing]]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fp8bench.frames import SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames
+from fp8bench.frames import ENERGY_COLUMNS, SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames
 from fp8bench.model import Run, Timing
 from fp8bench.report.csv_text import render
 from fp8bench.report.tidy import rows
+from tests.energies import energetic
 from tests.runs import measured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +95,19 @@ def test_statistics_are_by_kind_role_and_format(frames: RunFrames) -> None:
     assert set(found.case) == {frames.run.records[0].case.id}
 
 
-@pytest.mark.parametrize("name", ["results", "samples", "statistics"])
+def test_energy_has_a_row_a_window() -> None:
+    """From which joules of a step follow."""
+    frames = RunFrames(energetic()[0])
+    found = frames.energy
+    assert tuple(found.columns) == ENERGY_COLUMNS and len(found) == 10 and list(found.window[:4]) == [0, 1, 2, 0]
+    steps = (found.joules / found.steps).groupby(found["mode"]).median()
+    assert steps.to_dict() == pytest.approx({"fp32": 3.1, "bf16": 1.9, "fp8": 3.02, "nvfp4": 31.0})
+    results = frames.results[(frames.results.metric == "energy") & (frames.results.phase == "step")]
+    assert results.set_index("mode").median_in_unit.dropna().to_dict() == pytest.approx(steps.to_dict())
+    assert set(found.idle_before) == {81.0} and set(found.source) == {"counter"}
+
+
+@pytest.mark.parametrize("name", ["results", "samples", "statistics", "energy"])
 def test_a_frame_is_made_once(name: str, frames: RunFrames) -> None:
     assert getattr(frames, name) is getattr(frames, name)
 
@@ -104,6 +117,7 @@ def test_a_run_without_records_has_empty_frames_with_their_columns() -> None:
     assert len(nothing.results) == len(nothing.samples) == len(nothing.statistics) == 0
     assert tuple(nothing.samples.columns) == SAMPLE_COLUMNS and "verdict" in nothing.results.columns
     assert tuple(nothing.statistics.columns) == STATISTICS_COLUMNS
+    assert tuple(nothing.energy.columns) == ENERGY_COLUMNS and not len(nothing.energy)
 
 
 def test_an_arm_without_slots_adds_no_samples() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from fp8bench.analysis.energy import energy_figures, energy_ratio
 from fp8bench.model import Finding, Level, Measurement, Record, Run, Status
 
 
@@ -21,10 +22,13 @@ class Figure:
 
 
 def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[Figure]:
-    """What each case that was measured has come to. Seconds, bytes and plain ratios; what is not finite is left out."""
+    """What each case that was measured has come to. SI units and plain ratios; what is not finite is left out."""
+    references = {record.case.setting: record for record in run.records if record.is_reference}
     for record in run.records:
         if record.status is Status.OK:
-            for name, value in _figures(record, findings.get(record.case.id)):
+            finding = findings.get(record.case.id)
+            energy = _energy(record, finding, references.get(record.case.setting))
+            for name, value in (*_figures(record, finding), *energy):
                 if value is not None and math.isfinite(value):
                     yield Figure(record.case.mode, _tag(record, name), value)
 
@@ -56,6 +60,24 @@ def _figures(record: Record, finding: Finding | None) -> Iterator[tuple[str, flo
                 yield f"{kind}phase_{phase}_seconds", seconds
     for measurement in record.measurements:
         yield _name(measurement), statistics.median(measurement.samples) if measurement.samples else None
+
+
+def _energy(record: Record, finding: Finding | None, reference: Record | None) -> Iterator[tuple[str, float | None]]:
+    kind = "emulation_" if record.support.level is Level.EMULATED else ""
+    found = energy_figures(record, finding)
+    if found is None:
+        return
+    yield f"{kind}energy_joules", found.gross.middle
+    yield f"{kind}energy_net_joules", found.net.middle if found.net else None
+    for name, joules in found.per:
+        yield f"{kind}energy_per_{name}_joules", joules
+    yield f"{kind}power_watts", found.watts
+    yield "idle_power_watts", found.idle
+    ratio = energy_ratio(record, reference)
+    if ratio is not None:
+        yield "energy_ratio", ratio.point
+        yield "energy_ratio_low", ratio.low
+        yield "energy_ratio_high", ratio.high
 
 
 def _name(measurement: Measurement) -> str:

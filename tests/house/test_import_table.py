@@ -56,7 +56,7 @@ TABLE: dict[str, frozenset[str]] = {
     "resuming": FLOOR,
     "paths": FLOOR,
     "profiler": FLOOR,
-    "exporting": FLOOR | {"paths"},
+    "exporting": FLOOR | {"analysis", "paths"},
     "interrupts": FLOOR,
     "streams": FLOOR,
     "samplers": FLOOR,
