@@ -18,7 +18,7 @@ DEFAULT_PROJECT = "fp8bench"
 MOST_THREADS = 1024
 MOST_SECONDS = 1e7
 MOST_BATCHES = 100_000
-MOST_BYTES = 1 << 50
+MOST_BYTES = 100 << 40
 
 
 class Parser(argparse.ArgumentParser):
@@ -375,7 +375,7 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     if not 0 < value <= MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"expected a size above 0 and below {size(MOST_BYTES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size above 0 and up to {size(MOST_BYTES)}, got {text!r}")
     return value
 
 

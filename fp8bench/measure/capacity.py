@@ -53,6 +53,8 @@ class CapacityPass:
         """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
             outcome.capacity = self._searched(outcome.planned)
+        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+            self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 
     def _searched(self, planned: PlannedCase) -> Capacity:
         axis = workloads.get(planned.case.workload).batch_axis

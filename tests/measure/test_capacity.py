@@ -1,0 +1,207 @@
+"""The search for the largest batch: what each answer of a worker means, and which batches are tried at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure.capacity import LARGEST_BATCH, CapacityPass, CapacityRule
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import USUAL
+from fp8bench.measure.outcome import OUT_OF_MEMORY, Outcome
+from fp8bench.model import Capacity, Case, DeviceFacts, Group, Plan, PlannedCase, Request
+from fp8bench.plan import make_plan, searched_for_batches, with_batch
+from fp8bench.protocols import SilentObserver
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+NO_MEMORY = WorkerFault("OutOfMemoryError", "CUDA out of memory.\nTried to allocate", "trace", out_of_memory=True)
+LIMIT = 1000
+
+
+@dataclass
+class Filled(Worker):
+    """A worker in which a batch takes so much; `dies` raises instead from a batch on."""
+
+    takes: Callable[[int], int | None] = lambda batch: 10 * batch
+    dies: Callable[[int], Exception | None] = lambda batch: None
+    axis: str = "batch"
+    log: list[tuple[int, int | None]] = field(default_factory=list)
+    restarts: int = 0
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        assert name == "fill" and limit >= 60
+        case, _, memory_limit = arguments
+        assert isinstance(case, Case)
+        batch = int(case.param(self.axis))
+        self.log.append((batch, memory_limit))
+        error = self.dies(batch)
+        if error is not None:
+            raise error
+        return self.takes(batch)
+
+    def close(self) -> None: ...
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+class Listener(SilentObserver):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self.told.append(f"{case.mode} {doing}")
+
+
+def planned(suite: str = "transformer", facts: DeviceFacts = CPU, dtype: str = "fp32", **axes: str) -> PlannedCase:
+    """The first case of a suite."""
+    request = Request(suite, (dtype,), axes=tuple((name, (value,)) for name, value in axes.items()))
+    return make_plan(request, (facts,)).groups[0].cases[0]
+
+
+def search(
+    worker: Filled, one: PlannedCase | None = None, limit: int | None = LIMIT, facts: DeviceFacts = CPU,
+    observer: SilentObserver | None = None,
+) -> Capacity:  # fmt: skip
+    """What the search comes to."""
+    one = one or planned(batch="2")
+    outcome = Outcome(one)
+    rule = CapacityRule(limit, with_batch)
+    CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
+    assert outcome.capacity is not None
+    return outcome.capacity
+
+
+def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
+    """Run, and so is the next one; tokens are those of a step with it."""
+    worker, observer = Filled(), Listener()
+    found = search(worker, observer=observer)
+    assert found == Capacity("batch", LIMIT, 100, 1, 100 * 96 * 2, 1000, 101, "tensors need 10 B more", 5)
+    assert {(100, LIMIT), (101, LIMIT)} <= set(worker.log) and worker.restarts == 0
+    assert "fp32 trying a batch of 101" in observer.told
+
+
+def test_a_device_that_has_no_memory_left_says_so() -> None:
+    """And the process lives on."""
+    worker = Filled(dies=lambda batch: NO_MEMORY if batch > 33 else None)
+    found = search(worker, limit=None)
+    assert (found.batch, found.beyond, found.limit, found.peak) == (33, 34, None, 330)
+    assert found.why == "memory ran out (OutOfMemoryError: CUDA out of memory.)" and worker.restarts == 0
+
+
+def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
+    """It is started again, and the search goes on."""
+    gone = WorkerLost("the worker crashed during 'fill': it was ended by SIGKILL", killed=True)
+    worker = Filled(dies=lambda batch: gone if batch > 33 else None)
+    found = search(worker)
+    assert (found.batch, found.beyond, found.why) == (33, 34, str(gone))
+    assert worker.restarts == sum(batch > 33 for batch, _ in worker.log)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerFault("ValueError", "no such thing", "trace"),
+        WorkerLost("the worker crashed during 'fill': it was ended by SIGSEGV"),
+        WorkerHung("no answer to 'fill' within 240 s"),
+    ],
+)
+def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exception) -> None:
+    """No batch is claimed, however many have fitted; the next case gets a fresh worker."""
+    worker = Filled(dies=lambda batch: error if batch > 20 else None)
+    found = search(worker)
+    assert found.batch is None and found.beyond is None and found.attempts >= 2
+    assert "ended it" in found.why and str(error) in found.why
+    assert worker.restarts == 1
+
+
+def test_where_not_even_the_smallest_fits_the_answer_is_none_of_them() -> None:
+    found = search(Filled(takes=lambda batch: 5000 + batch))
+    assert (found.batch, found.beyond, found.peak, found.tokens) == (0, 1, None, 0)
+    assert found.why == "tensors need 3.91 KiB more"
+
+
+def test_where_the_axis_ends_first_nothing_is_beyond() -> None:
+    """The transformer's ends at 4096."""
+    found = search(Filled(takes=lambda batch: 7))
+    assert (found.batch, found.beyond, found.why) == (4096, None, "")
+
+
+def test_without_a_count_its_own_end_says_what_fits() -> None:
+    """Where torch's allocator counts nothing."""
+    worker = Filled(takes=lambda batch: None, dies=lambda batch: NO_MEMORY if batch > 77 else None)
+    found = search(worker, limit=None)
+    assert (found.batch, found.beyond, found.peak) == (77, 78, None)
+
+
+def test_native_products_that_need_multiples_are_tried_in_multiples() -> None:
+    """Native FP8 contracts weight gradients over the tokens, by sixteen; bf16 does not care."""
+    fp8 = planned("mlp", H200, "fp8", tokens="512")
+    assert fp8.runs
+    worker = Filled(takes=lambda tokens: tokens, axis="tokens")
+    found = search(worker, fp8, limit=1000, facts=H200)
+    assert (found.axis, found.grain, found.batch, found.beyond) == ("tokens", 16, 992, 1008)
+    assert all(tokens % 16 == 0 for tokens, _ in worker.log)
+    bf16 = search(Filled(takes=lambda tokens: tokens, axis="tokens"), planned("mlp", H200, "bf16"), 1000, H200)
+    assert (bf16.grain, bf16.batch) == (1, 1000)
+
+
+def test_a_gpu_s_worker_is_fresh_afterwards() -> None:
+    worker = Filled(axis="tokens")
+    search(worker, planned("mlp", H200, "bf16"), facts=H200)
+    assert worker.restarts == 1
+
+
+@pytest.mark.parametrize("value", ["many", True, 0, 1.5])
+def test_a_batch_that_is_no_number_is_a_reason(value: Any) -> None:
+    """A user's own suite may call anything its batch."""
+    one = planned(batch="2")
+    params = tuple((name, value if name == "batch" else old) for name, old in one.case.params)
+    found = search(Filled(), replace(one, case=replace(one.case, params=params)))
+    assert found.batch is None and "must be a whole number from 1" in found.why and found.attempts == 0
+
+
+def test_another_batch_is_planned_like_the_first() -> None:
+    """Work, support, map and all; what the axis refuses is None."""
+    rowwise = (("mlp", "fp8-rowwise"),)
+    request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
+    one = make_plan(request, (CPU,)).groups[0].cases[1]
+    other = with_batch(one, 12, CPU)
+    assert other is not None
+    assert other.case == replace(
+        one.case, params=tuple((name, 12 if name == "batch" else value) for name, value in one.case.params)
+    )
+    assert other.work.tokens == 3 * one.work.tokens and other.support == one.support
+    assert with_batch(one, 0, CPU) is None and with_batch(one, 4097, CPU) is None
+    # A batch norm over one value.
+    assert with_batch(planned("conv", image="1", batch="2"), 1, CPU) is None
+
+
+def test_cases_that_differ_in_batch_alone_are_searched_once() -> None:
+    request = Request("mlp,gemm", ("fp32",), axes=(("tokens", ("32", "64")), ("gated", ("no", "yes"))))
+    plan = make_plan(request, (CPU,))
+    found = searched_for_batches(plan)
+    assert found == {
+        group.setting for group in plan if "gemm" not in group.setting and "tokens=32" in group.setting
+    } and len(found) == 2  # fmt: skip
+
+
+@pytest.mark.parametrize(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
+def test_who_may_be_searched(failure: str, searched: bool) -> None:
+    """A case too large for the device is just the one to ask; what fails for another reason would fail again."""
+    outcome = Outcome(planned(batch="2"))
+    outcome.failure = failure
+    assert outcome.may_fit is searched
+
+
+def test_the_bound_is_a_power_of_two() -> None:
+    """So that every grain divides it."""
+    assert LARGEST_BATCH & (LARGEST_BATCH - 1) == 0
+    assert searched_for_batches(Plan((Group((planned("mlp"),), 0),)))
