@@ -125,8 +125,8 @@ def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[
     foreign = [one for one in of_reference if one.label not in {mine.label for mine in own}]
     if finding.ratio is None or not (own or foreign):
         return finding
-    whys = [f"labelled {_told(one)}" for one in own]
-    whys += [f"the reference is labelled {_told(one)}" for one in foreign]
+    whys = [f"labelled {' and '.join(map(_told, own))}"] if own else []
+    whys += [f"the reference is labelled {' and '.join(map(_told, foreign))}"] if foreign else []
     hard = tuple(one.label for one in (*own, *foreign))
     return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
 

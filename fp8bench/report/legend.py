@@ -9,9 +9,9 @@ from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 
 LABELS: dict[Label, str] = {
     Label.NOISY: "so restless a machine that the A/A interval reaches further than 3% from 1",
-    Label.AA_FAILED: "identical code was told apart: the A/A interval lies 2% or more away from 1, so no verdict holds",
-    Label.CONTENDED: "other work took the processor in most slots; no verdict if less than a third of a core was left",
-    Label.THROTTLED: "the device held its clocks back, for more than its power cap; no verdict where its hardware did",
+    Label.AA_FAILED: "identical code was provably told apart: the A/A interval lies 2% or more away from 1",
+    Label.CONTENDED: "other work took the processor in most slots: wall time was well above processor time",
+    Label.THROTTLED: "the device held its clocks back, and not for its power cap alone",
     Label.POWER_CAPPED: "the clocks are those that the device's power cap allows, as is normal for large products",
     Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
@@ -73,6 +73,10 @@ BEST = (
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+)
+HARD = (
+    "no verdict: where identical code was told apart, where the device's hardware slowed it down, and where less than "
+    "a third of a core was left; nor beside such a reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

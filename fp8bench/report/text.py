@@ -134,6 +134,8 @@ def _legend(panels: Sequence[Panel], width: int, paint: Paint) -> list[str]:
     lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES]
     if any(result.finding and result.finding.below_floor for result in results):
         lines.append(legend.BELOW_FLOOR)
+    if any(result.finding and result.finding.hard for result in results):
+        lines.append(legend.HARD)
     if any(emulated(result) and result.best for result in results):
         lines.append(legend.EMULATED)
     lines += [

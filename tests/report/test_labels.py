@@ -58,6 +58,7 @@ def test_the_table_has_the_reason_beside_the_label_and_the_ratio_beside_no_verdi
     assert "\n      labels: noisy, throttled (hw-thermal, sw-thermal)\n" in text
     assert "unsure   0.500x [0.495, 0.505]" in text and f"- bf16 unsure: {WHY}" in " ".join(text.split())
     assert f"\n  throttled: {legend.LABELS[Label.THROTTLED]}\n" in text
+    assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render(*capped(), width=200)
 
 
 def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
