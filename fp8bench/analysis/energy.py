@@ -175,7 +175,11 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow]) -> tuple[float | None, Range | None, str]:
-    """Idle power, what a step takes beyond it, or why neither is known. Its ends are those of either idle power."""
+    """Idle power, what a step takes beyond it, or why neither is known. Its ends are those of either idle power.
+
+    There is none where its low end is within the uncertainty of a window: the rest of two numbers that are as good as
+    the same is noise.
+    """
     ends = (("before", use.idle_before), ("after", use.idle_after))
     idles = [watts for _, watts in ends if watts is not None and 0 <= watts < math.inf]
     if len(idles) < len(ends):
@@ -184,8 +188,9 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow]) -> tuple[float | None,
     idle = statistics.fmean(idles)
     low, middle, high = ([_beyond(one, watts) for one in windows] for watts in (max(idles), idle, min(idles)))
     net = Range(statistics.median(middle), min(low), max(high))
-    if net.middle <= 0:
-        return idle, None, f"its windows took no more than idling does, {units.count(idle, 'W')}"
+    unsure = max((one.uncertainty or 0.0) * one.joules / one.steps for one in windows)
+    if net.low <= unsure:
+        return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
     return idle, net, ""
 
 
