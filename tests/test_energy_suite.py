@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fp8bench import units
 from fp8bench.api import load
 from fp8bench.model import EnergyUse, Run
 from tests.samplers.nvml.library import Simulation, build, uuid_of, why_not
@@ -90,6 +92,35 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
     uses = energies(run)
     assert uses and all("gave no answer for 5 s" in use.why for use in uses)
     assert all(window.joules > 0 for use in uses for window in use.windows)
+
+
+def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> None:
+    """The table, the rows, the frame of windows and the page: all of the same windows, at 300 W."""
+    simulation.reset()
+    words = [*GEMM[:-1], "--quick", "--csv", "rows.csv", "--html", "page.html"]
+    run, text = ran(simulation, tmp_path, *words)
+    joules = {
+        record.case.mode: one.joules / one.steps
+        for record in run.records
+        for one in (record.energy.windows if record.energy else ())
+    }
+    assert set(joules) == {"fp32", "bf16"}
+    _, _, table = text.partition("energy of a step, by the driver's energy counter\n")
+    for row, (mode, value) in zip(table.splitlines()[1:3], joules.items(), strict=True):
+        assert row.split()[:3] == [mode, *units.joules(value).split()] and " 300 W" in row
+    assert "bf16: energy unclear: one window is too few to compare" in text
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["phase"] == "step"]
+    told = {(row["mode"], row["metric"]): row for row in rows}
+    for mode, value in joules.items():
+        row = told[mode, "energy"]
+        assert float(row["median_in_unit"]) == pytest.approx(value) and row["energy_source"] == "counter"
+        assert float(told[mode, "power"]["median_in_unit"]) == pytest.approx(300.0, rel=0.01)
+        assert float(told[mode, "energy_per_tflop"]["median_in_unit"]) == pytest.approx(value * 1e12 / (2 * 128**3))
+    frame = load("last", tmp_path / "store").energy
+    assert list(frame.joules / frame.steps) == pytest.approx(list(joules.values()))
+    page = (tmp_path / "page.html").read_text()
+    assert 'id="energy"' in page and "gemm: energy of a step" in page and 'id="energy-windows-gemm"' in page
 
 
 def test_the_run_as_json_has_it_all(simulation: Simulation, tmp_path: Path) -> None:
