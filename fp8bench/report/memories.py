@@ -24,6 +24,8 @@ _MOST_CHANGES = 4
 # What stays is named if it is such a part of the memory.
 _LEAST_STAYING = 0.1
 _MOST_EQUAL = 0.005
+# Beside what it becomes, or was: a ratio would say little.
+_NEXT_TO_NOTHING = 0.05
 # Where the highest point lies in several phases that lie in each other, these are the outer ones.
 _OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
 
@@ -113,7 +115,7 @@ def _why(one: _Compared, several: bool) -> str:
     if emulated(one.case.result) and reason:
         because = f", because it is emulated ({reason}): its peak is the cost of emulation"
         return f"{because}; {text}" if text else because
-    return f": {text}" if text else ""
+    return f"; {text}" if text else ""
 
 
 def _told(case: NamedCase) -> str:
@@ -151,9 +153,9 @@ def _changes(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) 
 
 def _change(role: MemoryRole, before: int, after: int) -> str:
     words, ending = MEMORY_WORDS[role], "" if _plural(role) else "s"
-    if not before:
-        return f"{words} add{ending} {units.size(after)}"
-    if not after:
+    if before <= _NEXT_TO_NOTHING * after:
+        return f"{words} add{ending} {units.size(after - before)}"
+    if after <= _NEXT_TO_NOTHING * before:
         return f"{words} {'go' if _plural(role) else 'goes'} ({units.size(before)})"
     return f"{words} {'are' if _plural(role) else 'is'} {units.ratio(after / before)} ({units.size(after)})"
 

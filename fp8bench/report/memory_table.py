@@ -61,7 +61,7 @@ def memory_table(panel: Panel, width: int, paint: Paint) -> list[str]:
             rows.append(Row((one.mode, *cells, *counts)))
     said = [line for text in sentences(panel, named_cases(panel)) for line in wrap(text, width, INDENT, INDENT)]
     title = f"memory at the highest point of a step, in {unit}"
-    return [title, *table(columns, rows, width, paint), *said]
+    return [*wrap(title, width, hang=INDENT), *table(columns, rows, width, paint), *said]
 
 
 def _share(group: ResultGroup, result: Result) -> str:

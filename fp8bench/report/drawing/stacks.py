@@ -15,7 +15,7 @@ _GAP = 8.0
 # Parts of a smaller share carry no text.
 _LEAST_SHARE = 0.03
 # What no part accounts for is no part: it is hatched.
-_REST = "unattributed"
+_RESTS = ("unattributed", "the rest")
 
 
 def draw_stacks(chart: Stacks, narrow: bool) -> str:
@@ -25,7 +25,7 @@ def draw_stacks(chart: Stacks, narrow: bool) -> str:
     if not rows:
         return nothing(chart, description, narrow)
     sheet = Sheet(chart, narrow)
-    keys = [("hatch" if chart.parts[n] == _REST else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
+    keys = [("hatch" if chart.parts[n] in _RESTS else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
     places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if narrow else 30.0, top)
@@ -46,7 +46,7 @@ def _written(whole: float, unit: str) -> str:
 
 def _style(chart: Stacks, number: int) -> str:
     """The class of a part, by its place among the parts."""
-    return "rest" if chart.parts[number] == _REST else f"part s{number % SERIES + 1}"
+    return "rest" if chart.parts[number] in _RESTS else f"part s{number % SERIES + 1}"
 
 
 def _row(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
@@ -63,7 +63,7 @@ def _row(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], pla
         hint = worded(f"{label}, {part}", said)
         sheet.box(f"mark {_style(chart, number)}", x, top, end - x, _THICK, hint=hint)
         text = units.percent(value / whole, 0)
-        if part == _REST:
+        if part in _RESTS:
             sheet.hatch("hatch", x, top, end - x, _THICK, layer=2)
         elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")

@@ -1,0 +1,205 @@
+"""Memory by what it is for: the table of the terminal, the sentences, the rows, the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Finding, MemoryRole, MemoryUse, PhaseMemory, Run, Status
+from fp8bench.report.blocks import panels_of
+from fp8bench.report.csv_text import render as render_csv
+from fp8bench.report.elements import Items, Stacks, Table, Tone
+from fp8bench.report.layout import painter
+from fp8bench.report.memories import highest_in, sentences
+from fp8bench.report.memory_table import memory_table
+from fp8bench.report.naming import named_cases
+from fp8bench.report.text import render
+from fp8bench.report.tidy import rows
+from fp8bench.report.wide import widened
+from tests.materials import Made, of_kind, part
+from tests.runs import gemm, memory, transformer
+
+MIB = 1 << 20
+FP32 = {"weights": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB, "activations": 140 * MIB}
+FP16 = {"weights": 40 * MIB, "low_precision_weights": 20 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB,
+        "activations": 20 * MIB}  # fmt: skip
+FP8 = {"weights": 40 * MIB, "low_precision_weights": 40 * MIB, "optimizer": 80 * MIB, "activations": 70 * MIB,
+       "low_precision_activations": 70 * MIB, "workspace": 45 * MIB - 9, "other": 9}  # fmt: skip
+
+
+def use(roles: Mapping[str, int], phases: Sequence[tuple[str, int]] = (), **more: object) -> MemoryUse:
+    """Of these roles, the highest point in the first of these phases."""
+    peak = sum(roles.values())
+    known = tuple(PhaseMemory(phase, peak if not n else size) for n, (phase, size) in enumerate(phases))
+    return replace(MemoryUse(peak, tuple(roles.items()), known), **more)  # type: ignore[arg-type]
+
+
+def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
+    """The run of a transformer: bf16 the reference, fp16, and fp8 that is emulated, with these."""
+    run, findings = made or transformer()
+    records = []
+    for record, one in zip(run.records, uses, strict=True):
+        others = tuple(found for found in record.measurements if found.metric != "peak_memory")
+        records.append(replace(record, memory=one, measurements=others if one is None else (*others, memory(one.peak))))
+    return replace(run, records=tuple(records)), findings
+
+
+def usual() -> Made:
+    """Three cases that tell something."""
+    gemm_phase = [("gemm", 0), ("cast", 5 * MIB)]
+    return with_uses(
+        use(FP32, gemm_phase, resident=600 * MIB), use(FP16, gemm_phase),
+        use(FP8, [("cast", 0), ("elementwise", 60 * MIB)], resident=700 * MIB),
+    )  # fmt: skip
+
+
+def said(run: Run, findings: Mapping[str, Finding]) -> list[str]:
+    """The sentences of the first panel."""
+    panel = panels_of(run, findings)[0]
+    return list(sentences(panel, named_cases(panel)))
+
+
+def test_the_table_has_a_column_for_each_role_that_occurs() -> None:
+    """In one unit; what is next to nothing is told from none, and what others count stands where it is known."""
+    lines = memory_table(panels_of(*usual())[0], 120, painter(False))
+    assert [" ".join(line.split()) for line in lines[:5]] == [
+        "memory at the highest point of a step, in MiB",
+        "case peak vs bf16 weights low w grads optim activ low a work other in resident",
+        "bf16 300 - 40.0 - 40.0 80.0 140 - - - gemm 600",
+        "fp16 200 0.667x 40.0 20.0 40.0 80.0 20.0 - - - gemm -",
+        "fp8 345 1.150x 40.0 40.0 - 80.0 70.0 70.0 45.0 <0.01 cast 700",
+    ]
+    text = render(*usual())
+    assert "peak_memory" not in text and "in: the phase of the highest point" in " ".join(text.split())
+    assert "resident: the most" in text and "reserved:" not in text and "process:" not in text
+
+
+def test_sentences_name_what_stays_and_what_changes_most() -> None:
+    """Of what is emulated also that; a change of a few per cent is not told."""
+    fp16, fp8 = said(*usual())
+    assert fp16 == (
+        "fp16 takes 0.667x of bf16's memory: weights, gradients and optimizer state stay (160 MiB), activations are "
+        "0.143x (20.0 MiB), low-precision copies of weights add 20.0 MiB."
+    )
+    assert fp8 == (
+        "fp8 takes 1.150x of bf16's memory: nothing is saved, because it is emulated (no hardware for FP8: values "
+        "rounded, products in fp32): its peak is the cost of emulation; weights and optimizer state stay (120 MiB), "
+        "activations are 0.500x (70.0 MiB), low-precision copies of activations add 70.0 MiB, workspace adds 45.0 MiB, "
+        "low-precision copies of weights add 40.0 MiB, and its highest point is in casts."
+    )
+
+
+def test_a_native_precision_that_saves_nothing_is_explained_too() -> None:
+    """By its roles alone; what has gone is told as well."""
+    less = {role: size for role, size in FP16.items() if role != "activations"}
+    (found,) = said(*with_uses(use(FP16), use(less | {"low_precision_weights": 44 * MIB}), None))
+    assert found == (
+        "fp16 takes 1.020x of bf16's memory: nothing is saved; weights, gradients and optimizer state stay (160 MiB), "
+        "low-precision copies of weights are 2.200x (44.0 MiB), activations go (20.0 MiB)."
+    )
+
+
+def test_of_several_groups_the_largest_is_explained() -> None:
+    """By its name; a ratio that says nothing is not told."""
+    run, findings = gemm()
+    small, large = {"weights": MIB, "workspace": 1}, {"weights": 8 * MIB, "workspace": 8}
+    uses = [
+        use(small), use({"weights": MIB // 2}), use(small), None,
+        None, None, None, None,
+        use(large), use({"weights": 4 * MIB, "workspace": 8}), use({"weights": 8 * MIB, "workspace": MIB}), None,
+    ]  # fmt: skip
+    bf16, fp8 = said(*with_uses(*uses, made=(run, findings)))
+    panel = panels_of(run, findings)[0]
+    name = panel.place(panel.groups[2])
+    assert bf16 == f"bf16 takes 0.500x of fp32's memory: at {name} weights are 0.500x (4.00 MiB)."
+    assert fp8.startswith("fp8 takes 1.000x to 1.125x of fp32's memory: nothing is saved, because it is emulated")
+    assert fp8.endswith(f"; at {name} weights stay (8.00 MiB), workspace adds 1.00 MiB.")
+
+
+@pytest.mark.parametrize("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
+def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
+    """It would say what the peak says already."""
+    made = with_uses(*uses)
+    assert memory_table(panels_of(*made)[0], 100, painter(False)) == []
+    assert "by what they are for" not in render(*made)
+    assert ("peak_memory" in render(*made)) == (uses[0] is not None)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_no_line_is_too_wide(width: int) -> None:
+    """Columns that find no room follow their row."""
+    text = render(*usual(), width=width)
+    assert all(len(line) <= width for line in text.splitlines()) and "memory at the highest point" in text
+
+
+def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
+    """What is held when a product ends is still held by the phase around it."""
+    phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
+    assert highest_in(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
+    assert highest_in(MemoryUse(10)) == []
+
+
+def test_rows_by_role_and_by_phase() -> None:
+    """Roles are derived, highest points measured; what could not be had has its reason."""
+    run, findings = with_uses(
+        use(FP32, [("gemm", 0), ("cast", 7)], reserved=999, process=5, why="no resident memory: nobody may"), None, None
+    )
+    found = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
+    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in found]
+    assert shown == [
+        ("step", "peak_memory", "B", 300.0 * MIB, "measured"),
+        *(("step", f"memory_{role}", "B", float(size), "derived") for role, size in FP32.items()),
+        ("gemm", "peak_memory", "B", 300.0 * MIB, "measured"),
+        ("cast", "peak_memory", "B", 7.0, "measured"),
+        ("step", "reserved_memory", "B", 999.0, "measured"),
+        ("step", "process_memory", "B", 5.0, "measured"),
+        ("step", "resident_memory", "B", None, None),
+    ]
+    assert found[-1]["why"] == "no resident memory: nobody may"
+    wide = widened(rows(run, findings))[1][0]
+    assert (wide["memory_optimizer_B"], wide["cast_peak_memory_B"], wide["reserved_memory_B"]) == (80 * MIB, 7, 999)
+    assert "memory_optimizer" in render_csv(run, findings)
+
+
+def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
+    """Whatever it had."""
+    run, findings = usual()
+    failed = replace(run, records=tuple(replace(one, status=Status.FAILED) for one in run.records))
+    assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
+
+
+def test_the_page_has_stacks_sentences_and_phases() -> None:
+    """The same parts in every chart; a table of the highest point in each phase, with what others count."""
+    found = part("memory", usual())
+    (stacks,), (items,), (table,) = (of_kind(found, kind) for kind in (Stacks, Items, Table))
+    assert stacks.parts[0] == "weights" and stacks.parts[-1] == "the rest" and stacks.axis.unit == "B"
+    assert [(label, sum(values)) for label, values in stacks.rows] == [
+        ("bf16", 300 * MIB), ("fp16", 200 * MIB), ("fp8 (emulated)", 345 * MIB),
+    ]  # fmt: skip
+    assert [one.text for one in items.items] == said(*usual())
+    assert [one.title for one in table.columns] == [
+        "case", "peak", "of the reference's", "highest in", "cast", "gemm", "elementwise", "resident",
+    ]  # fmt: skip
+    assert [one.text for one in table.rows[2]] == [
+        "fp8 (emulated)", "345 MiB", "1.150x", "cast", "345 MiB", "-", "60.0 MiB", "700 MiB",
+    ]  # fmt: skip
+    assert table.rows[2][0].tone is Tone.DOUBT and table.rows[1][0].tone is Tone.PLAIN
+
+
+def test_cases_far_apart_are_shown_as_shares() -> None:
+    """With their sizes in their names."""
+    made = with_uses(use(FP32), use({"weights": MIB, "data": 3 * MIB}), use(FP8))
+    (stacks,) = of_kind(part("memory", made), Stacks)
+    assert stacks.axis.unit == "%" and stacks.rows[1][0] == "fp16, 4.00 MiB"
+    assert [sum(values) for _, values in stacks.rows] == pytest.approx([100.0] * 3)
+    assert stacks.rows[1][1][stacks.parts.index("data")] == 75.0
+
+
+def test_every_role_has_a_title_and_words() -> None:
+    """So that nobody meets an underscore."""
+    from fp8bench.report.legend import MEMORY_TITLES, MEMORY_WORDS
+
+    assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
+    assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)
