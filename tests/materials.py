@@ -91,7 +91,7 @@ def strange() -> Made:
         findings[named.id] = Finding(
             named, Verdict.UNSURE, seconds, seconds, seconds, Interval(seconds, seconds, seconds, 0.99),
             phases=((LONG, seconds), ("gemm", -1e-3), ("cast", 1e-3)), below_floor=(LONG,), labels=tuple(Label),
-            why=LONG,
+            why=LONG, label_reasons=tuple((label, LONG) for label in Label), hard=(Label.AA_FAILED,),
         )  # fmt: skip
     return replace(found, records=tuple(records)), findings
 

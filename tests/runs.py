@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from fp8bench.analysis.trust import CAN_BE_HARD
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -222,12 +223,13 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
             records.append(
                 Record(one, support, status, work, index == 0, reason, measurements=measured, statistics=looked_at)
             )
-            best = draw(numbers)
+            best, labels = draw(numbers), draw(st.lists(st.sampled_from(list(Label)), unique=True))
             findings[one.id] = Finding(
                 one, draw(st.sampled_from(list(Verdict))), best, draw(numbers), draw(numbers), draw(ratios),
                 floor=draw(st.one_of(st.none(), st.floats(0, 10))),
                 phases=phases(best, gemm=0.5, cast=0.1) if best else (),
-                labels=tuple(draw(st.lists(st.sampled_from(list(Label)), unique=True))), why=reason,
+                labels=tuple(labels), why=reason, label_reasons=tuple((label, draw(words)) for label in labels[::2]),
+                hard=tuple(label for label in labels if label in CAN_BE_HARD),
             )  # fmt: skip
     return run_of(records, path=draw(words), troubles=(draw(words),)), findings
 

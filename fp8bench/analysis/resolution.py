@@ -34,7 +34,7 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     if energy.why and energy.idle_before is not None and energy.idle_after is not None:
         yield energy.why
     if any(window.uncertainty is None for window in windows):
-        yield f"nobody knows how far the power that it rests on ({energy.source}) is off"
+        yield f"error unknown, source {energy.source}"
     worst = max(window.uncertainty or 0.0 for window in windows)
     if worst > MOST_UNCERTAIN:
         yield f"a window is sure to +-{units.percent(worst)} only"

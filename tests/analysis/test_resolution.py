@@ -53,7 +53,7 @@ def test_resolved_or_never_promised(energy: EnergyUse | None) -> None:
         (use(window(1.0), window(2.0)), "its windows are 66.7% apart"),
         (
             use(window(1.0, None), source="average"),
-            "nobody knows how far the power that it rests on (average) is off",
+            "error unknown, source average",
         ),
         (use(window(1.0, throttle=0x40 | 0x4)), "clocks were held back in its windows: hw-thermal"),
         (use(window(0.0)), "a window has no energy"),
