@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, EnergyFigures
@@ -126,26 +127,39 @@ def _ends(low: str, high: str) -> str:
 
 def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
     """Bars from 1x: to the left of it a case takes less than the reference."""
-    groups: dict[str, list[Mark]] = {}
-    for case, _ in found:
-        ratio = ratio_within(case.group, case.result)
-        if ratio is None:
-            continue
-        speed = speed_up(case.result)
-        of_time = f", {units.ratio(1 / speed.point)} of its time" if speed else ""
-        why = f"; not clear: {ratio.why}" if ratio.why else ""
-        hint = f"{case.result.mode} {show_ratio(ratio)} of {panel.reference}'s energy{of_time}{why}"
-        mark = Mark(case.result.mode, ratio.point, ratio.low, ratio.high, _TONES[ratio.demand], hint)
-        groups.setdefault(case.place, []).append(mark)
-    if groups:
-        words = (
-            "Below 1x is less. Whiskers are the ends of all pairs of windows, with the uncertainty of both; grey ones "
-            "lie too close to the reference's, or are in doubt."
-        )
-        name = f"energy-ratio-{panel.case.workload}"
-        rows = tuple((place, tuple(marks)) for place, marks in groups.items())
-        heading = f"{title}: energy over that of {panel.reference}"
-        yield Bars(name, heading, words, Axis("energy vs reference", "x"), rows, 1.0)
+    marks = [(case, mark) for case, _ in found if (mark := _mark(case)) is not None]
+    if not marks:
+        return
+    words = (
+        "Below 1x is less. Whiskers are the ends of all pairs of windows, with the uncertainty of both; grey ones "
+        "lie too close to the reference's, or are in doubt."
+    )
+    name = f"energy-ratio-{panel.case.workload}"
+    heading = f"{title}: energy over that of {panel.reference}"
+    yield Bars(name, heading, words, Axis("energy vs reference", "x"), tuple(_groups(panel, marks)), 1.0)
+
+
+def _groups(panel: Panel, marks: Sequence[tuple[NamedCase, Mark]]) -> Iterator[tuple[str, tuple[Mark, ...]]]:
+    """A heading a setting; one for all, where each setting has one bar."""
+    modes = {mark.label for _, mark in marks}
+    by_place: dict[str, list[Mark]] = {}
+    for case, mark in marks:
+        by_place.setdefault(case.place, []).append(mark)
+    if len(modes) == 1 and len(by_place) > 1:
+        yield f"{modes.pop()} over {panel.reference}", tuple(replace(mark, label=case.place) for case, mark in marks)
+    else:
+        yield from ((place, tuple(members)) for place, members in by_place.items())
+
+
+def _mark(case: NamedCase) -> Mark | None:
+    ratio = ratio_within(case.group, case.result)
+    if ratio is None:
+        return None
+    speed = speed_up(case.result)
+    of_time = f", {units.ratio(1 / speed.point)} of its time" if speed else ""
+    why = f"; not clear: {ratio.why}" if ratio.why else ""
+    hint = f"{case.result.mode} {show_ratio(ratio)} of {case.group.reference}'s energy{of_time}{why}"
+    return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, _TONES[ratio.demand], hint)
 
 
 def _phases(title: str, found: Sequence[_Measured], parts: Sequence[str]) -> Iterator[Stacks]:

@@ -11,6 +11,7 @@ from fp8bench.model import Status
 from fp8bench.report import legend
 from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
 from fp8bench.report.elements import Column, Field, Part, Table, Text, Tone
+from fp8bench.report.energies import figures_of
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.naming import setting_of
 from fp8bench.report.section import Section, sections
@@ -94,6 +95,7 @@ def _columns(rows: Sequence[_Row]) -> dict[str, Column]:
         "throughput": Column("throughput", number=True, unit=_one_unit(rows), hint="at the best case"),
         "error": Column("error", number=True, hint=_errors(rows)),
         "memory": Column("peak memory", number=True, unit="B", hint="tensors, at the highest point of a step"),
+        "energy": Column("energy", number=True, unit="J", hint="of a step, all that the device took while it ran"),
         "how": Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
         "labels": Column("labels", hint="reasons for doubt, and what else one should know"),
     }
@@ -128,6 +130,8 @@ def _fields(row: _Row) -> dict[str, Field]:
     median, spread = (finding.median_seconds, finding.spread) if finding else (None, None)
     error = value_of(record.measurement(main_error(row.panel)))
     peak = value_of(record.measurement(_PEAK))
+    energy = figures_of(result)
+    joules = energy.gross.middle if energy is not None else None
     return {
         "run": Field(row.entry.label),
         "suite": Field(case.workload),
@@ -144,6 +148,7 @@ def _fields(row: _Row) -> dict[str, Field]:
         "throughput": _number(show_rate(rate_of(result)), (rate_of(result) or (None,))[0]),
         "error": _number(units.relative_error(error), error, hint=main_error(row.panel)),
         "memory": _number(units.size(peak), peak, times, cost),
+        "energy": _number(units.joules(joules), joules, times, cost),
         "labels": Field(", ".join(named_labels(result)), hint=_meanings(result)),
     }
 

@@ -117,7 +117,8 @@ def test_many_shapes_have_one_sentence_and_shares() -> None:
     assert shares.axis.unit == "%" and shares.rows[0][0] == "m=256 fp32, 1.00 mJ"
     assert all(sum(values) == pytest.approx(100) for _, values in shares.rows)
     (bars,) = of_kind(part("energy", made), Bars)
-    assert [heading for heading, _ in bars.groups] == ["m=256", "m=512", "m=1024"]
+    ((heading, marks),) = bars.groups
+    assert heading == "bf16 over fp32" and [one.label for one in marks] == ["m=256", "m=512", "m=1024"]
 
 
 def test_the_reference_alone_has_nothing_beside_it() -> None:
@@ -132,6 +133,16 @@ def test_where_nobody_can_tell_there_is_the_reason() -> None:
 
 def test_a_run_that_was_not_asked_has_no_section() -> None:
     assert built("energy", without_energy()) is None
+
+
+def test_the_table_of_all_cases_has_joules() -> None:
+    """Where there are some; of emulations with the word that they are a cost."""
+    (table,) = of_kind(part("results", energetic()), Table)
+    place = [column.title for column in table.columns].index("energy")
+    assert [row[place].text for row in table.rows] == ["3.10 J", "1.90 J", "3.02 J", "31.0 J", "-"]
+    assert [row[place].tone for row in table.rows[2:4]] == [Tone.PLAIN, Tone.DOUBT]
+    (table,) = of_kind(part("results", without_energy()), Table)
+    assert "energy" not in [column.title for column in table.columns]
 
 
 def test_the_verdict_tells_of_energy_that_is_clear() -> None:
