@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fp8bench import units
 from fp8bench.model import DeviceWatch
 from fp8bench.throttling import BITS, POWER_CAP, capped_by_power, reasons_in, slowed_by_hardware
@@ -41,7 +43,8 @@ def power_capped(watch: DeviceWatch | None) -> bool:
 
 def clock_of(watch: DeviceWatch | None) -> str:
     """'SM clock 1.41 GHz', the middle one; '' where it is not known."""
-    return f"SM clock {units.count(watch.sm_clock, 'Hz')}" if watch and watch.sm_clock is not None else ""
+    hertz = watch.sm_clock if watch is not None else None
+    return f"SM clock {units.count(hertz, 'Hz')}" if hertz is not None and 0 < hertz < math.inf else ""
 
 
 def _shares(watch: DeviceWatch) -> list[tuple[str, float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fp8bench.analysis.throttles import clock_of, power_capped, throttle_reasons, throttled_by_hardware
@@ -77,4 +79,5 @@ def test_power_cap(one: DeviceWatch | None, on: bool) -> None:
 
 def test_the_clock_in_words() -> None:
     assert clock_of(DeviceWatch(1, 1.0, sm_clock=1.41e9)) == "SM clock 1.41 GHz"
-    assert clock_of(DeviceWatch(0, 1.0)) == "" == clock_of(None)
+    for unknown in (None, 0.0, math.nan, math.inf):
+        assert clock_of(DeviceWatch(0, 1.0, sm_clock=unknown)) == "" == clock_of(None)
