@@ -89,8 +89,8 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     if not device.startswith("cpu") or not contended(timing):
         return
     hard = contended(timing, FAR_AHEAD)
-    slots = f"in {disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
-    yield Labelled(Label.CONTENDED, f"less than a third of a core {slots}" if hard else slots, hard)
+    slots = f"{disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
+    yield Labelled(Label.CONTENDED, f"less than a third of a core in {slots}" if hard else slots, hard)
 
 
 def _throttled(watch: DeviceWatch | None) -> Iterator[Labelled]:
