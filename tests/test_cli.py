@@ -226,6 +226,27 @@ REFUSED = {
         ["suite", "gemm", "--dtypes", "fp8", "--static-scales", "2"],
         "Add a dtype that has",
     ),
+    "a largest batch of no batch": (
+        ["suite", "gemm", "--max-batch"],
+        "suite gemm has no batch. Suites that have one: at",
+    ),
+    "a limit for nothing": (["suite", "mlp", "--memory-limit", "1G"], "goes with --max-batch, which was not given"),
+    "a limit that is no size": (
+        ["suite", "mlp", "--max-batch", "--memory-limit", "lots"],
+        "size like 2GiB, 512MB or 1.5G",
+    ),
+    "a limit of nothing": (
+        ["suite", "mlp", "--max-batch", "--memory-limit", "0.1"],
+        "above 0 and up to 100 TiB, got '0.1'",
+    ),
+    "no limit on a processor": (
+        ["suite", "mlp", "--devices", "cpu", "--max-batch"],
+        "on cpu needs --memory-limit SIZE",
+    ),
+    "a limit beyond the machine": (
+        ["suite", "mlp", "--devices", "cpu", "--max-batch", "--memory-limit", "99TiB"],
+        "--memory-limit 99.0 TiB is more than cpu has",
+    ),
     "rounds 0": (["suite", "gemm", "--rounds", "0"], "expected a whole number from 1, got '0'"),
     "rounds -1": (["suite", "gemm", "--rounds", "-1"], "--rounds"),
     "rounds x": (["suite", "gemm", "--rounds", "x"], "expected a whole number from 1, got 'x'"),

@@ -200,3 +200,49 @@ def test_every_float_becomes_a_short_text(value: float) -> None:
     """Nothing raises, and nothing runs over a column."""
     for function in (units.significant, units.seconds, units.count, units.size, units.ratio, units.relative_error):
         assert re.fullmatch(r"\S{1,12}( \S{1,3})?", function(value)), function(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2GiB", 2 << 30), ("2gib", 2 << 30), ("2 GiB", 2 << 30), ("2G", 2 << 30), ("2GB", 2 * 10**9),
+        ("512MB", 512 * 10**6),
+        ("1.5G", 3 << 29), ("1.5GB", 1_500_000_000), (".5k", 512), ("4096", 4096), ("4096B", 4096), ("1T", 1 << 40),
+        (" 1KiB ", 1024), ("0", 0), ("0.1KiB", 102), ("0.3GB", 300_000_000),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text: str, value: int) -> None:
+    """To the byte, rounded down."""
+    assert units.bytes_of(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "G",
+        "-1G",
+        "+1G",
+        "1e9",
+        "1,5G",
+        "1.G",
+        "1GiBs",
+        "1PiB",
+        "1 G i B",
+        "0x10",
+        "\u0661G",
+        "inf",
+        "nan",
+        "1..5G",
+        "9" * 40,
+    ],
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
+        units.bytes_of(text)
+
+
+@given(st.integers(0, 1 << 49))
+def test_bytes_read_as_themselves(value: int) -> None:
+    assert units.bytes_of(str(value)) == value
+    assert units.bytes_of(f"{value}KiB") == 1024 * value

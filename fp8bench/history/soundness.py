@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from fp8bench.model import CELL_PHASES, OperatorTime, Record, Timing
+from fp8bench.model import CELL_PHASES, Capacity, OperatorTime, Record, Timing
 
 _LONGEST_NS = 1 << 62
+_MOST = 1 << 62
 
 
 def unsound(record: Record) -> str:
@@ -18,12 +19,19 @@ def unsound(record: Record) -> str:
         return "its operators have no times"
     if any(one.renewals < 0 for one in record.scales):
         return "its scales were renewed less than never"
+    if record.capacity is not None and not _counts(record.capacity):
+        return "its largest batch is no count"
     timings = (record.timing, record.control, record.paired_with)
     return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
 
 
 def _is_share_of_a_step(one: OperatorTime) -> bool:
     return one.phase in CELL_PHASES and all(0 <= value < math.inf for value in (one.calls, one.seconds))
+
+
+def _counts(one: Capacity) -> bool:
+    values = (one.limit, one.batch, one.grain, one.tokens, one.peak, one.beyond, one.attempts)
+    return all(0 <= value < _MOST for value in values if value is not None) and one.grain > 0
 
 
 def _unsound(timing: Timing) -> str:

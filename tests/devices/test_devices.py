@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -18,7 +20,7 @@ from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import Change, Event, Turn
 from fp8bench.profiler.stream import AllocationStream
-from fp8bench.protocols import MemoryMeter
+from fp8bench.protocols import CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 
 
@@ -517,3 +519,72 @@ def test_an_allocator_that_counts_nothing_is_not_asked(monkeypatch: pytest.Monke
     """With caching off torch's counts stay at zero, which would be read as no memory at all."""
     monkeypatch.setenv(name, "1")
     assert Cuda().memory_meter(0) == f"torch's allocator counts nothing under {name}"
+
+
+class FakeFraction:
+    """The share of a GPU of 10 GB that torch's allocator may take; 1 GB is reserved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.share = 0.9
+        self.set: list[float] = []
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: self.share, raising=False)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.change)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 10**9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=10 * 10**9))
+
+    def change(self, share: float, index: int) -> None:
+        assert index == 1
+        self.set.append(share)
+        self.share = share
+
+
+def test_a_gpu_s_memory_ends_where_its_allocator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is reserved already, never beyond what it was told before, and put back after a failure too."""
+    fake = FakeFraction(monkeypatch)
+    with Cuda().memory_limited(1, 2 * 10**9):
+        assert fake.share == pytest.approx(0.3)
+    assert fake.share == 0.9
+    with pytest.raises(ZeroDivisionError), Cuda().memory_limited(1, 50 * 10**9):
+        _ = 1 / (fake.share - 0.9)
+    assert fake.set == [pytest.approx(0.3), 0.9, 0.9, 0.9]
+
+
+def test_a_gpu_whose_allocator_keeps_no_cache_keeps_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFraction(monkeypatch)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(CannotLimit, match="keeps no limit"), Cuda().memory_limited(1, 10**9):
+        pass
+    assert not fake.set
+
+
+def test_a_device_of_a_user_s_own_limits_nothing_by_itself() -> None:
+    class Own(Cpu):
+        kind = "own"
+        memory_limited = Device.memory_limited
+
+    with pytest.raises(CannotLimit, match="nothing is known that limits the memory of own"):
+        Own().memory_limited(0, 10**9)
+
+
+@pytest.mark.parametrize("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])
+def test_a_kernel_that_does_not_say_what_it_counts_keeps_no_limit(
+    status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    (tmp_path / "status").write_text(status)
+    monkeypatch.setattr(cpu_module, "Path", lambda path: tmp_path / "status")
+    with pytest.raises(CannotLimit, match="does not say how much memory"), Cpu().memory_limited(0, 10**9):
+        pass
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(), RuntimeError("std::bad_alloc"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
+    ],
+)  # fmt: skip
+def test_a_processor_s_exhaustion_has_several_words(error: Exception) -> None:
+    assert Cpu().is_out_of_memory(error)
+    assert not Cpu().is_out_of_memory(RuntimeError("shapes do not match"))
