@@ -14,7 +14,7 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.analysis.resolution import NO_SOURCE
-from fp8bench.model import Record, Run, Status
+from fp8bench.model import Label, Record, Run, Status
 from fp8bench.report.blocks import Result, ResultGroup
 from fp8bench.report.run_facts import many
 
@@ -98,15 +98,18 @@ def _by_doubt(found: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
 
 
 def _missing(result: Result) -> Iterator[str]:
-    found = figures_of(result)
+    """What the label has to say says it all, where it was given."""
+    found, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
+    if unresolved:
+        yield f"{Label.ENERGY_UNRESOLVED if found else 'no energy'}: {unresolved}"
+    elif found is None and (why := why_none(result)):
+        yield f"no energy: {why}"
     if found is None:
-        if why := why_none(result):
-            yield f"no energy: {why}"
         return
     why = result.record.energy.why if result.record.energy else ""
     if found.net_why:
         yield f"no net energy: {found.net_why}"
-    if why and why != found.net_why:
+    if why and not unresolved and why != found.net_why:
         yield f"energy of {many(len(found.windows), 'window')} only: {why}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import EnergyUse
+from fp8bench.model import EnergyUse, Label
 from fp8bench.report.blocks import panels_of
 from fp8bench.report.energy_table import energy_table
 from fp8bench.report.layout import painter
@@ -58,6 +58,21 @@ def test_the_same_doubt_of_several_cases_is_one_note() -> None:
     gone = with_energy(**dict.fromkeys(("fp32", "bf16", "fp8", "nvfp4", "fp16"), EnergyUse("counter", why=TOO_FEW)))
     text = render(*gone, width=200)
     assert f"- fp32, bf16, fp8, nvfp4, fp16: no energy: {TOO_FEW}" in text and "energy of a step" not in text
+
+
+def test_what_the_label_says_is_said_once_for_all_cases() -> None:
+    """Not beside each of them; the label itself stands there."""
+    run, findings = with_energy(fp16=None, bf16=EnergyUse("counter", why="the GPU is lost"))
+    label = Label.ENERGY_UNRESOLVED
+    for mode, reason in (("bf16", "the GPU is lost"), ("fp8", "its windows are 9% apart"), ("fp32", "so they are")):
+        (case,) = (one for one in findings if one.endswith(f"/{mode}"))
+        findings[case] = replace(findings[case], labels=(label,), label_reasons=((label, reason),))
+    text = render(run, findings, width=200)
+    assert text.count("      labels: energy-unresolved\n") == 3
+    assert "- bf16: no energy: the GPU is lost\n" in text
+    assert "- fp8: energy-unresolved: its windows are 9% apart\n" in text
+    assert text.count("the GPU is lost") == text.count("its windows are 9% apart") == 1
+    assert "- fp8: energy unclear: energy-unresolved\n" in text
 
 
 def test_no_net_without_idle_power() -> None:
