@@ -41,7 +41,7 @@ class ProfilerMeter(MemoryMeter):
     def __init__(self) -> None:
         self._stream = AllocationStream("cpu")
 
-    def start(self) -> None:
+    def start(self, blocks: bool = True) -> None:
         self._stream.start()
 
     def enter(self, phase: str) -> None:

@@ -73,7 +73,7 @@ class AllocatorMeter(MemoryMeter):
         self._phase = ""
         self._phases: dict[str, PhaseMemory] = {}
 
-    def start(self) -> None:
+    def start(self, blocks: bool = True) -> None:
         import torch
 
         gc.collect()  # what goes later would be taken from what is counted
@@ -83,7 +83,8 @@ class AllocatorMeter(MemoryMeter):
         torch._C._cuda_clearCublasWorkspaces()
         self._before = torch.cuda.memory_allocated(self._index)
         self._phase, self._phases = "", {}
-        self._stream.start()
+        if blocks:
+            self._stream.start()
 
     def enter(self, phase: str) -> None:
         import torch

@@ -44,7 +44,7 @@ def _peak(
         with ended:
             _two_steps(workload, make_setup())
         return None
-    meter.start()
+    meter.start(blocks=False)  # a GPU's worker goes on to time things
     try:
         with ended:
             setup = make_setup()  # scales from data are found with a state of its own, which is gone by now

@@ -18,7 +18,7 @@ Holdings = Mapping[int, MemoryRole | None]
 # A state that holds more objects is not looked through to its end: a second's work.
 MOST_OBJECTS = 1_000_000
 _CLOSED = (
-    type, types.ModuleType, types.CodeType, types.FrameType, types.BuiltinFunctionType, types.GetSetDescriptorType,
+    type, types.ModuleType, types.CodeType, types.FrameType, types.GetSetDescriptorType,
     weakref.ReferenceType, str, bytes, int, float, complex, type(None),
 )  # fmt: skip
 

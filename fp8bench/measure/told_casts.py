@@ -39,7 +39,7 @@ def _telling(arithmetic: Arithmetic, told: Told) -> Arithmetic:
     try:
         one = copy.copy(arithmetic)
         object.__setattr__(one, "__class__", type(f"Telling{kind.__name__}", (_Telling, kind), names))
-    except TypeError:
+    except (TypeError, ValueError, AttributeError, RuntimeError, copy.Error):  # it is foreign code
         return arithmetic
     return one
 

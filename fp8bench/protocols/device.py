@@ -29,8 +29,11 @@ class MemoryMeter(ABC):
     """How much memory a stretch of work holds at most. For untimed passes: it may slow down what runs under it."""
 
     @abstractmethod
-    def start(self) -> None:
-        """Count from here on; what is allocated already is not counted, now or later."""
+    def start(self, blocks: bool = True) -> None:
+        """Count from here on; what is allocated already is not counted, now or later.
+
+        Without `blocks` single allocations need not be seen, where that takes more than to count.
+        """
 
     @abstractmethod
     def enter(self, phase: str) -> None:

@@ -488,6 +488,18 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
     }
 
 
+def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is the allocator's own, and nothing is left in a process that times things afterwards."""
+    allocator = FakeAllocator(monkeypatch, 0)
+    meter = AllocatorMeter(0)
+    meter.start(blocks=False)
+    meter.mark()
+    allocator.allocate(100)
+    assert not torch.autograd._profiler_enabled()
+    course = meter.stop()
+    assert course is not None and course.peak == 100 and not course.held and "single allocation" in course.why
+
+
 def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error nothing on it works any more, waiting for it included."""
     allocator = FakeAllocator(monkeypatch, 0)

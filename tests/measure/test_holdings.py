@@ -51,7 +51,8 @@ def started(tensor: Tensor) -> Iterator[Tensor]:
     [
         lambda x: x, lambda x: [x], lambda x: {"a": (1, {"b": x})}, lambda x: {x}, lambda x: deque([x]),
         lambda x: types.SimpleNamespace(deep=[[[x]]]), Slotted, lambda x: (lambda: x), lambda x: partial(max, x),
-        lambda x: Slotted(x).__getattribute__, lambda x: itertools.cycle([x]), started, lambda x: (x for _ in [0]),
+        lambda x: Slotted(x).__getattribute__, lambda x: x.clone,
+        lambda x: itertools.cycle([x]), started, lambda x: (x for _ in [0]),
         lambda x: x[1:].view(-1, 1), lambda x: lambda y=x: y,
     ],
 )  # fmt: skip

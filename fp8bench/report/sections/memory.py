@@ -20,6 +20,8 @@ from fp8bench.report.tensor_panels import timed_panels
 _NOTHING_BESIDE = "There is nothing beside it to compare with."
 # Where the largest case takes so many times what the smallest takes, bars of bytes would hide the small one's parts.
 _WIDE = 8.0
+# A longer table is for who asks.
+_MOST_OPEN = 12
 _COUNTED: tuple[tuple[str, str, Callable[[MemoryUse], int | None]], ...] = (
     ("reserved", "what torch's allocator keeps from the driver for its tensors", lambda use: use.reserved),
     ("process", "what the driver counts for the process on the device", lambda use: use.process),
@@ -85,7 +87,7 @@ def _stacks(title: str, cases: Sequence[NamedCase], parts: Sequence[MemoryRole],
         rows.append((label, tuple(scale * roles.get(part, 0) for part in parts)))
     axis = Axis("share of the peak", "%") if wide else Axis("memory at the highest point of a step", "B")
     name = f"memory-{cases[0].result.record.case.workload}"
-    words = tuple(MEMORY_WORDS[part] for part in parts)
+    words = tuple(MEMORY_WORDS[part].replace(" copies of", "") for part in parts)  # short, for the key
     return Stacks(name, f"{title}: peak memory by what it is for", description, axis, words, tuple(rows))
 
 
@@ -138,7 +140,8 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
             )
         )
     name = f"memory-phases-{cases[0].result.record.case.workload}"
-    return Table(name, f"{title}: the most that was held in each phase", tuple(columns), tuple(rows))
+    caption = f"{title}: the most that was held in each phase"
+    return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
 
 
 def _size(value: int | None, why: str = "") -> Field:
