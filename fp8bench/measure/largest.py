@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 # So many guesses by the line between what fits and what does not; then halving.
 _MOST_INTERPOLATIONS = 4
-# A line is not followed further than so many times as far as anything that was tried; a third of the way is tried first.
+# A line is not followed further than so many times as far as anything that was tried; a third of the way comes first.
 _FAR = 8
 
 

@@ -60,7 +60,7 @@ def share_within(group: ResultGroup, result: Result) -> float | None:
 def beyond(found: Capacity) -> str:
     """'377: tensors need 1.63 MiB more', or why there is no answer."""
     if found.batch is not None and found.beyond is None:
-        return "none: a larger one is not among the axis's values"
+        return "none: the suite takes no more"
     return f"{found.beyond}: {found.why}" if found.beyond is not None else found.why
 
 

@@ -1,0 +1,98 @@
+"""`--max-batch` as a person uses it: by the command line, in a file of options, from Python, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8bench
+from fp8bench import pipeline
+from fp8bench.cli import main
+from fp8bench.history.runs import load_run, run_files
+from fp8bench.measure.capacity import CapacityPass
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import Run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
+SMALL = ("--set", "width=64", "--set", "hidden=128", "--set", "gated=no", "--quick", "--no-energy", "--no-report")
+WORDS = ("suite", "mlp", "--devices", "cpu", "--dtypes", "fp32,bf16", *SMALL)
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and no process to wait for."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    return tmp_path / ".fp8bench"
+
+
+def kept(store: Path) -> Run:
+    (path,) = run_files(store)
+    return load_run(path)
+
+
+def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two groups that differ in batch alone are searched once; a zero would be an answer, and is none here."""
+    assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "--memory-limit", "2MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "largest batch (tokens) that fits into 2.00 MiB" in shown and "bf16 fits 1." in shown
+    run = kept(store)
+    assert run.request.max_batch and run.request.memory_limit == 2 << 20
+    found = [one.capacity for one in run.records]
+    assert [one is None for one in found] == [False, False, True, True]
+    for one in found[:2]:
+        assert one is not None and one.batch and one.beyond == one.batch + 1 and one.tokens == one.batch
+        assert one.peak is not None and 0.97 * (2 << 20) < one.peak <= 2 << 20 and "more" in one.why
+
+
+def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Timing and errors stand."""
+    assert main([*WORDS, "--set", "tokens=32", "--max-batch", "--memory-limit", "4KiB", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert [one["capacity"]["batch"] for one in records] == [0, 0]
+    assert all(one["capacity"]["beyond"] == 1 and one["timing"] for one in records)
+
+
+def test_who_does_not_ask_is_not_searched(store: Path) -> None:
+    assert main([*WORDS, "--set", "tokens=32"]) == 0
+    assert [one.capacity for one in kept(store).records] == [None, None]
+
+
+def test_a_file_of_options_has_it_too(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("nightly.yaml").write_text("suite: mlp\nmax-batch: true\nmemory-limit: 1.5GiB\ndevices: cpu\n")
+    assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
+    assert "the largest batch within 1.50 GiB of tensors is looked for" in " ".join(capsys.readouterr().out.split())
+    Path("wrong.yaml").write_text("suite: mlp\nmax-batch: true\nmemory-limit: plenty\n")
+    assert main(["suite", "--config", "wrong.yaml", "--dry-run"]) == 2
+    assert "wrong.yaml:3: --memory-limit: expected a size like 2GiB" in capsys.readouterr().err
+
+
+def test_from_python(store: Path) -> None:
+    run = fp8bench.run(
+        "mlp", dtypes=["fp32"], devices=["cpu"], set={"width": 64, "hidden": 128, "gated": "no", "tokens": 32},
+        quick=True, energy=False, max_batch=True, memory_limit="2MiB",
+    )  # fmt: skip
+    found = run.records[0].capacity
+    assert found is not None and found.batch
+    results = fp8bench.load(run).results
+    assert results[results.metric == "max_batch"].median_in_unit.tolist() == [found.batch]
+
+
+def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked stands in the run."""
+    search = CapacityPass.search
+
+    def interrupted(self: CapacityPass, outcomes: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CapacityPass, "search", interrupted)
+    words = [*WORDS, "--set", "tokens=32", "--max-batch", "--memory-limit", "2MiB"]
+    assert main(words) == 130
+    assert not kept(store).records
+    monkeypatch.setattr(CapacityPass, "search", search)
+    assert main(["suite", "--resume", "last", "--no-report"]) == 0
+    assert all(one.capacity is not None and one.capacity.batch for one in kept(store).records)
