@@ -11,6 +11,8 @@ from fp8bench.analysis.trust import CAN_BE_HARD
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    EnergyUse,
+    EnergyWindow,
     Environment,
     Finding,
     Group,
@@ -205,6 +207,12 @@ statistics = st.builds(
     st.lists(st.tuples(words, shares, shares), max_size=6).map(tuple),
 )  # fmt: skip
 
+odd = st.one_of(st.none(), st.floats())
+windows = st.builds(
+    EnergyWindow, st.integers(-1, 9), st.floats(), st.floats(), st.integers(0, 99), odd, odd, odd
+)  # fmt: skip
+energies = st.builds(EnergyUse, words, st.lists(windows, max_size=4).map(tuple), odd, odd, words)
+
 
 @st.composite
 def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
@@ -221,8 +229,11 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
             work = Work(draw(st.sampled_from([0.0, 1e9])), draw(st.integers(0, 9)), draw(st.sampled_from([0.0, 1e6])))
             looked_at = tuple(draw(st.lists(statistics, max_size=3)))
             records.append(
-                Record(one, support, status, work, index == 0, reason, measurements=measured, statistics=looked_at)
-            )
+                Record(
+                    one, support, status, work, index == 0, reason, measurements=measured, statistics=looked_at,
+                    energy=draw(st.one_of(st.none(), energies)),
+                )
+            )  # fmt: skip
             best, labels = draw(numbers), draw(st.lists(st.sampled_from(list(Label)), unique=True))
             findings[one.id] = Finding(
                 one, draw(st.sampled_from(list(Verdict))), best, draw(numbers), draw(numbers), draw(ratios),

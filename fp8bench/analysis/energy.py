@@ -100,12 +100,13 @@ def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | N
     if use is None or not windows:
         return None
     gross = _range(energy_samples(use))
-    idle, net, why = _net(use, windows)
-    known = [one.uncertainty for one in windows if one.uncertainty is not None]
+    known = [one.uncertainty for one in windows if one.uncertainty is not None and 0 <= one.uncertainty < 1]
+    uncertainty = max(known) if len(known) == len(windows) else None
+    idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
     clocks = [one.sm_clock for one in windows if one.sm_clock is not None]
     return EnergyFigures(
         use.source, windows, gross, statistics.median(one.joules / one.seconds for one in windows), idle, net, why,
-        max(known) if len(known) == len(windows) else None,
+        uncertainty,
         statistics.median(clocks) if clocks else None,
         max((one.temperature for one in windows if one.temperature is not None), default=None),
         tuple(_per(gross.middle, record.work)),
@@ -174,11 +175,11 @@ def _range(values: Sequence[float]) -> Range:
     return Range(statistics.median(values), min(values), max(values))
 
 
-def _net(use: EnergyUse, windows: Sequence[EnergyWindow]) -> tuple[float | None, Range | None, str]:
+def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
     """Idle power, what a step takes beyond it, or why neither is known. Its ends are those of either idle power.
 
-    There is none where its low end is within the uncertainty of a window: the rest of two numbers that are as good as
-    the same is noise.
+    There is none where its low end is within the joules that a step is `unsure` by: the rest of two numbers that are as
+    good as the same is noise.
     """
     ends = (("before", use.idle_before), ("after", use.idle_after))
     idles = [watts for _, watts in ends if watts is not None and 0 <= watts < math.inf]
@@ -188,7 +189,6 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow]) -> tuple[float | None,
     idle = statistics.fmean(idles)
     low, middle, high = ([_beyond(one, watts) for one in windows] for watts in (max(idles), idle, min(idles)))
     net = Range(statistics.median(middle), min(low), max(high))
-    unsure = max((one.uncertainty or 0.0) * one.joules / one.steps for one in windows)
     if net.low <= unsure:
         return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
     return idle, net, ""

@@ -51,7 +51,7 @@ class Energy(Section):
 
     name = "energy"
     summary = "joules of a step, what a lower precision saves of them, and the windows they come from"
-    rank = 95
+    rank = 97
 
     def build(self, material: Material) -> Part | None:
         panels = list(timed_panels(material))
