@@ -25,8 +25,9 @@ _CLOSE = 4
 
 HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
 VERSUS = "change: over the commit before, a plain ratio and no verdict; below 1 is less, which is better"
-INTERVAL = "99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it"
+INTERVAL = "99% interval: of the median over {}, as asv has it; what differs from run to run is not in it"
 _NEW_SOURCE = "new source"
+_JOULES = "joules"
 SOURCE = "new source: joules were read elsewhere, and those of before do not compare"
 VERSION = "new version: the work or the method changed, and numbers before do not compare"
 GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
@@ -41,7 +42,7 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
         return units.seconds(number, digits)
     if unit == "bytes":
         return units.size(number)
-    if unit == "joules":
+    if unit == _JOULES:
         return units.joules(number, digits)
     if metric == _RELATIVE:
         return units.ratio(number)
@@ -94,7 +95,7 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
         lines += ["", *wrap(_where(course), width, hang=INDENT)]
         lines += table(columns, list(_figure_rows(course, gone)), width, _PLAIN)
     figures = [figure for course in courses for figure in course.figures]
-    words = [INTERVAL] if any(one.low is not None for one in figures) else []
+    words = [INTERVAL.format(_samples(courses))] if any(one.low is not None for one in figures) else []
     words += [VERSUS] if any(len(one.measured) > 1 for one in courses) else []
     words += [HASTY] if any(one.hasty for one in figures) else []
     return "\n".join([*lines, *([""] if words else []), *_legend(words, width)]) + "\n"
@@ -249,11 +250,17 @@ def _unfinished(run: Run, being_written: bool) -> str:
 
 def _list_legend(courses: Sequence[Course]) -> list[str]:
     values, changes = zip(*(_last_cells(course)[-2:] for course in courses), strict=True)
-    words = ["value: the last commit's median over rounds, of all its runs; lower is better everywhere"]
+    words = [f"value: the last commit's median over {_samples(courses)}, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change.endswith("x") for change in changes) else []
     words += [VERSION] if "new version" in changes else []
     words += [SOURCE] if _NEW_SOURCE in changes else []
     return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
+
+
+def _samples(courses: Sequence[Course]) -> str:
+    """What the samples of these series are."""
+    kinds = {"windows" if course.series.unit == _JOULES else "rounds" for course in courses}
+    return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
 
 
 def _legend(words: Sequence[str], width: int) -> list[str]:

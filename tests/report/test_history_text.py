@@ -183,6 +183,9 @@ def test_joules_of_another_source_do_not_compare() -> None:
     listed = render_courses([course(*three, series=energy)], "s", 3, 3, {})
     assert "1.70 J" in listed and "new source\n" in listed
     assert "new source: joules were read elsewhere" in listed
+    assert "median over windows" in listed and "the median over windows" in "\n".join(shown)
+    both = render_courses([course(*three, series=energy), course(*three)], "s", 3, 3, {})
+    assert "median over rounds (of energy: windows)" in both
 
 
 def test_changes_of_nothing() -> None:
