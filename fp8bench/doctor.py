@@ -18,9 +18,9 @@ from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.errors import WorkerError
 from fp8bench.layering import layers_of
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.measure.raw import Settings
 from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
 from fp8bench.plan import make_plan, suites_of
 from fp8bench.protocols import Precision

@@ -25,13 +25,13 @@ from fp8bench.errors import NotKept, StoreError
 from fp8bench.history.runs import load_run, missing_groups, store_of
 from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.interrupts import held_back, ignored
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.group import GroupMeasurement
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
+from fp8bench.measure.raw import Settings
 from fp8bench.measure.stopping import rule_for
 from fp8bench.measure.trace_files import trace_folder
 from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run

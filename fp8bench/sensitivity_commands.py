@@ -18,8 +18,8 @@ from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, StoreError, UsageError
 from fp8bench.interrupts import ignored
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.raw import Settings
 from fp8bench.outputs import check_outputs, in_color
 from fp8bench.report.live_line import LiveLine
 from fp8bench.sensitivity.opening import Question, check, opened

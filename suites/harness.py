@@ -20,8 +20,8 @@ from pathlib import Path
 
 import fp8bench
 from fp8bench.corpus import prepare_corpus
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Request
 from fp8bench.plan import make_plan
 from fp8bench.samplers.absent import AbsentDevice
@@ -41,7 +41,8 @@ _BARE = """
 import sys
 from pathlib import Path
 from fp8bench.corpus import prepare_corpus
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.plan import make_plan
 from fp8bench.model import Request
 from fp8bench.protocols import SilentPhases

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.measure.rounds import Arm
 from fp8bench.model import (
     CELL_PHASES,
@@ -213,6 +213,8 @@ class FakeWorker(Worker):
 
     def _release(self, key: str) -> tuple[str, ...]:
         held = self._calls.pop(key, None)
+        if key in self.remembered:
+            self.remembered.remove(key)
         label = self._labels.get(key, "?")
         self.log.append(("release", label))
         return tuple(self._script(label).threads_left) if held is not None else ()

@@ -10,8 +10,8 @@ import torch
 from fp8bench import doctor
 from fp8bench.doctor import examine, listing
 from fp8bench.errors import WorkerLost
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.measure.raw import Settings
 from fp8bench.model import DeviceFacts
 from fp8bench.registry import precisions, workloads
 

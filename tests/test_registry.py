@@ -262,7 +262,7 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
     """`python -c` and notebooks have the working directory on their path as an empty text."""
     (tmp_path / "beside_the_notebook.py").write_text("x = 1\n")
     program = (
-        "from fp8bench.registry import import_user_modules\nfrom fp8bench.measure.bench import Settings\n"
+        "from fp8bench.registry import import_user_modules\nfrom fp8bench.measure.raw import Settings\n"
         "from fp8bench.measure.handle import ProcessWorker\nimport sys\nassert '' in sys.path\n"
         "import_user_modules(['beside_the_notebook'])\n"
         "with ProcessWorker(Settings(imports=('beside_the_notebook',))) as worker:\n"

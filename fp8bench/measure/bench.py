@@ -22,6 +22,7 @@ from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
 from fp8bench.measure.filling import fill
 from fp8bench.measure.operators import operators_of
+from fp8bench.measure.raw import RawSlot, RawStep, Settings
 from fp8bench.measure.remembering import remember
 from fp8bench.measure.static_scales import Calibrations, step
 from fp8bench.measure.switches import unchanged
@@ -31,42 +32,6 @@ from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, 
 from fp8bench.registry import devices, import_user_modules, precisions, workloads
 from fp8bench.samplers.host import counters
 from fp8bench.samplers.readings import Read, Reading, grown
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a worker is started with."""
-
-    threads: int = 1
-    seed: int = 0
-    imports: tuple[str, ...] = ()
-    corpus: str | None = None
-
-
-@dataclass(frozen=True)
-class RawStep:
-    """One timed step: codes[i] is the phase of intervals_ns[i]."""
-
-    codes: tuple[int, ...]
-    intervals_ns: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RawSlot:
-    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
-
-    Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
-    """
-
-    steps: tuple[RawStep, ...]
-    wall_seconds: float
-    cpu_seconds: float
-    host_seconds: float
-    eager_quantisers: int = 0
-    fused_quantisers: int = 0
-    thread_seconds: float | None = None
-    preemptions: int | None = None
-    stolen_seconds: float | None = None
 
 
 def _known(read: Read) -> float | None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.bench import Bench, RawSlot, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
+from fp8bench.measure.raw import RawSlot, Settings
 from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
 
 START_SECONDS = 300.0

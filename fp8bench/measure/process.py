@@ -134,7 +134,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Knows the frozen values that requests are answered with, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("fp8bench.model.") or module == "fp8bench.measure.bench":
+        if module.startswith("fp8bench.model.") or module == "fp8bench.measure.raw":
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.quantisers import Quantisers
+from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing

@@ -18,8 +18,8 @@ from fp8bench.errors import WorkerLost
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.history.runs import load_run
 from fp8bench.history.writing import start_run
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker, Worker
+from fp8bench.measure.raw import Settings
 from fp8bench.measure.rounds import Arm, Sitting
 from fp8bench.measure.stopping import StoppingRule
 from fp8bench.model import (
@@ -173,7 +173,7 @@ def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
 _PARENT = """
 import sys, time
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.measure.bench import Settings
+from fp8bench.measure.raw import Settings
 worker = ProcessWorker(Settings())
 worker.probe()
 print(worker.pid, flush=True)

@@ -15,8 +15,8 @@ from fp8bench import __version__
 from fp8bench.corpus import prepare_corpus
 from fp8bench.environment import gather
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.raw import Settings
 from fp8bench.selftest.checks import checks
 from fp8bench.selftest.power import OPERATIONS, Arms, PowerRow, measure_power, operations, summarise
 from fp8bench.units import percent, seconds

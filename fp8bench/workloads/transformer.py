@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import (
-    DeviceFacts, Level, MemoryRole, Params, Scalar, StaticScales, Support, TensorStatistics, Work,
-)  # fmt: skip
+    DeviceFacts,
+    Level,
+    MemoryRole,
+    Params,
+    Scalar,
+    StaticScales,
+    Support,
+    TensorStatistics,
+    Work,
+)
+from fp8bench.nn.attention_kernels import BACKENDS, attention_by, missing_kernel
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.registry import workloads
@@ -26,12 +35,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import Choose
     from fp8bench.nn.tokens import TokenLoader
 
-
 # What changes how a step is done and not what it computes. A case made by hand may leave these out.
 USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto"}
-BACKENDS = {
-    "math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION",
-}  # fmt: skip
 COMPILE_SECONDS = 600.0
 # Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
@@ -115,7 +120,7 @@ class Transformer(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
         grouped = SIZES[str(params["size"])].grouped
-        missing = _missing_kernel(_choice(params, "attention"), grouped, precision, facts)
+        missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return Support(Level.REFUSED, missing)
         return support
@@ -165,7 +170,7 @@ class Transformer(Workload):
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
-        with _attention_by(attention):
+        with attention_by(attention):
             forward = _forward(setup, model)
         parameters = list(model.parameters())
         return State(
@@ -182,7 +187,7 @@ class Transformer(Workload):
         )
 
     def step(self, state: State, phase: Phases) -> None:
-        with _attention_by(state.attention):
+        with attention_by(state.attention):
             for micro_batch in range(state.micro_batches):
                 _micro_batch(state, phase, first=micro_batch == 0)
         with phase.optimizer_step:
@@ -239,7 +244,7 @@ class Transformer(Workload):
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
-        with _attention_by(_choice(dict(setup.case.params), "attention")):
+        with attention_by(_choice(dict(setup.case.params), "attention")):
             forward = _forward(setup, model)
             if setup.settles:
                 _gradients(setup, model, forward, setup.loss_scale)
@@ -313,29 +318,6 @@ def _choice(params: Mapping[str, Scalar], name: str) -> str:
 
 def _checkpointing(setup: Setup) -> bool:
     return _choice(dict(setup.case.params), "checkpointing") == "blocks"
-
-
-def _attention_by(name: str) -> AbstractContextManager[None]:
-    """The kernel that attention takes in the body, backward included: recomputed blocks choose again there."""
-    if name == "auto":
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
-
-
-def _missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
-    """Why a device has no such kernel for the dtype that a precision's values travel in; '' if it has one."""
-    if not facts.accelerated and attention in ("efficient", "cudnn"):
-        return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
-    if facts.hip and attention == "cudnn":
-        return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
-    fp32 = (precision.carried_by or precision.name) == "fp32"
-    if facts.accelerated and attention == "efficient" and grouped and not fp32:
-        return "torch's efficient attention takes no grouped queries on a GPU, as this size has: choose auto or flash"
-    if facts.accelerated and attention in ("flash", "cudnn") and fp32:
-        return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"
-    return ""
 
 
 def _config(setup: Setup) -> GPTConfig:

@@ -10,8 +10,9 @@ import torch
 
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
+from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request
 from fp8bench.plan import make_plan
 from fp8bench.registry import precisions, workloads

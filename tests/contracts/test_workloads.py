@@ -19,8 +19,9 @@ from fp8bench.answers import sound_layers
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.followed import MEMORY, check_grid, series_of
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
+from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Record, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.plan import make_plan

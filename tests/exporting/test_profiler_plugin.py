@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.measure.trace_files import TraceFolder
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.plan import make_plan

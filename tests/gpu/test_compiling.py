@@ -8,7 +8,8 @@ import pytest
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,10 @@ from fp8bench.formats.recipes import by_role
 from fp8bench.formats.scaled import factor, values
 from fp8bench.formats.scalings import TENSOR
 from fp8bench.formats.torch_codes import torch_codes
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, Request, Run, Status, Verdict
 from fp8bench.numerics.errors import relative_frobenius
 from fp8bench.pipeline import execute, findings

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fp8bench.devices.cuda import Cuda
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.plan import make_plan
 from fp8bench.protocols import SilentPhases

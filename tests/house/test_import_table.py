@@ -108,6 +108,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.formats.te_rules", frozenset()),
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
+    ("fp8bench.nn.attention_kernels", frozenset()),
     ("fp8bench.nn.layer_sizes", frozenset()),
     ("fp8bench.nn.sizes", frozenset()),
     ("fp8bench.nn.recipe_precision", frozenset()),

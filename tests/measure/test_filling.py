@@ -20,12 +20,12 @@ from fp8bench.axes import Axis, whole_number
 from fp8bench.devices.cpu import Cpu, data_bytes
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure import filling
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.filling import fill
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.outcome import Outcome
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Capacity, Case, DeviceFacts, PlannedCase, Request, Scalar, Work
 from fp8bench.plan import make_plan, with_batch
 from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases, Workload

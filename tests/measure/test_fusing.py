@@ -15,7 +15,8 @@ from fp8bench.cli import main
 from fp8bench.formats import fused, operators
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.measure import fusing
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, Record, Status
 from fp8bench.protocols import SilentPhases
 

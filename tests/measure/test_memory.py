@@ -17,9 +17,10 @@ from fp8bench.axes import Axis
 from fp8bench.devices.cpu import Cpu
 from fp8bench.errors import WorkerFault
 from fp8bench.measure import bench as bench_module
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.conduct import ThreadsLeft
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, MemoryUse, PlannedCase, Request, Scalar, Work
 from fp8bench.plan import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases, Workload

@@ -14,7 +14,8 @@ from fp8bench.axes import Axis
 from fp8bench.corpus import prepare_corpus
 from fp8bench.measure import bench as bench_module
 from fp8bench.measure import remembering
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, MemoryRole, MemoryUse, Request, Scalar, Work
 from fp8bench.plan import make_plan
 from fp8bench.protocols import Phases, Role, Setup, Workload

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.corpus import prepare_corpus
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, LayerScale, Request, StaticScales, Status
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.plan import make_plan

@@ -17,8 +17,9 @@ import torch
 from fp8bench.axes import Axis
 from fp8bench.measure import bench as bench_module
 from fp8bench.measure import tracing
-from fp8bench.measure.bench import Bench, Settings
+from fp8bench.measure.bench import Bench
 from fp8bench.measure.conduct import ThreadsLeft
+from fp8bench.measure.raw import Settings
 from fp8bench.measure.tracing import STEPS, WARM_UPS, TracedPhases, write
 from fp8bench.model import PHASES, Case, DeviceFacts, Scalar, Work
 from fp8bench.protocols import Phases, Setup, Workload

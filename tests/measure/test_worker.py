@@ -19,9 +19,9 @@ from fp8bench.codec import encode
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.history.runs import load_run
 from fp8bench.measure import handle, limits
-from fp8bench.measure.bench import Settings
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.measure.limits import Limits
+from fp8bench.measure.raw import Settings
 from fp8bench.measure.worker import answer
 from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, TensorStatistics, Work
 from fp8bench.protocols import SilentObserver
@@ -380,7 +380,7 @@ def test_a_worker_that_the_system_does_not_start_is_lost(
 PARENT = """
 import sys, time
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.measure.bench import Settings
+from fp8bench.measure.raw import Settings
 from fp8bench.model import Case
 from fp8bench.registry import import_user_modules
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from fp8bench.corpus import Corpus
 from fp8bench.errors import WorkerLost
 from fp8bench.formats import quantise
-from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Run
 from fp8bench.selftest import checks, report
 from fp8bench.selftest.checks import Check, alive, wait_until

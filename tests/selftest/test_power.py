@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.measure.bench import RawSlot, RawStep
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.registry import workloads
 from fp8bench.selftest import power, report
