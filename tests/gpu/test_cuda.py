@@ -17,7 +17,7 @@ from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.measure.raw import Settings
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, Request, Run, Status, Verdict
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, MemoryUse, Request, Run, Status, Verdict
 from fp8bench.numerics.errors import relative_frobenius
 from fp8bench.pipeline import execute, findings
 from fp8bench.protocols import Operand, Role, SilentObserver
@@ -213,6 +213,22 @@ def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precis
     known = [use.peak for use in peaks if not isinstance(use, str)]
     assert len(known) == 3 and max(known) - min(known) <= 3 << 20
     assert operands <= known[0] <= operands + (128 << 20)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_memory_on_the_device_is_told_apart(facts: DeviceFacts, precision: str) -> None:
+    """The profiler's stream and the allocator's own count agree: nearly all is for something, phases reach the peak."""
+    needs_native(precision, facts)
+    params = (("tokens", 1024), ("width", 1024), ("hidden", 4096), ("gated", "no"), ("pass", "training"))
+    use = Bench(Settings()).memory(Case("mlp", params, precision, facts.key), facts)
+    assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
+    found = dict(use.roles)
+    weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by what is not worth splitting
+    assert weights <= found["weights"] <= weights + (4 << 20) and found["gradients"] > 0
+    assert ("low_precision_weights" in found) == (precision != "fp32")
+    assert found.get("other", 0) <= 0.01 * use.peak, (found, use.why)
+    assert max(one.allocated for one in use.phases) == use.peak
+    assert use.reserved is not None and use.reserved >= use.peak
 
 
 def test_memory_from_before_and_memory_that_has_gone(facts: DeviceFacts) -> None:
