@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fp8bench.model import SlotSample, Timing
 
 # The wall clock over the processor time. At the lower one a case is contended, at the higher one it got less than a
-# third of a core, and its fastest rounds need not be undisturbed ones.
+# fifth of a core, and its fastest rounds need not be undisturbed ones.
 AHEAD = 1.1
-FAR_AHEAD = 3.0
+FAR_AHEAD = 5.0
 # In more than so many of the slots.
 SHARE = 0.5
 # What a hypervisor took explains a delay if it comes to this share of it.

@@ -1,6 +1,6 @@
 """What is to be said of each case of a group: times, phases, a verdict, labels, and which of these take it away.
 
-A hard label (a device that its hardware slowed down, a process that got less than a third of a core, identical code
+A hard label (a device that its hardware slowed down, a process that got less than a fifth of a core, identical code
 told apart) leaves nothing to judge: the case is UNSURE and says why, and so is every case held against a reference that
 has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 """

@@ -90,7 +90,7 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
         return
     hard = contended(timing, FAR_AHEAD)
     slots = f"{disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
-    yield Labelled(Label.CONTENDED, f"less than a third of a core in {slots}" if hard else slots, hard)
+    yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
 def _throttled(watch: DeviceWatch | None) -> Iterator[Labelled]:

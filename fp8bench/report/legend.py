@@ -76,7 +76,7 @@ VERDICT = (
 )
 HARD = (
     "no verdict: where identical code was told apart, where the device's hardware slowed it down, and where less than "
-    "a third of a core was left; nor beside such a reference"
+    "a fifth of a core was left; nor beside such a reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

@@ -16,7 +16,7 @@ TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
 HOT = DeviceWatch(4, 10.0, 0x40)
 END = ": times measured so get no verdict"
-THIRD = "contended (less than a third of a core in 24 of 24 slots)"
+FIFTH = "contended (less than a fifth of a core in 24 of 24 slots)"
 
 
 def found(*records: Record) -> dict[str, Finding]:
@@ -28,8 +28,8 @@ def reference(timing: Timing = TEN, control: Timing | None = TEN, **options: Any
 
 
 def starved(timing: Timing) -> Timing:
-    """The same samples by a process that got a quarter of a core."""
-    slots = [replace(slot, wall_seconds=4 * slot.cpu_seconds) for slot in timing.slots]
+    """The same samples by a process that got a sixth of a core."""
+    slots = [replace(slot, wall_seconds=6 * slot.cpu_seconds) for slot in timing.slots]
     return replace(timing, slots=tuple(slots))
 
 
@@ -37,7 +37,7 @@ def starved(timing: Timing) -> Timing:
     ("case", "label", "why"),
     [
         (record(FIVE, watch=HOT), Label.THROTTLED, "labelled throttled (hw-thermal)"),
-        (record(starved(FIVE)), Label.CONTENDED, f"labelled {THIRD}"),
+        (record(starved(FIVE)), Label.CONTENDED, f"labelled {FIFTH}"),
     ],
 )
 def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label: Label, why: str) -> None:
@@ -79,7 +79,7 @@ def test_identical_code_told_apart_takes_every_verdict() -> None:
     ("first", "why"),
     [
         (reference(watch=HOT), "throttled (hw-thermal)"),
-        (reference(starved(TEN)), THIRD),
+        (reference(starved(TEN)), FIFTH),
     ],
 )
 def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Record, why: str) -> None:
@@ -92,7 +92,7 @@ def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Rec
 def test_what_both_have_is_said_once() -> None:
     """And what only one has beside it."""
     finding = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]
-    assert finding.why == f"labelled throttled (hw-thermal); the reference is labelled {THIRD}{END}"
+    assert finding.why == f"labelled throttled (hw-thermal); the reference is labelled {FIFTH}{END}"
     assert finding.hard == (Label.THROTTLED, Label.CONTENDED)
 
 
@@ -101,7 +101,7 @@ def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
     spoilt = reference(starved(TEN), watch=HOT)
     assert found(spoilt, record(FIVE, paired_with=TEN, control=TEN))["bf16"].verdict is Verdict.FASTER
     apart = found(reference(), record(FIVE, paired_with=starved(TEN)))["bf16"]
-    assert apart.verdict is Verdict.UNSURE and apart.why == f"the reference is labelled {THIRD}{END}"
+    assert apart.verdict is Verdict.UNSURE and apart.why == f"the reference is labelled {FIFTH}{END}"
     moved = found(reference(), record(FIVE, paired_with=TEN, control=steady(10_300_000, 24)))["bf16"]
     assert moved.hard == (Label.AA_FAILED,)
 

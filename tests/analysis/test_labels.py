@@ -67,10 +67,10 @@ def test_noisy(floor: float | None, on: bool) -> None:
     ("wall", "device", "reason", "hard"),
     [
         (0.0111, "cpu", "24 of 24 slots", False),
-        (0.0299, "cpu", "24 of 24 slots", False),
-        (0.0301, "cpu", "less than a third of a core in 24 of 24 slots", True),
+        (0.0499, "cpu", "24 of 24 slots", False),
+        (0.0501, "cpu", "less than a fifth of a core in 24 of 24 slots", True),
         (0.0109, "cpu", None, False),
-        (0.0301, "cuda:0", None, False),
+        (0.0501, "cuda:0", None, False),
     ],
 )
 def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> None:

@@ -137,8 +137,8 @@ def test_many_reasons_are_cut() -> None:
 
 def test_a_long_reason_is_not_in_the_row() -> None:
     """Why quantisers ran eagerly is a sentence, and stands in the notes."""
-    reasons = ((Label.EAGER_QUANTISER, "there is no compiler"), (Label.CONTENDED, "less than a third of a core"))
+    reasons = ((Label.EAGER_QUANTISER, "there is no compiler"), (Label.CONTENDED, "less than a fifth of a core"))
     run, findings = made(Verdict.FASTER, Label.CONTENDED, Label.EAGER_QUANTISER, reasons=reasons)
     result = panels_of(run, findings)[0].results[1]
-    assert named_labels(result) == ("contended (less than a third of a core)", "eager-quantiser")
+    assert named_labels(result) == ("contended (less than a fifth of a core)", "eager-quantiser")
     assert "- bf16 eager-quantiser: there is no compiler" in render(run, findings)

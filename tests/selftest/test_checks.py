@@ -137,8 +137,12 @@ class Mortal(Scripted):
 
     def __init__(self, pid: int, notices: bool, recovers: bool = True) -> None:
         super().__init__(lambda key: 1e6)
-        self.pid = pid
+        self._pid = pid
         self._notices, self._recovers = notices, recovers
+
+    @property
+    def pid(self) -> int:
+        return self._pid
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return (CPU,) if self._recovers else ()
