@@ -25,7 +25,7 @@ def fill(
         raise CannotLimit(f"a limit needs somebody who counts: {meter}")
     ended: AbstractContextManager[None] = nullcontext() if limit is None else device.memory_limited(index, limit)
     with collected_by_hand():
-        gc.collect()
+        gc.collect(1)  # cycles that hold tensors of the attempt before
         device.empty_cache()  # what lies there would count as taken
         peak = _peak(workload, make_setup, meter if isinstance(meter, MemoryMeter) else None, ended)
         gc.collect(1)
