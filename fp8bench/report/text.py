@@ -79,11 +79,12 @@ def _reference_line(panel: Panel) -> str:
 def _numbers(panel: Panel) -> list[str]:
     """Measurements beside the main error, and ratios by medians, a line for each metric and group."""
     lines = []
+    elsewhere = _told_elsewhere(panel)
     for group in panel.groups:
         by_metric: dict[str, list[str]] = {}
         for result in group.results:
             for one in result.record.measurements:
-                if one.metric == PEAK and tells(panel):
+                if one.metric == elsewhere:
                     continue
                 label = f"{one.metric} ({one.phase})" if one.phase else one.metric
                 how = " (emulated)" if one.unit == "B" and emulated(result) else ""
@@ -195,12 +196,17 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
     """What stands under 'numbers', where a measurement says so itself."""
     described = {
         f"{one.metric}: {one.description}"
-        for panel, shown in ((panel, main_error(panel)) for panel in panels)
+        for panel, shown in ((panel, (main_error(panel), _told_elsewhere(panel))) for panel in panels)
         for result in panel.results
         for one in result.record.measurements
-        if one.description and one.metric != shown and not (one.metric == PEAK and tells(panel))
+        if one.description and one.metric not in shown
     }
     return sorted(described)
+
+
+def _told_elsewhere(panel: Panel) -> str:
+    """The metric that has a table of its own; '' where it has none."""
+    return PEAK if tells(panel) else ""
 
 
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
