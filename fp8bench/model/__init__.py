@@ -4,6 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
+from fp8bench.model.compared import Comparison, Direction, Evidence
 from fp8bench.model.followed import Cell, Conditions, Course, Fault, Figure, Point, Series
 from fp8bench.model.measured import (
     Environment,
@@ -52,10 +53,13 @@ __all__ = [
     "UNATTRIBUTED",
     "Case",
     "Cell",
+    "Comparison",
     "Conditions",
     "Course",
     "DeviceFacts",
+    "Direction",
     "Environment",
+    "Evidence",
     "Fault",
     "Figure",
     "Finding",
