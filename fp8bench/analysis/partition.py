@@ -1,0 +1,69 @@
+"""Many series at once, cut into pieces of one level each: every cut has its price, and every deviation too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.stats import Floats
+
+# A level is told from a bad night or two by so many values; the first one must be known before it can be left.
+LEAST = 3
+LEAST_FIRST = 8
+
+Counts = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Series as the rows of a table, each as long as `lengths` says; what is beyond its end does not count."""
+
+    values: Floats
+    lengths: Counts
+
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """Which values of the table count."""
+        found: NDArray[np.bool_] = np.arange(self.values.shape[1]) < self.lengths[:, None]
+        return found
+
+    def rows(self, chosen: Counts) -> Batch:
+        """Some of its series."""
+        return Batch(self.values[chosen], self.lengths[chosen])
+
+
+def partition(batch: Batch) -> list[list[int]]:
+    """Where each series is cut: the first index of every piece but the first one.
+
+    Of all ways to cut it the one with the least sum of squares around the pieces' means plus 1 a cut, found by dynamic
+    programming: the best way to cut the first t values contains a best way to cut fewer.
+    """
+    series, most = batch.values.shape
+    everyone = np.arange(series)
+    sums = np.zeros((series, most + 1))
+    batch.values.cumsum(axis=1, out=sums[:, 1:])
+    # What the first s values cost at best, less the sum of their squares, which all ways to cut share.
+    cost = np.full((series, most + 1), np.inf)
+    cost[:, 0] = 0.0
+    last = np.zeros((series, most + 1), dtype=np.intp)
+    for end in range(LEAST, most + 1):
+        begins = np.arange(end - LEAST + 1)
+        gain = sums[:, : len(begins)] - sums[:, end : end + 1]
+        gain *= gain
+        gain *= 1.0 / (end - begins)
+        np.subtract(cost[:, : len(begins)], gain, out=gain)
+        best = gain.argmin(axis=1)
+        last[:, end] = best
+        if end >= LEAST_FIRST:
+            cost[:, end] = gain[everyone, best] + 1.0
+    return [_back(row, int(length)) for row, length in zip(last, batch.lengths, strict=True)]
+
+
+def _back(last: Counts, end: int) -> list[int]:
+    """The cuts that lead to a series' end."""
+    cuts = []
+    while (end := int(last[end])) > 0:
+        cuts.append(end)
+    return cuts[::-1]
