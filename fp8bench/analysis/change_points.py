@@ -16,20 +16,24 @@ import numpy as np
 
 from fp8bench.analysis.partition import LEAST, LEAST_FIRST, Batch, partition
 from fp8bench.analysis.series_noise import LEAST_SPREAD, memory, spreads, without_bad_nights
+from fp8bench.model import Interval
 from fp8bench.stats import Floats
 
 # A series shorter than this has room for no step.
 LEAST_VALUES = LEAST_FIRST + LEAST
-# How many deviations of one value a cut is worth: at the first look, and at the last one for 60 values, with what is
-# added for every e-fold of these.
-_FIRST_PRICE = 3.3
-_DEVIATIONS = 3.55
-_DEVIATIONS_MORE = 0.1
-# Where the sum of squares is less than so many variances above the least one a step may lie, too.
-_LIKELY = 6.0
-# A flat series of n values has a step with the chance of one value's deviation, times so many values.
-_CHANCES = 1.0
-_CHANCES_POWER = 0.75
+# How many deviations of one value a cut is worth, at the first look and at the last, and what the logarithm of a
+# piece's length costs, in squares of them.
+_FIRST_DEVIATIONS = 3.0
+_DEVIATIONS = 3.4
+_BY_LENGTH = 2.0
+# The chance that a flat series is cut is that of one deviation times about so many, from 60 values to 300; less of
+# shorter ones.
+_CHANCES = 10.0
+# The step lies before its range with this chance, and after it with the same.
+_TAIL = 0.03
+# Gaussian deviations to either side for this level.
+_LEVEL = 0.99
+_REACH = 2.576
 # Series a batch: their tables stay in a processor's cache.
 _AT_ONCE = 128
 
@@ -40,7 +44,8 @@ class Step:
 
     Values have the new level from index `at` on, most likely. `low` is the last value that surely has the old one and
     `high` the first that surely has the new one: the step lies between them. `p_value` is the chance that a flat
-    series of that length shows such a step or a clearer one anywhere.
+    series of that length shows such a step or a clearer one anywhere. `error` is the standard error of the ratio's
+    logarithm, bad nights left out.
     """
 
     at: int
@@ -49,11 +54,14 @@ class Step:
     before: float
     after: float
     p_value: float
+    error: float
 
     @property
-    def ratio(self) -> float:
-        """The level after it over that before it: above 1 is worse."""
-        return self.after / self.before
+    def ratio(self) -> Interval:
+        """The level after it over that before it, with a 99% interval: above 1 is worse."""
+        log = math.log(self.after / self.before)
+        reach = _REACH * self.error
+        return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _LEVEL)
 
 
 def steps_of(values: Sequence[float] | Floats) -> tuple[Step, ...]:
@@ -88,25 +96,25 @@ def _look(batch: Batch) -> list[tuple[Step, ...]]:
     """First by the spread of differences and then, where that finds anything, by what is left around the pieces."""
     spread = spreads(batch)
     clean = without_bad_nights(batch, spread)
-    rough = partition(Batch(clean.values / (_FIRST_PRICE * spread)[:, None], clean.lengths))
+    units = _FIRST_DEVIATIONS * spread
+    rough = partition(Batch(clean.values / units[:, None], clean.lengths), _BY_LENGTH / _FIRST_DEVIATIONS**2)
     found: list[tuple[Step, ...]] = [()] * len(rough)
     stepped = np.flatnonzero([bool(cuts) for cuts in rough])
     if not len(stepped):
         return found
     some = clean.rows(stepped)
     rows = [row[:length] for row, length in zip(some.values, some.lengths, strict=True)]
-    prices = np.array([_price(row, rough[number]) for row, number in zip(rows, stepped, strict=True)])
-    for number, row, cuts in zip(
-        stepped, rows, partition(Batch(some.values / prices[:, None], some.lengths)), strict=True
-    ):
-        found[number] = tuple(_steps(row, cuts))
+    units = np.array([_unit(row, rough[number]) for row, number in zip(rows, stepped, strict=True)])
+    cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / _DEVIATIONS**2)
+    for number, row, places in zip(stepped, rows, cuts, strict=True):
+        found[number] = tuple(_steps(row, places))
     return found
 
 
-def _price(row: Floats, cuts: Sequence[int]) -> float:
-    """How far, in the row's units, a value stands out that is worth a cut: a t-like quantile times the noise."""
+def _unit(row: Floats, cuts: Sequence[int]) -> float:
+    """How far one value stands out that is worth a cut: the noise, times a quantile like Student's."""
     noise, freedom = _noise(row, cuts)
-    return noise * _t_of(_deviations(len(row)), freedom)
+    return noise * _t_of(_DEVIATIONS, freedom)
 
 
 def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
@@ -117,26 +125,31 @@ def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
     return max(math.sqrt(float(rest @ rest) / freedom * memory(rest, len(pieces))), LEAST_SPREAD), freedom
 
 
-def _deviations(count: int) -> float:
-    """How many Gaussian deviations a cut of a series of so many values takes: more of them, more chances to err."""
-    return _DEVIATIONS + _DEVIATIONS_MORE * math.log(count / 60)
-
-
 def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
     noise, freedom = _noise(row, cuts)
     ends = [0, *cuts, len(row)]
     for begin, at, end in zip(ends, ends[1:], ends[2:], strict=False):
         gains = _gains(row[begin:end]) / noise**2
-        best = at - begin - 1
-        likely = gains >= gains[best] - _LIKELY
-        # The likely places around the best one, up to the first unlikely on either side.
-        low = best - int(np.argmin(np.append(likely[best::-1], False))) + 1
-        high = best + int(np.argmin(np.append(likely[best:], False))) - 1
-        deviations = _z_of(math.sqrt(gains[best]), freedom)
+        low, high = begin + 1 + np.searchsorted(_shares(gains), (_TAIL, 1 - _TAIL))
+        lengths = at - begin, end - at
+        evidence = _z_of(math.sqrt(gains[at - begin - 1]), freedom) ** 2 - _BY_LENGTH * _price(*lengths)
         yield Step(
-            at, begin + low, begin + high + 1, math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
-            min(1.0, _CHANCES * len(row) ** _CHANCES_POWER * math.erfc(deviations / math.sqrt(2))),
+            at, min(int(low), at) - 1, max(int(high), at), math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
+            min(1.0, _CHANCES * math.erfc(math.sqrt(max(evidence, 0.0) / 2))),
+            noise * math.sqrt(sum(1 / length for length in lengths)),
         )  # fmt: skip
+
+
+def _price(before: int, after: int) -> float:
+    """What the lengths of two pieces cost more than that of both together."""
+    return math.log(before / LEAST) + math.log(after / LEAST) - math.log((before + after) / LEAST)
+
+
+def _shares(gains: Floats) -> Floats:
+    """How likely the step lies at each place or before it, if it was as likely everywhere before one looked."""
+    weights = np.exp((gains - gains.max()) / 2).cumsum()
+    shares: Floats = weights / weights[-1]
+    return shares
 
 
 def _gains(values: Floats) -> Floats:

@@ -15,13 +15,13 @@ _MEDIAN = 0.6745
 _MOST = 3.0
 # Where more than half of the values equal their neighbours the median says 0; then all but the largest have a say.
 _KEPT = 0.9
-# In log units: what is printed and read again differs by as much. Nothing that matters is smaller.
-LEAST_SPREAD = 1e-6
+# In log units: series keep six digits, and nothing that matters is smaller.
+LEAST_SPREAD = 1e-5
 _AROUND = 2
 # A value so many spreads from the median of its five neighbours, itself among them, is a bad night.
 _BAD = 4.0
 # In units of 1/sqrt(n): without memory one series in twenty shares more.
-_CHANCE = 1.64
+_CHANCE = 1.3
 _MOST_SHARED = 0.7
 
 
