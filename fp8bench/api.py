@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_SECONDS, MOST_THREADS
+from fp8bench.argument_types import MOST_SECONDS
+from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.exporting.tensorboard import check as check_tensorboard

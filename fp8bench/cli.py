@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "lint-shapes": _lint_shapes, "sensitivity": _sensitivity, "selftest": _selftest,
+        "compare": _compare, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity, "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -261,6 +261,12 @@ def _show(arguments: argparse.Namespace) -> int:
     run = load_named(arguments.run, arguments.store)
     print_run(run, arguments)
     return EXIT_OK if tell_exports(run, arguments) else EXIT_INTERRUPTED
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from fp8bench.compare_commands import compare_sides
+
+    return compare_sides(arguments)
 
 
 def _history(arguments: argparse.Namespace) -> int:

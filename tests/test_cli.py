@@ -49,6 +49,7 @@ OPTIONS = {
     "doctor": COMMON | {"--calibrate"},
     "show": COMMON | {"RUN", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
+    "compare": COMMON | {"A", "B", "--store", "--json", "--csv", "--md"},
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--store", "--import"},

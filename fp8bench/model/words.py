@@ -60,6 +60,7 @@ class Label(StrEnum):
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
+    CROSS_RUN = "cross-run"
 
 
 class Verdict(StrEnum):

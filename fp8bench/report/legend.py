@@ -17,6 +17,7 @@ LABELS: dict[Label, str] = {
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
+    Label.CROSS_RUN: "the two sides were measured at different times: what changed in between is in the ratio",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
@@ -31,6 +32,7 @@ REASONS: dict[Label, str] = {
     Label.UNPAIRED: "it was measured at another time than the reference",
     Label.VARYING: "its steps were not alike",
     Label.EAGER_QUANTISER: "its quantisers were not compiled",
+    Label.CROSS_RUN: "its sides were measured at different times",
 }
 
 # Short names for the columns of the phases table; a phase not named here shows under its own name.
