@@ -12,13 +12,13 @@ from pathlib import Path
 
 from fp8bench.arguments import DEFAULT_STORE
 from fp8bench.commits import gone
-from fp8bench.course import Courses, read_courses
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError, UsageError
 from fp8bench.followed import metrics_of
 from fp8bench.history.environments import load_renamings
 from fp8bench.history.merging import find_store
 from fp8bench.history.runs import closed_folders, load_run, run_files
 from fp8bench.history.writing import is_being_written
+from fp8bench.index.opening import History, open_history
 from fp8bench.joining import join
 from fp8bench.model import Course
 from fp8bench.rebuilding import rebuild
@@ -50,18 +50,19 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
-    if not _announce(store):
+    if not _announce(store, reading=arguments.runs):
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
         return EXIT_OK
     word = arguments.word.lower()
     if arguments.runs:
         return _list_runs(store, word)
-    found = read_courses(store, lambda name: word in name.lower())
-    if not found.courses and word and found.runs:
+    found = _opened(store)
+    courses = found.courses(lambda name: word in name.lower()).courses
+    if not courses and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = _in_store(store) + "".join(f" --import {shlex.quote(one)}" for one in arguments.imports)
-    say(render_courses(found.courses, str(store), found.runs, found.commits, found.left, options))
+    say(render_courses(courses, str(store), found.runs, found.commits, found.left, options))
     return EXIT_OK
 
 
@@ -90,9 +91,8 @@ def _in_store(store: Path) -> str:
 
 def _show(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
-    _announce(store)
-    word = arguments.series.lower()
-    courses = _chosen(read_courses(store, lambda name: word in name.lower()), arguments.series, store)
+    _announce(store, reading=False)
+    courses = _chosen(_opened(store), arguments.series, store)
     commits = {figure.commit for course in courses for figure in course.figures}
     lost = gone(commits, Path())
     if lost == commits:
@@ -102,30 +102,38 @@ def _show(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _chosen(found: Courses, word: str, store: Path) -> list[Course]:
+def _opened(store: Path) -> History:
+    """The history of a store, with a word where that takes a while or something about its figures' files was wrong."""
+    history = open_history(store, lambda runs: complain(f"reading {runs} runs") if runs > _MANY_RUNS else None)
+    for trouble in history.troubles:
+        complain(trouble)
+    return history
+
+
+def _chosen(found: History, word: str, store: Path) -> list[Course]:
     """The courses of the one series that a word fits: one for each machine and interpreter."""
-    names = sorted({course.name for course in found.courses})
+    every = sorted({line.course.name for line in found.lines.lines})
+    names = [name for name in every if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
-        return [course for course in found.courses if course.name == (exact or names)[0]]
+        return list(found.courses(lambda name: name == (exact or names)[0]).courses)
     if names:
         more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         listed = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
         raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}{more}")
-    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, found.left)}")
+    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, every, found.left)}")
 
 
-def _nearest(word: str, store: Path, left: Collection[str]) -> str:
-    """What a mistyped name was meant to be, perhaps, or why runs are `left` out. Everything is read again for that."""
-    names = {course.name for course in read_courses(store, lambda _: True).courses}
+def _nearest(word: str, store: Path, names: Collection[str], left: Collection[str]) -> str:
+    """What a mistyped name was meant to be, perhaps, or why runs are `left` out."""
     if not names:
         why = f" Not in it: {'; '.join(left)}." if left else " Begin with: fp8bench suite gemm --grid"
         return f" The store {store} has no series yet.{why}"
     unknown = [why for why in left if "--import" in why]
     if unknown:
         return f" Not in it: {'; '.join(unknown)}."
-    short = {name.partition("track_")[2].lower(): name for name in sorted(names)}
-    whole = {name.lower(): name for name in sorted(names)}
+    short = {name.partition("track_")[2].lower(): name for name in names}
+    whole = {name.lower(): name for name in names}
     for known in (whole, short):
         near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
         if near:
@@ -203,8 +211,8 @@ def _store(path: Path) -> Path:
     raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
 
 
-def _announce(store: Path) -> int:
-    """How many run files there are; what a person should know before they are read."""
+def _announce(store: Path, reading: bool = True) -> int:
+    """How many run files there are; what a person should know before they are read, if all of them are."""
     trouble = load_renamings(store).trouble
     if trouble:
         complain(trouble)
@@ -214,6 +222,6 @@ def _announce(store: Path) -> int:
         raise StoreError(f"the store {store} cannot be read ({error.strerror}).") from None
     for folder in closed_folders(store):
         complain(f"{folder} may not be read, so that its runs are left out")
-    if count > _MANY_RUNS:
+    if reading and count > _MANY_RUNS:
         complain(f"reading {count} runs")
     return count

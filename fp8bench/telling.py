@@ -36,10 +36,11 @@ class Left(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What the runs of one commit tell, oldest first, and what was left out."""
+    """What the runs of one commit tell, oldest first, what was left out, and the suites they were asked about."""
 
     told: tuple[Told, ...]
     left: tuple[Left, ...]
+    suites: frozenset[str] = frozenset()
 
 
 def commit_of(path: Path) -> str:
@@ -69,9 +70,12 @@ def hear(paths: Iterable[Path]) -> Heard:
     """Read the runs of one commit, each once."""
     heard: dict[str, Told] = {}
     left: list[Left] = []
+    suites: set[str] = set()
     for path in paths:
         try:
-            told, why = hear_run(load_run(path), path)
+            run = load_run(path)
+            suites |= {record.case.workload for record in run.records}
+            told, why = hear_run(run, path)
         except StoreError:
             told, why = None, UNREADABLE
         left += [Left(path, why)] if why else []
@@ -79,7 +83,7 @@ def hear(paths: Iterable[Path]) -> Heard:
         left += [Left(path, TWICE)] if known is not None else []
         if told is not None and (known is None or len(known.content.points) < len(told.content.points)):
             heard[told.run.id] = told
-    return Heard(tuple(sorted(heard.values(), key=lambda one: one.order)), tuple(left))
+    return Heard(tuple(sorted(heard.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
 
 
 def hear_run(run: Run, path: Path) -> tuple[Told | None, str]:

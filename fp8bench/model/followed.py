@@ -88,12 +88,17 @@ class Course:
     @property
     def name(self) -> str:
         """As a person writes it: 'gemm.Gemm.track_time(bf16, 512)'."""
-        return f"{self.series.name}({', '.join(map(str, self.cell))})"
+        return course_name(self.series.name, self.cell)
 
     @property
     def measured(self) -> tuple[Figure, ...]:
         """The figures that have a number."""
         return tuple(figure for figure in self.figures if figure.value is not None)
+
+
+def course_name(series: str, cell: Cell) -> str:
+    """What the course of one cell of a series is called."""
+    return f"{series}({', '.join(map(str, cell))})"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ TABLE: dict[str, frozenset[str]] = {
     "rebuilding": FLOOR | {"history", "telling", "view"},
     "renaming": FLOOR | {"history", "identity"},
     "joining": FLOOR | {"history", "rebuilding", "renaming", "telling", "view"},
+    "index": FLOOR | {"course", "followed", "history", "identity", "telling"},
     "verifying": FLOOR | {"commits", "history", "identity", "telling", "view"},
     "reporting": ANYONE,
     "report_commands": ANYONE,
@@ -73,6 +74,9 @@ TABLE: dict[str, frozenset[str]] = {
     "frames": ANYONE,
     "history_commands": ANYONE,
     "compare_commands": ANYONE,
+    "duel_commands": ANYONE,
+    "dueling": FLOOR
+    | {"analysis", "commits", "history", "interrupts", "measure", "plan", "protocols", "registry", "report"},
     "lint_commands": ANYONE,
     "sensitivity": FLOOR | {"answers", "measure", "plan", "protocols", "registry", "report"},
     "sensitivity_commands": ANYONE,
@@ -99,6 +103,7 @@ LAZY = HEAVY | {"pynvml", "ctypes", "tensorboard", "wandb"}
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.stats", frozenset({"numpy"})),
     ("fp8bench.config", frozenset({"yaml"})),
+    ("fp8bench.index.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),
     ("fp8bench.formats.device_classes", frozenset()),
     ("fp8bench.formats.grids", frozenset()),
@@ -131,6 +136,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
         {
             "fp8bench.config",
             "fp8bench.doctor",
+            "fp8bench.dueling.keeping",
             "fp8bench.history.runs",
             "fp8bench.lint_commands",
             "fp8bench.sensitivity_commands",
