@@ -86,8 +86,10 @@ def build_parser() -> Parser:
     listing.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help="as in suite")
     doctor = commands.add_parser("doctor", help="what this machine can do, and what not and why", allow_abbrev=False)
     doctor.add_argument("--calibrate", action="store_true", help="measure what the harness itself costs")
-    show = commands.add_parser("show", help="print a stored run", allow_abbrev=False)
-    show.add_argument("run", metavar="RUN", help="an id, a file's stem, a path, or 'last'")
+    show = commands.add_parser("show", help="print a stored run or duel", allow_abbrev=False)
+    show.add_argument(
+        "run", metavar="RUN", help="an id, a file's stem, a path, or 'last'; a duel's too, but for 'last'"
+    )
     show.add_argument("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_outputs(show)
     _add_exports(show)
@@ -97,14 +99,8 @@ def build_parser() -> Parser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="ids, files' stems, paths, or 'last'")
     report.add_argument("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_pages(report)
-    _add_compare(
-        commands.add_parser(
-            "compare", help="two runs, commits or stores, figure by figure", allow_abbrev=False,
-            description="Holds what was measured at two times, or of two commits, against each other: every case and "
-            "figure that both have. `fp8bench gate` judges what this tells.",
-            epilog="Exit codes: 0 told, whatever it says; 2 wrong usage, or there is no such run.",
-        )
-    )  # fmt: skip
+    _add_compare(commands)
+    _add_duel(commands)
     _add_history(commands.add_parser("history", help="runs and numbers over time, and asv's view", allow_abbrev=False))
     _add_lint(
         commands.add_parser(
@@ -226,7 +222,13 @@ def _add_exports(group: argparse._ActionsContainer) -> None:
     add("--wandb", nargs="?", const=DEFAULT_PROJECT, metavar="PROJECT", help=words)
 
 
-def _add_compare(compare: argparse.ArgumentParser) -> None:
+def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
+    compare = commands.add_parser(
+        "compare", help="two runs, commits or stores, figure by figure", allow_abbrev=False,
+        description="Holds what was measured at two times, or of two commits, against each other: every case and "
+        "figure that both have. `fp8bench gate` judges what this tells.",
+        epilog="Exit codes: 0 told, whatever it says; 2 wrong usage, or there is no such run.",
+    )  # fmt: skip
     add = compare.add_argument
     words = "runs (ids, files' stems, paths, 'last'), a commit, or a store's folder; several with commas count as one"
     add("before", metavar="A", help=words)
@@ -236,6 +238,54 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     words = "also write it there as rows, one a figure; '-' prints them instead of the table"
     add("--csv", metavar="PATH", help=words)
     add("--md", type=types.path, metavar="PATH", help="also write it there as Markdown")
+
+
+def _add_duel(commands: argparse._SubParsersAction[Parser]) -> None:
+    duel = commands.add_parser(
+        "duel", help="two interpreters or two revisions, in the same rounds", allow_abbrev=False,
+        description="Measures every case on two sides in the same rounds, B (what is) against A (what was): two "
+        "interpreters with a torch each, or two revisions of your code or of fp8bench. A side that is not given is "
+        "what runs here. Finds changes of 2-3% that runs at different times cannot tell from noise.",
+        epilog="Exit codes: 0 nothing is slower, 1 something is, 2 wrong usage, 3 a case failed or nothing was "
+        "measured, 130 interrupted.",
+    )  # fmt: skip
+    duel.add_argument("door", metavar="suite", choices=("suite",), help="the word suite, and then its name")
+    words = "a suite, several with commas, all, or a .py file with suites of your own"
+    duel.add_argument("suite", metavar="NAME", help=words)
+    add = duel.add_argument_group("the sides").add_argument
+    add(
+        "--python-a",
+        metavar="PYTHON",
+        help="side A's Python, or the folder of its virtual environment; default this one",
+    )
+    add("--python-b", metavar="PYTHON", help="side B's; default this one")
+    words = "side A runs the code of that commit of this repository, from a working tree made for the duel; B this tree"
+    add("--against", metavar="REV", help=words)
+    words = "side A runs the workers of that commit of fp8bench, where fp8bench runs from a checkout of its repository"
+    add("--against-self", metavar="REV", help=words)
+    add = duel.add_argument_group("what to measure, as in suite").add_argument
+    add("--dtypes", type=types.words("--dtypes"), default=(), metavar="A,B", help="precisions; default fp32,bf16,fp8")
+    words = "cpu, cuda, cuda:1; default the first GPU, else cpu"
+    add("--devices", type=types.words("--devices"), default=(), metavar="A,B", help=words)
+    words = "values of an axis; `fp8bench list NAME` names the axes of a suite"
+    add("--set", dest="axes", action="append", default=[], type=types.axis, metavar="AXIS=A,B", help=words)
+    add("--data", metavar="FILE", help="text to train on; default Python's own sources")
+    words = "module or .py file that registers workloads, precisions or devices of your own"
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
+    add = duel.add_argument_group("how, as in suite").add_argument
+    add("--quick", action="store_true", help="a few rounds, to see that it runs")
+    add("--budget", type=types.seconds, metavar="SECONDS", help="time for the whole duel; default about 10 s a case")
+    add("--rounds", type=types.whole("--rounds"), metavar="N", help="exactly so many rounds, no early stop")
+    add("--seed", type=types.whole("--seed", 0), default=0, metavar="N", help="for data, weights and order; default 0")
+    words = "CPU threads of torch in each worker; default 1"
+    add("--threads", type=types.whole("--threads", high=MOST_THREADS), default=1, metavar="N", help=words)
+    words = "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs"
+    add("--case-timeout", type=types.seconds, metavar="SECONDS", help=words)
+    words = f"where duels are kept, below duels/; default {DEFAULT_STORE}"
+    add("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help=words)
+    add(
+        "--json", action="store_true", help="print the duel as JSON, all samples and comparisons, instead of the tables"
+    )
 
 
 def _add_history(history: argparse.ArgumentParser) -> None:

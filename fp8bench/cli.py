@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "compare": _compare, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity, "selftest": _selftest,
+        "compare": _compare, "duel": _duel, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity,
+        "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -255,18 +256,37 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from fp8bench.dueling.keeping import find_duel
     from fp8bench.history.runs import load_named
 
     check_outputs(arguments)
+    duelled = find_duel(arguments.run, arguments.store)
+    if duelled is not None:
+        return _show_duel(duelled, arguments)
     run = load_named(arguments.run, arguments.store)
     print_run(run, arguments)
     return EXIT_OK if tell_exports(run, arguments) else EXIT_INTERRUPTED
+
+
+def _show_duel(path: Path, arguments: argparse.Namespace) -> int:
+    from fp8bench.duel_commands import show_again
+
+    show_again(path, arguments)
+    return EXIT_OK
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from fp8bench.compare_commands import compare_sides
 
     return compare_sides(arguments)
+
+
+def _duel(arguments: argparse.Namespace) -> int:
+    from fp8bench.duel_commands import duel
+
+    _import((*arguments.imports, *files_of(arguments.suite)))
+    with only_once():
+        return duel(arguments)
 
 
 def _history(arguments: argparse.Namespace) -> int:

@@ -50,6 +50,11 @@ OPTIONS = {
     "show": COMMON | {"RUN", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--store", "--json", "--csv", "--md"},
+    "duel": COMMON | {
+        "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", "--dtypes", "--devices", "--set",
+        "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
+        "--json",
+    },
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--store", "--import"},

@@ -84,7 +84,8 @@ TABLE: dict[str, frozenset[str]] = {
     "argument_types": FLOOR,
     "arguments": FLOOR | {"argument_types"},
     "training_keys": FLOOR | {"registry"},
-    "config": FLOOR | {"training_keys"},
+    "plain_yaml": FLOOR,
+    "config": FLOOR | {"plain_yaml", "training_keys"},
     "cli": ANYONE,
     "outputs": ANYONE,
     "export_commands": ANYONE,
@@ -102,6 +103,7 @@ LAZY = HEAVY | {"pynvml", "ctypes", "tensorboard", "wandb"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.stats", frozenset({"numpy"})),
+    ("fp8bench.plain_yaml", frozenset({"yaml"})),
     ("fp8bench.config", frozenset({"yaml"})),
     ("fp8bench.index.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),

@@ -1,0 +1,228 @@
+"""`fp8bench duel`: two interpreters or two revisions, measured in the same rounds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fp8bench.analysis.two_sides import decided
+from fp8bench.codec import SCHEMA, encode
+from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.dueling.corner import Corner, corner
+from fp8bench.dueling.duel import Bout, Duel, Side
+from fp8bench.dueling.keeping import DuelWriter, load_duel, start_duel
+from fp8bench.dueling.measuring import BoutMeasurement
+from fp8bench.dueling.opening import Question, Ready, Sides, opened
+from fp8bench.dueling.text import render
+from fp8bench.dueling.verdicts import TIME, comparisons
+from fp8bench.environment import command_line, gather
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UsageError
+from fp8bench.history.writing import check_store
+from fp8bench.interrupts import held_back, ignored
+from fp8bench.measure.bench import Settings
+from fp8bench.measure.limits import Limits
+from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.measure.stopping import rule_for
+from fp8bench.model import Direction, Environment, Plan, Request
+from fp8bench.outputs import in_color
+from fp8bench.plan import check_names, files_of, reads_corpus, suites_of
+from fp8bench.protocols import Observer
+from fp8bench.registry import user_module
+from fp8bench.report.progress import progress
+from fp8bench.streams import complain, say
+
+EXIT_SLOWER = 1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Both sides with their workers started."""
+
+    sides: Sides
+    corners: tuple[Corner, Corner]
+    plan: Plan
+    cases: tuple[str, ...]
+
+
+def duel(arguments: argparse.Namespace) -> int:
+    """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
+    request = _request(arguments)
+    question = Question(arguments.python_a, arguments.python_b, arguments.against, arguments.against_self)
+    check_names(request)
+    why_eager = quantisers_for(request.quick, os.environ).why_eager
+    check_store(arguments.store)
+    corpus = prepare_corpus(request.data, arguments.store / "data") if reads_corpus(request) else None
+    start = time.monotonic()
+    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager) as meeting:
+        fought = _fought(meeting, request, arguments.store, start)
+    show(fought, arguments.json)
+    return exit_code(fought)
+
+
+def show(found: Duel, as_json: bool) -> None:
+    """Print a duel."""
+    if as_json:
+        document = {"schema": SCHEMA, **encode(found), "comparisons": encode(comparisons(found))}
+        say(json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n")
+    else:
+        say(render(found, in_color()) + "\n")
+
+
+def show_again(path: Path, arguments: argparse.Namespace) -> None:
+    """Print a duel of the store, as far as it is printed in that way."""
+    given = {"--csv": arguments.csv, "--tensorboard": arguments.tensorboard, "--wandb": arguments.wandb}
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{path.stem} is a duel, which {option} does not go with. Leave it out, or use --json.")
+    show(load_duel(path), arguments.json)
+
+
+def exit_code(found: Duel) -> int:
+    """130 interrupted, 3 nothing measured or a case failed, 1 something is slower, 0 fine; the first that fits."""
+    if not found.finished:
+        return EXIT_INTERRUPTED
+    if not found.ok:
+        return EXIT_FAILED
+    slower = any(one.metric == TIME and one.direction is Direction.WORSE for one in comparisons(found))
+    return EXIT_SLOWER if slower else EXIT_OK
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, values in arguments.axes:
+        axes[name] = (*axes.get(name, ()), *values)
+    return Request(
+        suite=arguments.suite, dtypes=arguments.dtypes, devices=arguments.devices, axes=tuple(axes.items()),
+        data=arguments.data, quick=arguments.quick, budget=arguments.budget, rounds=arguments.rounds,
+        seed=arguments.seed, threads=arguments.threads, imports=(*arguments.imports, *files_of(arguments.suite)),
+        case_timeout=arguments.case_timeout,
+    )  # fmt: skip
+
+
+@contextmanager
+def _met(sides: Sides, request: Request, corpus: Corpus | None, why_eager: str) -> Iterator[Meeting]:
+    """All workers started, both sides planned, and what they have in common."""
+    with ExitStack() as stack:
+        corners = []
+        for ready in (sides.before, sides.after):
+            settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
+            corners.append(stack.enter_context(corner(ready.start, settings, why_eager)))
+        identity, names = corpus.identity if corpus else None, suites_of(request)
+        first = corners[0].meet(request, names, identity)
+        corners[1].meet(request, names, identity)
+        cases = tuple(name for name in corners[0].cases if name in corners[1].cases)
+        if not cases:
+            raise UsageError(
+                f"the sides have no case in common: A would measure {next(iter(corners[0].cases))}, and B "
+                f"{next(iter(corners[1].cases))}. Name --devices that both have."
+            )
+        yield Meeting(sides, (corners[0], corners[1]), first, cases)
+
+
+def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Duel:
+    """The duel as far as it came, each bout kept as soon as it is done."""
+    begun = _begun(meeting, request)
+    writer = start_duel(begun, store)
+    begun = replace(begun, path=str(writer.path))
+    bouts: list[Bout] = []
+    try:
+        _check_origins(meeting)
+        for note in meeting.sides.notes:
+            writer.note(note)
+        with progress(sys.stderr, os.environ) as observer:
+            _fight(meeting, request, writer, observer, bouts, start)
+        for note in _idle(meeting):
+            writer.note(note)
+        writer.finish("finished")
+    except KeyboardInterrupt:
+        with ignored():
+            writer.finish("interrupted")
+            complain(f"interrupted; what was finished is kept in {writer.path}")
+    except Fp8benchError as error:
+        if bouts:  # what the store did not take, or what was measured before a side was lost for good
+            show(replace(begun, bouts=tuple(bouts), troubles=(str(error),)), as_json=False)
+        else:
+            writer.path.unlink(missing_ok=True)
+        raise
+    finally:
+        writer.close()
+    with ignored():
+        return load_duel(writer.path)
+
+
+def _fight(
+    meeting: Meeting, request: Request, writer: DuelWriter, observer: Observer, bouts: list[Bout], start: float
+) -> None:
+    observer.planned(meeting.plan)
+    limits = Limits(request.case_timeout)
+    for place, case in enumerate(meeting.cases):
+        left = None if request.budget is None else max(0.0, request.budget - (time.monotonic() - start))
+        share = None if left is None else left / (len(meeting.cases) - place)
+        rule = rule_for(request.quick, request.rounds, share)
+        bout = BoutMeasurement(case, meeting.corners, rule, decided, request.seed, observer, limits).run()
+        if not any(one.measured for one in bouts) and bout.measured:
+            _check_origins(meeting)  # more of the user's code may have been imported by now
+        with held_back():
+            bouts.append(bout)
+            writer.append(bout)
+        observer.finished(bout.after)
+
+
+def _begun(meeting: Meeting, request: Request) -> Duel:
+    before, after = (
+        _side(ready, one, request)
+        for ready, one in zip((meeting.sides.before, meeting.sides.after), meeting.corners, strict=True)
+    )
+    started = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return Duel(secrets.token_hex(4), started, command_line(), request, before, after, meeting.cases)
+
+
+def _side(ready: Ready, one: Corner, request: Request) -> Side:
+    """A side with what was found out about it. What the worker says of itself wins over what holds here."""
+    worker = one.workers[0]
+    # Their digest is that of the files this process has imported, which are this tree's.
+    imports = request.imports if ready.imports == request.imports else ()
+    here = gather(worker.software(), str(worker.greeting["fp8bench"]), request.threads, imports, folder=ready.tree)
+    environment = Environment({**here.facts, **worker.greeting})
+    return Side(ready.start.name, ready.title, ready.start.python, ready.commit, environment, one.devices)
+
+
+def _check_origins(meeting: Meeting) -> None:
+    """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
+    before, after = meeting.sides.before, meeting.sides.after
+    if before.tree is None or after.tree is None:
+        return
+    first = meeting.corners[0].workers[0]
+    alien = set(first.modules_under(after.tree)) - set(first.modules_under(before.tree)) - _shared(before.imports)
+    if alien:
+        raise UsageError(
+            f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
+            "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
+        )
+
+
+def _idle(meeting: Meeting) -> Iterator[str]:
+    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
+    after = meeting.sides.after
+    if after.tree is None:
+        return
+    loaded = set(meeting.corners[1].workers[0].modules_under(after.tree)) - _shared(meeting.sides.before.imports)
+    if not loaded:
+        yield (
+            "neither side loaded any code of this repository, so that nothing but noise was measured: --import MODULE "
+            "names what uses it"
+        )
+
+
+def _shared(imports: Sequence[str]) -> set[str]:
+    """The modules of files that side A runs as given."""
+    return {user_module(name) for name in imports if name.endswith(".py")}
