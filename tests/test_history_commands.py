@@ -196,7 +196,7 @@ def test_commands_that_are_named_find_the_same_store_and_suites(store: Path, say
 
 def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are counted."""
-    monkeypatch.setattr("fp8bench.history_commands._MOST_NAMED", 2)
+    monkeypatch.setattr("fp8bench.stores._MOST_NAMED", 2)
     history(store, 1.0)
     err = say("show", "bf16")[2]
     assert len(err.splitlines()) == 4 and err.endswith("and 3 more\n")
@@ -285,7 +285,7 @@ def test_what_writes_says_that_it_cannot(store: Path, say: Say) -> None:
 
 def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before they are read."""
-    monkeypatch.setattr("fp8bench.history_commands._MANY_RUNS", 1)
+    monkeypatch.setattr("fp8bench.stores._MANY_RUNS", 1)
     history(store, 1.0, 1.1)
     assert say("list")[2] == "fp8bench: reading 2 runs\n"
 

@@ -19,6 +19,9 @@ from fp8bench.analysis.series_noise import LEAST_SPREAD, memory, spreads, withou
 from fp8bench.model import Interval
 from fp8bench.stats import Floats
 
+# Values above 0 in the order of their commits, without gaps.
+Values = Sequence[float] | Floats
+
 # A series shorter than this has room for no step.
 LEAST_VALUES = LEAST_FIRST + LEAST
 # How many deviations of one value a cut is worth, at the first look and at the last, and what the logarithm of a
@@ -64,22 +67,23 @@ class Step:
         return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _LEVEL)
 
 
-def steps_of(values: Sequence[float] | Floats) -> tuple[Step, ...]:
-    """The steps of one series, in order: values above 0 in the order of their commits, without gaps."""
-    return steps_of_many([np.asarray(values, dtype=np.float64)])[0]
+def steps_of(values: Values) -> tuple[Step, ...]:
+    """The steps of one series, in order."""
+    return steps_of_many([values])[0]
 
 
-def steps_of_many(series: Sequence[Floats]) -> list[tuple[Step, ...]]:
+def steps_of_many(series: Sequence[Values]) -> list[tuple[Step, ...]]:
     """The steps of each series; much faster than one by one."""
     found: list[tuple[Step, ...]] = [()] * len(series)
-    for one in series:
+    arrays = [np.asarray(one, dtype=np.float64) for one in series]
+    for one in arrays:
         if not (np.isfinite(one).all() and (one > 0).all()):
             raise ValueError("a value is not above 0, or not finite: its logarithm says nothing of a level")
-    long_enough = sorted((number for number, one in enumerate(series) if len(one) >= LEAST_VALUES),
-                         key=lambda number: len(series[number]))  # fmt: skip
+    long_enough = [number for number, one in enumerate(arrays) if len(one) >= LEAST_VALUES]
+    long_enough.sort(key=lambda number: len(arrays[number]))
     for begin in range(0, len(long_enough), _AT_ONCE):
         chosen = long_enough[begin : begin + _AT_ONCE]
-        for number, steps in zip(chosen, _look(_table([series[number] for number in chosen])), strict=True):
+        for number, steps in zip(chosen, _look(_table([arrays[number] for number in chosen])), strict=True):
             found[number] = steps
     return found
 

@@ -51,6 +51,8 @@ TABLE: dict[str, frozenset[str]] = {
     "joining": FLOOR | {"history", "rebuilding", "renaming", "telling", "view"},
     "index": FLOOR | {"course", "followed", "history", "identity", "telling"},
     "verifying": FLOOR | {"commits", "history", "identity", "telling", "view"},
+    "regressions": FLOOR | {"analysis", "followed", "history", "identity"},
+    "stores": FLOOR | {"arguments", "history", "index", "streams"},
     "reporting": ANYONE,
     "report_commands": ANYONE,
     "report_past": FLOOR | {"course", "followed", "identity", "report", "view"},

@@ -1,0 +1,215 @@
+"""Changes in the courses of a history: where figures stepped up or down from one commit to another, and stayed there.
+
+Steps are looked for among figures of one version that were measured under the same conditions, and of whole
+measurements. Commits in between that have no such figure lie in a step's range like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fp8bench.analysis.change_points import LEAST_VALUES, Step, steps_of_many
+from fp8bench.followed import RELATIVE
+from fp8bench.history.acks import Ack
+from fp8bench.identity import same_interpreter
+from fp8bench.model import Comparison, Conditions, Course, Direction, Evidence, Figure
+
+# Two builds of one program differ by as much for where their code and data lie.
+BAND = 0.01
+# A level that was acknowledged may turn out to be so many of its standard errors worse, but not more than both.
+_ACK_ERRORS = 3.0
+_ACK_BAND = 0.02
+_UNITS = {"seconds": "s", "bytes": "B"}
+_TIME_RATIO = "x"
+TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
+NO_LOGARITHM = "values of 0, which have no level that one could step from"
+
+
+class State(StrEnum):
+    """What became of a change since. Only an OPEN one that is worse alarms."""
+
+    OPEN = "open"
+    ACKNOWLEDGED = "acknowledged"
+    # A later step took it back, half of it at least.
+    REVERTED = "reverted"
+    # The work or the method has changed since: what is measured now does not compare.
+    OLD_VERSION = "old version"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A step of a course as a comparison of the level after it with the one before it.
+
+    It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
+    has the new level first. `commits` counts those of the course in that range, and `unmeasured` those of them that
+    have no figure to compare. `error` is the standard error of the ratio's logarithm. `ack` is set for ACKNOWLEDGED.
+    """
+
+    course: Course
+    comparison: Comparison
+    first: str
+    commits: int
+    unmeasured: int
+    error: float
+    version: str
+    state: State = State.OPEN
+    ack: Ack | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        return self.comparison.direction is Direction.WORSE
+
+    @property
+    def alarms(self) -> bool:
+        """Whether somebody should look at it."""
+        return self.is_worse and self.state is State.OPEN
+
+    @property
+    def size(self) -> float:
+        """The absolute logarithm of its ratio."""
+        assert self.comparison.ratio is not None
+        return abs(math.log(self.comparison.ratio.point))
+
+
+@dataclass(frozen=True)
+class Found:
+    """All changes, the worst first; how many courses were looked at, and how many were not, and why."""
+
+    changes: tuple[Change, ...]
+    looked_at: int
+    left: Counter[str]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Figures of a course that compare: their places in it, and their values."""
+
+    course: Course
+    places: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def find_changes(courses: Iterable[Course], acks: Sequence[Ack] = ()) -> Found:
+    """Look at each course, all at once, and hold what is found against what was acknowledged."""
+    left: Counter[str] = Counter()
+    stretches: list[_Stretch] = []
+    looked_at = 0
+    for course in courses:
+        compared = [one for one in _stretches(course) if len(one.values) >= LEAST_VALUES]
+        sound = [one for one in compared if min(one.values) > 0]
+        stretches += sound
+        looked_at += bool(sound)
+        if not sound:
+            left[NO_LOGARITHM if compared else TOO_FEW] += 1
+    steps = steps_of_many([one.values for one in stretches])
+    found = [
+        change for stretch, of_it in zip(stretches, steps, strict=True) for change in _changes(stretch, of_it)
+    ]  # fmt: skip
+    judged = [_acknowledged(change, acks) for change in found]
+    return Found(tuple(sorted(judged, key=_worst_first)), looked_at, left)
+
+
+def _stretches(course: Course) -> list[_Stretch]:
+    """The figures of a course by version and conditions."""
+    alike: dict[tuple[str, Conditions], list[int]] = {}
+    for place, figure in enumerate(course.figures):
+        if _counts(figure):
+            alike.setdefault((figure.version, figure.under), []).append(place)
+    return [
+        _Stretch(course, tuple(places), tuple(_value(course.figures[place]) for place in places))
+        for places in alike.values()
+    ]
+
+
+def _counts(figure: Figure) -> bool:
+    return figure.value is not None and math.isfinite(figure.value) and not figure.hasty
+
+
+def _value(figure: Figure) -> float:
+    assert figure.value is not None
+    return figure.value
+
+
+def _changes(stretch: _Stretch, steps: Sequence[Step]) -> Iterator[Change]:
+    for number, step in enumerate(steps):
+        if abs(math.log(step.after / step.before)) < math.log1p(BAND):
+            continue
+        change = _change(stretch, step)
+        yield replace(change, state=_state(change, [later.after for later in steps[number + 1 :]]))
+
+
+def _change(stretch: _Stretch, step: Step) -> Change:
+    course = stretch.course
+    low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
+    inside = range(low + 1, high + 1)
+    figures = course.figures
+    direction = Direction.WORSE if step.after > step.before else Direction.BETTER
+    comparison = Comparison(
+        case_of(course), course.series.workload, course.series.metric, unit_of(course), direction, Evidence.HISTORY,
+        step.before, step.after, step.ratio, step.p_value, since=figures[low].commit, until=figures[high].commit,
+    )  # fmt: skip
+    unmeasured = sum(place not in stretch.places for place in inside)
+    version = figures[first].version
+    return Change(course, comparison, figures[first].commit, len(inside), unmeasured, step.error, version)
+
+
+def case_of(course: Course) -> str:
+    """A cell as cases are called: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
+    precision, *values = course.cell
+    inside = ",".join(f"{name}={value}" for name, value in zip(course.series.param_names[1:], values, strict=True))
+    return f"{course.series.workload}[{inside}]@{course.machine['machine']}/{precision}"
+
+
+def unit_of(course: Course) -> str:
+    """A series' unit in the words of measurements."""
+    if course.series.metric == RELATIVE:
+        return _TIME_RATIO
+    return _UNITS.get(course.series.unit, course.series.unit)
+
+
+def _state(change: Change, later: Sequence[float]) -> State:
+    """Whether a change still holds: it does not where a later level lies nearer to the one before it."""
+    if change.version != change.course.series.version:
+        return State.OLD_VERSION
+    before, after = change.comparison.before, change.comparison.after
+    assert before is not None and after is not None
+    middle = math.sqrt(before * after)
+    back = any(level < middle if change.is_worse else level > middle for level in later)
+    return State.REVERTED if back else State.OPEN
+
+
+def _acknowledged(change: Change, acks: Sequence[Ack]) -> Change:
+    if change.state is not State.OPEN:
+        return change
+    ack = next((one for one in reversed(acks) if covers(one, change)), None)
+    return change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack)
+
+
+def covers(ack: Ack, change: Change) -> bool:
+    """Whether an ack is of that change: the same course, ranges that overlap, and a level that is not further off."""
+    course, comparison = change.course, change.comparison
+    assert comparison.before is not None and comparison.after is not None
+    here = (course.series.name, course.cell, course.machine["machine"], change.version, comparison.direction)
+    alike = ack.python == course.python or same_interpreter(ack.python, course.python)
+    if (ack.series, ack.cell, ack.machine, ack.version, ack.direction) != here or not alike:
+        return False
+    sign = 1 if change.is_worse else -1
+    if sign * math.log(comparison.after / ack.after) > max(_ACK_BAND, _ACK_ERRORS * change.error):
+        return False
+    if sign * math.log(comparison.before / math.sqrt(ack.before * ack.after)) > 0:
+        return False  # it begins where the other one ended
+    places = {figure.commit: place for place, figure in enumerate(course.figures)}
+    ends = [places.get(commit) for commit in (ack.since, ack.until)]
+    low, high = places[comparison.since], places[comparison.until]
+    since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
+    return ends != [None, None] and max(since, low) < min(until, high)
+
+
+def _worst_first(change: Change) -> tuple[object, ...]:
+    """What alarms first, then what is worse, the largest first; improvements last."""
+    states = list(State)
+    return states.index(change.state), not change.is_worse, -change.size, change.course.name
