@@ -136,14 +136,14 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
     points: list[Point] = []
     others = 0
     data = None
+    leads = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
         cell = _cell(workload, record.case, run)
         if cell is None:
             others += 1
             continue
         data = _data(workload, record.case)
-        leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
-        found = _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
+        found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
         points += [replace(point, under=(*under, *_quantisers(workload, record, point))) for point in found]
     return Followed(tuple(points), _series(type(workload), data) if points else (), others)
 
