@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "compare": _compare, "duel": _duel, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity,
+        "compare": _compare, "duel": _duel, "gate": _gate, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity,
         "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
@@ -204,10 +204,13 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
 def _tell_history(run: Run, store: Path) -> bool:
     """Bring asv's view up to date and say so; False where that was interrupted."""
     from fp8bench.history.runs import store_of
+    from fp8bench.index.opening import keep_figures
     from fp8bench.view import update_view
 
     try:
-        complain(update_view(run, store_of(Path(run.path)) or store))
+        store = store_of(Path(run.path)) or store
+        complain(update_view(run, store))
+        keep_figures(store, Path(run.path))
     except KeyboardInterrupt:
         complain(
             f"history: interrupted while asv's view was brought up to date; the run is kept in {run.path}, and "
@@ -279,6 +282,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     from fp8bench.compare_commands import compare_sides
 
     return compare_sides(arguments)
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    from fp8bench.gate_commands import gate
+
+    with only_once():
+        return gate(arguments)
 
 
 def _duel(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from fp8bench.index.figure_files import (
 )
 from fp8bench.index.lines import Lines, lines_of
 from fp8bench.model import Course
-from fp8bench.telling import files_by_commit, hear
+from fp8bench.telling import Heard, commit_of, files_by_commit, hear
 
 # So many runs take long enough to be sorry that what they come to could not be kept.
 _WORTH_KEEPING = 20
@@ -78,17 +78,20 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     return History(lines, runs, commits, left, read, opening.troubles())
 
 
-def keep_figures(store: Path, commit: str) -> None:
-    """Bring the file of a commit's figures up to date, so that its runs need not be read later. Never raises for it.
-
-    `commit` is the beginning that its run files are named for.
-    """
+def keep_figures(store: Path, run: Path) -> None:
+    """Write down what the commit of a run comes to, so that its runs need not be read later. Never raises for that."""
     with contextlib.suppress(OSError):
+        commit = commit_of(run)
+        opening = _Opening(store, load_renamings(store))
         paths = files_by_commit(store).get(commit, [])
-        if paths:
-            opening = _Opening(store, load_renamings(store))
-            if opening.load(commit, paths) in (Stale, Torn, OSError):
-                opening.make(commit, paths, keep=True)
+        if paths and opening.load(commit, paths) in (Stale, Torn, OSError):
+            opening.make(commit, paths, keep=True)
+
+
+def hear_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> Heard:
+    """Read the runs of a commit, and write down what they come to, whatever was written down before."""
+    opening = _Opening(store, load_renamings(store))
+    return opening.hear(commit, paths, keep=True)[0]
 
 
 @dataclass
@@ -120,6 +123,10 @@ class _Opening:
 
     def make(self, commit: str, paths: Sequence[Path], keep: bool) -> CommitFigures:
         """What the runs of a commit come to, read from them; written down if it shall be and can be."""
+        return self.hear(commit, paths, keep)[1]
+
+    def hear(self, commit: str, paths: Sequence[Path], keep: bool) -> tuple[Heard, CommitFigures]:
+        """The same, with what was read."""
         before = stamps(self.store, paths) if keep else None
         heard = hear(paths)
         figures = figures_heard(heard)
@@ -128,7 +135,7 @@ class _Opening:
                 save_figures(figures_file(self.store, commit), figures, heard, before, self.known)
             except OSError as error:
                 self.unkept += [error.strerror or str(error)] * len(paths)
-        return figures
+        return heard, figures
 
     def troubles(self) -> tuple[str, ...]:
         """Sentences for a person."""

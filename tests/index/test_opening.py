@@ -18,8 +18,9 @@ from fp8bench.history.environments import Renamings, save_renamings
 from fp8bench.history.runs import run_files
 from fp8bench.index import figure_files
 from fp8bench.index.figure_files import figures_file
-from fp8bench.index.opening import History, keep_figures, open_history
+from fp8bench.index.opening import History, hear_and_keep, keep_figures, open_history
 from fp8bench.model import Request, Status
+from fp8bench.rebuilding import rebuild
 from fp8bench.registry import workloads
 from tests.histories import commit, history, keep, records, run_at
 
@@ -302,10 +303,24 @@ def test_broken_runs_are_counted_from_the_file_too(tmp_path: Path) -> None:
 
 
 def test_keeping_after_a_run(tmp_path: Path) -> None:
-    """So that nothing has to be read when the history is opened next; of no commit, or nowhere, it does nothing."""
-    history(tmp_path, 1.0, 1.1)
-    keep_figures(tmp_path, commit(1)[:8])
-    keep_figures(tmp_path, "nocommit")
-    keep_figures(tmp_path / "nowhere", commit(1)[:8])
+    """So that nothing has to be read when the history is opened next; of no store it does nothing."""
+    _, last = history(tmp_path, 1.0, 1.1)
+    keep_figures(tmp_path, last)
+    keep_figures(tmp_path / "nowhere", last)
+    keep_figures(tmp_path, Path())
     assert [path.stem for path in (tmp_path / "figures").iterdir()] == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
+
+
+def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
+    """Whatever was in them: that mends what nobody else notices."""
+    history(tmp_path, 1.0, 1.1)
+    slow = opened(tmp_path).courses(every)
+    shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
+    content = (tmp_path / "kept").read_bytes()
+    heard = hear_and_keep(tmp_path, commit(0)[:8], [])
+    assert not heard.told
+    rebuild(tmp_path)
+    assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
+    again = opened(tmp_path)
+    assert again.read == 0 and again.courses(every) == slow
