@@ -12,6 +12,7 @@ from typing import NoReturn
 from fp8bench import __version__
 from fp8bench import argument_types as types
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.history_arguments import add_history
 
 DEFAULT_STORE = ".fp8bench"
 DEFAULT_PROJECT = "fp8bench"
@@ -101,7 +102,8 @@ def build_parser() -> Parser:
     _add_pages(report)
     _add_compare(commands)
     _add_duel(commands)
-    _add_history(commands.add_parser("history", help="runs and numbers over time, and asv's view", allow_abbrev=False))
+    words = "runs and numbers over time, and asv's view"
+    add_history(commands.add_parser("history", help=words, allow_abbrev=False), Path(DEFAULT_STORE))
     _add_lint(
         commands.add_parser(
             "lint-shapes", help="which products native FP8, MX and NVFP4 refuse or pad, by device", allow_abbrev=False,
@@ -286,35 +288,6 @@ def _add_duel(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--json", action="store_true", help="print the duel as JSON, all samples and comparisons, instead of the tables"
     )
-
-
-def _add_history(history: argparse.ArgumentParser) -> None:
-    commands = history.add_subparsers(dest="history_command", metavar="COMMAND", parser_class=Parser)
-
-    def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
-        parser = commands.add_parser(
-            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=epilog, allow_abbrev=False
-        )
-        parser.add_argument("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
-        words = "module or .py file of suites of your own that were measured"
-        parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
-        return parser
-
-    listing = command("list", "the series that there are, or the runs")
-    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
-    listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
-    show = command("show", "one series, commit by commit")
-    words = "as `history list` names it; a part that fits one series will do"
-    show.add_argument("series", metavar="SERIES", help=words)
-    codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
-    command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
-    codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
-    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", codes)
-    codes = "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken."
-    merge = command("merge", "take in the store of another machine, or let an interpreter count as another", codes)
-    merge.add_argument("folder", nargs="?", type=types.path, metavar="DIR", help="the other store; it is only read")
-    words = "an interpreter's path that counts as another's from now on: a virtual environment that moved"
-    merge.add_argument("--rename-env", action="append", default=[], type=types.renaming, metavar="OLD=NEW", help=words)
 
 
 def _add_lint(lint: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from fp8bench.joining import join
 from fp8bench.model import Course
 from fp8bench.rebuilding import rebuild
 from fp8bench.registry import workloads
+from fp8bench.regression_commands import acknowledge, regressions
 from fp8bench.report.history_text import (
     render_course,
     render_courses,
@@ -36,7 +37,10 @@ from fp8bench.verifying import verify
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Do what one of history's commands asks for; returns the exit code."""
-    commands = {"list": _list, "show": _show, "verify": _verify, "rebuild": _rebuild, "merge": _merge}
+    commands = {
+        "list": _list, "show": _show, "regressions": regressions, "ack": acknowledge, "verify": _verify,
+        "rebuild": _rebuild, "merge": _merge,
+    }  # fmt: skip
     return commands[arguments.history_command](arguments)
 
 

@@ -66,7 +66,7 @@ def render_courses(
     ]  # fmt: skip
     for _, alike in itertools.groupby(courses, key=_place):
         members = list(alike)
-        lines += ["", *wrap(_where(members[0]), width, hang=INDENT)]
+        lines += ["", *wrap(where(members[0]), width, hang=INDENT)]
         lines += table(columns, [Row(_last_cells(one)) for one in members], width, _PLAIN)
     if courses:
         lines += ["", *_legend(_list_legend(courses), width)]
@@ -87,7 +87,7 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
         Column("median", right=True), Column("99% interval"), Column("change", right=True),
     ]  # fmt: skip
     for course in courses:
-        lines += ["", *wrap(_where(course), width, hang=INDENT)]
+        lines += ["", *wrap(where(course), width, hang=INDENT)]
         lines += table(columns, list(_figure_rows(course, gone)), width, _PLAIN)
     figures = [figure for course in courses for figure in course.figures]
     words = [INTERVAL] if any(one.low is not None for one in figures) else []
@@ -160,7 +160,7 @@ def _place(course: Course) -> tuple[Scalar | None, str]:
     return course.machine.get("machine"), course.python
 
 
-def _where(course: Course) -> str:
+def where(course: Course) -> str:
     """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
     machine = course.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""

@@ -15,14 +15,10 @@ from enum import StrEnum
 from fp8bench.analysis.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.followed import RELATIVE
 from fp8bench.history.acks import Ack
-from fp8bench.identity import same_interpreter
 from fp8bench.model import Comparison, Conditions, Course, Direction, Evidence, Figure
 
 # Two builds of one program differ by as much for where their code and data lie.
 BAND = 0.01
-# A level that was acknowledged may turn out to be so many of its standard errors worse, but not more than both.
-_ACK_ERRORS = 3.0
-_ACK_BAND = 0.02
 _UNITS = {"seconds": "s", "bytes": "B"}
 _TIME_RATIO = "x"
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
@@ -46,7 +42,8 @@ class Change:
 
     It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
     has the new level first. `commits` counts those of the course in that range, and `unmeasured` those of them that
-    have no figure to compare. `error` is the standard error of the ratio's logarithm. `ack` is set for ACKNOWLEDGED.
+    have no figure to compare. `error` is the standard error of the ratio's logarithm. `current` says that the newest
+    figure was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
     """
 
     course: Course
@@ -56,6 +53,7 @@ class Change:
     unmeasured: int
     error: float
     version: str
+    current: bool
     state: State = State.OPEN
     ack: Ack | None = None
 
@@ -93,8 +91,8 @@ class _Stretch:
     values: tuple[float, ...]
 
 
-def find_changes(courses: Iterable[Course], acks: Sequence[Ack] = ()) -> Found:
-    """Look at each course, all at once, and hold what is found against what was acknowledged."""
+def find_changes(courses: Iterable[Course]) -> Found:
+    """Look at each course, all at once. Nothing is acknowledged yet."""
     left: Counter[str] = Counter()
     stretches: list[_Stretch] = []
     looked_at = 0
@@ -106,11 +104,8 @@ def find_changes(courses: Iterable[Course], acks: Sequence[Ack] = ()) -> Found:
         if not sound:
             left[NO_LOGARITHM if compared else TOO_FEW] += 1
     steps = steps_of_many([one.values for one in stretches])
-    found = [
-        change for stretch, of_it in zip(stretches, steps, strict=True) for change in _changes(stretch, of_it)
-    ]  # fmt: skip
-    judged = [_acknowledged(change, acks) for change in found]
-    return Found(tuple(sorted(judged, key=_worst_first)), looked_at, left)
+    found = [change for stretch, of_it in zip(stretches, steps, strict=True) for change in _changes(stretch, of_it)]
+    return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
 
 
 def _stretches(course: Course) -> list[_Stretch]:
@@ -154,7 +149,11 @@ def _change(stretch: _Stretch, step: Step) -> Change:
     )  # fmt: skip
     unmeasured = sum(place not in stretch.places for place in inside)
     version = figures[first].version
-    return Change(course, comparison, figures[first].commit, len(inside), unmeasured, step.error, version)
+    newest = next(place for place in reversed(range(len(figures))) if _counts(figures[place]))
+    return Change(
+        course, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
+        current=newest in stretch.places,
+    )  # fmt: skip
 
 
 def case_of(course: Course) -> str:
@@ -182,34 +181,7 @@ def _state(change: Change, later: Sequence[float]) -> State:
     return State.REVERTED if back else State.OPEN
 
 
-def _acknowledged(change: Change, acks: Sequence[Ack]) -> Change:
-    if change.state is not State.OPEN:
-        return change
-    ack = next((one for one in reversed(acks) if covers(one, change)), None)
-    return change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack)
-
-
-def covers(ack: Ack, change: Change) -> bool:
-    """Whether an ack is of that change: the same course, ranges that overlap, and a level that is not further off."""
-    course, comparison = change.course, change.comparison
-    assert comparison.before is not None and comparison.after is not None
-    here = (course.series.name, course.cell, course.machine["machine"], change.version, comparison.direction)
-    alike = ack.python == course.python or same_interpreter(ack.python, course.python)
-    if (ack.series, ack.cell, ack.machine, ack.version, ack.direction) != here or not alike:
-        return False
-    sign = 1 if change.is_worse else -1
-    if sign * math.log(comparison.after / ack.after) > max(_ACK_BAND, _ACK_ERRORS * change.error):
-        return False
-    if sign * math.log(comparison.before / math.sqrt(ack.before * ack.after)) > 0:
-        return False  # it begins where the other one ended
-    places = {figure.commit: place for place, figure in enumerate(course.figures)}
-    ends = [places.get(commit) for commit in (ack.since, ack.until)]
-    low, high = places[comparison.since], places[comparison.until]
-    since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
-    return ends != [None, None] and max(since, low) < min(until, high)
-
-
-def _worst_first(change: Change) -> tuple[object, ...]:
-    """What alarms first, then what is worse, the largest first; improvements last."""
+def worst_first(change: Change) -> tuple[object, ...]:
+    """What alarms first, then improvements, the largest first; those of about one size in the order of their series."""
     states = list(State)
-    return states.index(change.state), not change.is_worse, -change.size, change.course.name
+    return states.index(change.state), not change.is_worse, -round(change.size, 2)
