@@ -54,10 +54,10 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.runs:
         return _list_runs(store, word)
     found = opened(store)
-    courses = found.courses(lambda name: word in name.lower()).courses
-    if not courses and word and found.runs:
+    endings = found.endings(lambda name: word in name.lower())
+    if not endings and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
-    say(render_courses(courses, str(store), found.runs, found.commits, found.left, options_of(arguments)))
+    say(render_courses(endings, str(store), found.runs, found.commits, found.left, options_of(arguments)))
     return EXIT_OK
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.history.acks import Ack, Undo, append_acks, load_acks
 from fp8bench.history.environments import load_renamings
+from fp8bench.index.memory import Memory
 from fp8bench.index.opening import History
 from fp8bench.model import Course
 from fp8bench.outputs import in_color
 from fp8bench.regressions.acknowledging import ack_of, acknowledged
-from fp8bench.regressions.changes import Change, Found, State, find_changes
+from fp8bench.regressions.changes import Change, Found, State, find_all_changes, find_changes
 from fp8bench.regressions.text import changes_json, listed, render_changes
 from fp8bench.stores import announce, existing_store, opened, options_of, series_meant
 from fp8bench.streams import complain, say
@@ -28,7 +29,11 @@ def regressions(arguments: argparse.Namespace) -> int:
     """Tell the open changes; the exit code says whether one of them is worse."""
     store = existing_store(arguments.store)
     announce(store, reading=False)
-    found = acknowledged(find_changes(opened(store).courses(lambda _: True).courses), _acks(store))
+    memory = Memory(store)
+    changes = find_all_changes(opened(store), memory.steps_of_many)
+    for trouble in memory.troubles:
+        complain(trouble)
+    found = acknowledged(changes, _acks(store))
     if arguments.json:
         say(changes_json(found))
     else:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.course import Home, home_of, order
-from fp8bench.index.tables import ROW, Rows, Table, Texts, figures_of, has_number, read_layout, read_texts, tells
-from fp8bench.model import Cell, Course, Series
+from fp8bench.index.tables import (
+    ROW,
+    Rows,
+    Table,
+    Texts,
+    figures_of,
+    has_number,
+    is_whole,
+    read_layout,
+    read_texts,
+    tells,
+)
+from fp8bench.model import Cell, Course, Ending, Figure, Series
+from fp8bench.stats import Floats
 
 Places = NDArray[np.int64]
 Layout = tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]
@@ -25,28 +38,49 @@ class Line:
     end: int
 
 
+class Comparable(NamedTuple):
+    """Figures of a line that compare: their places in it, and their values."""
+
+    places: Places
+    values: Floats
+
+
 @dataclass(frozen=True)
 class Lines:
-    """All lines, sorted as courses are; all rows, and of each the table from whose texts it takes its words."""
+    """All lines, sorted as courses are; all rows, and of each the table from whose texts it takes its words.
+
+    `alike` is one number for each version with conditions.
+    """
 
     lines: tuple[Line, ...]
     rows: Rows
     tables: Places
     texts: tuple[Texts, ...]
+    alike: Places
 
     def course(self, line: Line) -> Course:
         """A line with all of its figures."""
-        return self._with(line, np.arange(line.first, line.end))
+        return replace(line.course, figures=self._figures(np.arange(line.first, line.end)))
 
-    def end(self, line: Line) -> tuple[Course, int]:
-        """A line with its last figure and the one before it that has a number, and how many have one."""
+    def ending(self, line: Line) -> Ending:
+        """How a line ends."""
         numbered = line.first + np.flatnonzero(has_number(self.rows["flags"][line.first : line.end]))
         before = numbered[numbered < line.end - 1][-1:]
-        return self._with(line, np.append(before, line.end - 1)), len(numbered)
+        *found, last = self._figures(np.append(before, line.end - 1))
+        return Ending(line.course, last, found[0] if found else None, len(numbered))
 
-    def _with(self, line: Line, places: Places) -> Course:
-        texts = [self.texts[table] for table in self.tables[places].tolist()]
-        return replace(line.course, figures=figures_of(self.rows[places], texts))
+    def comparable(self, line: Line) -> list[Comparable]:
+        """Its figures by version and conditions, as far as they are numbers of whole measurements."""
+        rows = self.rows[line.first : line.end]
+        places = np.flatnonzero(is_whole(rows["flags"]) & np.isfinite(rows["value"]))
+        alike = self.alike[line.first : line.end][places]
+        return [
+            Comparable(places[alike == one], rows["value"][places[alike == one]])
+            for one in dict.fromkeys(alike.tolist())
+        ]
+
+    def _figures(self, places: Places) -> tuple[Figure, ...]:
+        return figures_of(self.rows[places], [self.texts[table] for table in self.tables[places].tolist()])
 
 
 @dataclass
@@ -84,7 +118,8 @@ def lines_of(tables: Iterable[Table]) -> Lines:
     reading = _Reading()
     lines = [reading.lines(table) for table in known]
     if not reading.keys:
-        return Lines((), np.zeros(0, ROW), np.zeros(0, np.int64), ())
+        nothing = np.zeros(0, np.int64)
+        return Lines((), np.zeros(0, ROW), nothing, (), nothing)
     lengths = [len(one) for one in lines]
     owners = np.concatenate(lines)
     when = np.repeat([_when(table) for table in known], lengths)
@@ -103,7 +138,8 @@ def lines_of(tables: Iterable[Table]) -> Lines:
             found.append((rank, Line(course, int(bounds[place]), int(bounds[place + 1]))))
     found.sort(key=lambda pair: order(pair[1].course, pair[0]))
     owned = np.repeat(np.arange(len(known)), lengths)[in_order]
-    return Lines(tuple(line for _, line in found), rows, owned, tuple(read_texts(table.said) for table in known))
+    texts = tuple(read_texts(table.said) for table in known)
+    return Lines(tuple(line for _, line in found), rows, owned, texts, _alike(rows, owned, texts))
 
 
 def _when(table: Table) -> float:
@@ -117,4 +153,21 @@ def _newest(tables: list[Table], lines: list[Places], count: int) -> Places:
     for place in sorted(range(len(tables)), key=lambda one: (tables[one].said["newest"], -one)):
         found[lines[place], 0] = place
         found[lines[place], 1] = np.arange(len(lines[place]))
+    return found
+
+
+def _alike(rows: Rows, tables: Places, texts: Sequence[Texts]) -> Places:
+    """For each row a number that it shares with all rows of its version that were measured under its conditions."""
+    versions = _numbered([one.versions for one in texts], rows["version"], tables)
+    unders = _numbered([one.unders for one in texts], rows["under"], tables)
+    found: Places = versions * (1 + unders.max(initial=0)) + unders
+    return found
+
+
+def _numbered(words: Sequence[Sequence[Hashable]], places: Places, tables: Places) -> Places:
+    """A number for each word that rows name by its place among those of their table."""
+    numbers: dict[Hashable, int] = {}
+    known = np.array([numbers.setdefault(word, len(numbers)) for of_table in words for word in of_table], np.int64)
+    begins = np.cumsum([0, *(len(of_table) for of_table in words)])
+    found: Places = known[begins[tables] + places]
     return found

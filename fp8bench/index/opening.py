@@ -25,7 +25,7 @@ from fp8bench.index.figure_files import (
     sweep,
 )
 from fp8bench.index.lines import Lines, lines_of
-from fp8bench.model import Course
+from fp8bench.model import Ending
 from fp8bench.telling import Heard, commit_of, files_by_commit, hear
 
 # So many runs take long enough to be sorry that what they come to could not be kept.
@@ -51,9 +51,9 @@ class History:
         found = tuple(self.lines.course(line) for line in self.lines.lines if wanted(line.course.name))
         return Courses(found, self.runs, self.commits, self.left)
 
-    def ends(self, wanted: Callable[[str], bool]) -> list[tuple[Course, int]]:
-        """The same with the last figure and the one before it that has a number alone; and how many have one."""
-        return [self.lines.end(line) for line in self.lines.lines if wanted(line.course.name)]
+    def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
+        """How the courses end whose name is wanted; they have no figures."""
+        return [self.lines.ending(line) for line in self.lines.lines if wanted(line.course.name)]
 
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:

@@ -124,6 +124,12 @@ def has_number(flags: Flags) -> NDArray[np.bool_]:
     return found
 
 
+def is_whole(flags: Flags) -> NDArray[np.bool_]:
+    """Which rows have a value that is not a hasty one's."""
+    found: NDArray[np.bool_] = has_number(flags) & ((flags & _HASTY) == 0)
+    return found
+
+
 def tells(flags: Flags) -> NDArray[np.bool_]:
     """Which rows have a value, or are of a case that failed."""
     found: NDArray[np.bool_] = has_number(flags) | (flags // _STATUS_FACTOR == _FAILED)

@@ -5,7 +5,7 @@ Nothing here knows torch, files or text.
 """
 
 from fp8bench.model.compared import Comparison, Direction, Evidence
-from fp8bench.model.followed import Cell, Conditions, Course, Fault, Figure, Point, Series, course_name
+from fp8bench.model.followed import Cell, Conditions, Course, Ending, Fault, Figure, Point, Series, course_name
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -58,6 +58,7 @@ __all__ = [
     "Course",
     "DeviceFacts",
     "Direction",
+    "Ending",
     "Environment",
     "Evidence",
     "Fault",

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache, partial
 
 from fp8bench.analysis.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.followed import RELATIVE
 from fp8bench.history.acks import Ack
+from fp8bench.index.lines import Line, Lines
+from fp8bench.index.opening import History
 from fp8bench.model import Comparison, Conditions, Course, Direction, Evidence, Figure
 
 # Two builds of one program differ by as much for where their code and data lie.
@@ -23,6 +26,9 @@ _UNITS = {"seconds": "s", "bytes": "B"}
 _TIME_RATIO = "x"
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 NO_LOGARITHM = "values of 0, which have no level that one could step from"
+
+
+Look = Callable[[Sequence[Sequence[float]]], list[tuple[Step, ...]]]
 
 
 class State(StrEnum):
@@ -84,27 +90,37 @@ class Found:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Figures of a course that compare: their places in it, and their values."""
+    """Figures of a course that compare: their places in it, and their values. `read` gives the course."""
 
-    course: Course
-    places: tuple[int, ...]
-    values: tuple[float, ...]
+    read: Callable[[], Course]
+    places: Sequence[int]
+    values: Sequence[float]
 
 
 def find_changes(courses: Iterable[Course]) -> Found:
     """Look at each course, all at once. Nothing is acknowledged yet."""
+    return _found((_stretches(course) for course in courses), steps_of_many)
+
+
+def find_all_changes(history: History, look: Look) -> Found:
+    """The same for all courses of a history. `look` finds steps; only courses that have some are read."""
+    return _found((_stretches_of(line, history.lines) for line in history.lines.lines), look)
+
+
+def _found(stretches: Iterable[list[_Stretch]], look: Look) -> Found:
+    """The changes of courses by their stretches."""
     left: Counter[str] = Counter()
-    stretches: list[_Stretch] = []
+    chosen: list[_Stretch] = []
     looked_at = 0
-    for course in courses:
-        compared = [one for one in _stretches(course) if len(one.values) >= LEAST_VALUES]
+    for of_course in stretches:
+        compared = [one for one in of_course if len(one.values) >= LEAST_VALUES]
         sound = [one for one in compared if min(one.values) > 0]
-        stretches += sound
+        chosen += sound
         looked_at += bool(sound)
         if not sound:
             left[NO_LOGARITHM if compared else TOO_FEW] += 1
-    steps = steps_of_many([one.values for one in stretches])
-    found = [change for stretch, of_it in zip(stretches, steps, strict=True) for change in _changes(stretch, of_it)]
+    steps = look([one.values for one in chosen])
+    found = [change for stretch, of_it in zip(chosen, steps, strict=True) for change in _changes(stretch, of_it)]
     return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
 
 
@@ -115,9 +131,15 @@ def _stretches(course: Course) -> list[_Stretch]:
         if _counts(figure):
             alike.setdefault((figure.version, figure.under), []).append(place)
     return [
-        _Stretch(course, tuple(places), tuple(_value(course.figures[place]) for place in places))
+        _Stretch(lambda: course, places, [_value(course.figures[place]) for place in places])
         for places in alike.values()
     ]
+
+
+def _stretches_of(line: Line, lines: Lines) -> list[_Stretch]:
+    """The same of a line."""
+    read = cache(partial(lines.course, line))
+    return [_Stretch(read, one.places.tolist(), one.values.tolist()) for one in lines.comparable(line)]
 
 
 def _counts(figure: Figure) -> bool:
@@ -138,7 +160,7 @@ def _changes(stretch: _Stretch, steps: Sequence[Step]) -> Iterator[Change]:
 
 
 def _change(stretch: _Stretch, step: Step) -> Change:
-    course = stretch.course
+    course = stretch.read()
     low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
     inside = range(low + 1, high + 1)
     figures = course.figures

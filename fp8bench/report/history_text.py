@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.model import Conditions, Course, Fault, Figure, Run, Scalar, Status
+from fp8bench.model import Conditions, Course, Ending, Fault, Figure, Run, Scalar, Status
 from fp8bench.report.layout import INDENT, Column, Row, SectionRow, painter, table, wrap
 
 WIDTH = 100
@@ -47,7 +47,7 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
 
 
 def render_courses(
-    courses: Sequence[Course],
+    endings: Sequence[Ending],
     store: str,
     runs: int,
     commits: int,
@@ -59,19 +59,19 @@ def render_courses(
 
     `options` are words that a command needs to find the same.
     """
-    lines = [f"{store}: {_many(len(courses), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
+    lines = [f"{store}: {_many(len(endings), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
     columns = [
         Column("series"), Column("points", right=True), Column("last"), Column("value", right=True),
         Column("change", right=True),
     ]  # fmt: skip
-    for _, alike in itertools.groupby(courses, key=_place):
+    for _, alike in itertools.groupby(endings, key=_place):
         members = list(alike)
-        lines += ["", *wrap(where(members[0]), width, hang=INDENT)]
+        lines += ["", *wrap(where(members[0].course), width, hang=INDENT)]
         lines += table(columns, [Row(_last_cells(one)) for one in members], width, _PLAIN)
-    if courses:
-        lines += ["", *_legend(_list_legend(courses), width)]
+    if endings:
+        lines += ["", *_legend(_list_legend(endings), width)]
         lines += ["", "one of them, commit by commit"]
-        lines.append(f"{INDENT}fp8bench history show {shlex.quote(courses[0].name)}{options}")
+        lines.append(f"{INDENT}fp8bench history show {shlex.quote(endings[0].course.name)}{options}")
     return "\n".join([*lines, *_left_out(left, width)]) + "\n"
 
 
@@ -156,8 +156,8 @@ def _many(count: int, word: str, words: str = "") -> str:
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 
-def _place(course: Course) -> tuple[Scalar | None, str]:
-    return course.machine.get("machine"), course.python
+def _place(ending: Ending) -> tuple[Scalar | None, str]:
+    return ending.course.machine.get("machine"), ending.course.python
 
 
 def where(course: Course) -> str:
@@ -168,12 +168,10 @@ def where(course: Course) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {course.python}"
 
 
-def _last_cells(course: Course) -> tuple[str, ...]:
+def _last_cells(ending: Ending) -> tuple[str, ...]:
     """A course in one line: its last commit, against the one before that has a number."""
-    last = course.figures[-1]
-    before = [one for one in course.figures[:-1] if one.value is not None]
-    shown = _shown(course, last)
-    return course.name, str(len(course.measured)), last.commit[:8], shown, _change(last, before[-1] if before else None)
+    course, last, before, points = ending
+    return course.name, str(points), last.commit[:8], _shown(course, last), _change(last, before)
 
 
 def _shown(course: Course, figure: Figure, digits: int = 3) -> str:
@@ -240,8 +238,8 @@ def _unfinished(run: Run, being_written: bool) -> str:
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
 
 
-def _list_legend(courses: Sequence[Course]) -> list[str]:
-    values, changes = zip(*(_last_cells(course)[-2:] for course in courses), strict=True)
+def _list_legend(endings: Sequence[Ending]) -> list[str]:
+    values, changes = zip(*(_last_cells(ending)[-2:] for ending in endings), strict=True)
     words = ["value: the last commit's median over rounds, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change.endswith("x") for change in changes) else []
     words += [VERSION] if "new version" in changes else []

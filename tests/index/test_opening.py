@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,17 +109,35 @@ def test_an_empty_store(tmp_path: Path) -> None:
     assert found.courses(every) == read_courses(tmp_path, every) and not found.lines.lines
 
 
-def test_ends(tmp_path: Path) -> None:
+def test_endings(tmp_path: Path) -> None:
     """The last figure whatever it is, the last number before it, and how many numbers there are."""
     history(tmp_path, 1.0, 1.1)
     keep(tmp_path, run_at(2, records=tuple(records(status=Status.FAILED))))
     keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
     found = opened(tmp_path)
-    whole = {course.name: course for course in found.courses(every).courses}
-    for course, points in found.ends(every):
-        figures = whole[course.name].figures
-        numbered = [one for one in figures[:-1] if one.value is not None][-1:]
-        assert list(course.figures) == [*numbered, figures[-1]] and points == len(whole[course.name].measured)
+    endings = [course.ending for course in found.courses(every).courses]
+    assert [replace(one.course, figures=()) for one in endings] == [one.course for one in found.endings(every)]
+    assert [one[1:] for one in endings] == [one[1:] for one in found.endings(every)]
+    assert {ending.points for ending in endings} == {0, 2, 4}
+    assert any(ending.before is not None and ending.last.value is None for ending in endings)
+
+
+def test_comparable_figures(tmp_path: Path) -> None:
+    """Those of one version and the same conditions, without hasty ones and what is no number."""
+    history(tmp_path, 1.0, 1.1)
+    keep(tmp_path, run_at(2, facts={"torch": "2.99"}))
+    keep(tmp_path, run_at(3, request=Request("gemm", quick=True)))
+    keep(tmp_path, run_at(4, records=tuple(records(status=Status.FAILED))))
+    keep(tmp_path, run_at(5, records=tuple(records(1.2))))
+    found = opened(tmp_path)
+    for line in found.lines.lines:
+        figures = found.lines.course(line).figures
+        for one in found.lines.comparable(line):
+            assert [figures[place].value for place in one.places] == one.values.tolist()
+            assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
+            assert not any(figures[place].hasty for place in one.places)
+    places = {tuple(one.places.tolist()) for line in found.lines.lines for one in found.lines.comparable(line)}
+    assert places == {(0, 1, 5), (0, 1, 4, 5), (2,)}
 
 
 def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
