@@ -3,7 +3,7 @@
 A series is looked at in logarithms, so that a step is a ratio. Bad nights give way to what is around them; then the
 series is cut into pieces of one level each, at a price a cut that flat series rarely pay. The price is in units of the
 series' own noise: from differences of neighbours at first, then from what is left around the pieces, with a longer
-memory counted as more noise. `suites/change_points.py` measures how often that is right, and sets the constants.
+memory counted as more noise. `suites/change_points.py` measures how often that is right.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Values = Sequence[float] | Floats
 
 # A series shorter than this has room for no step.
 LEAST_VALUES = LEAST_FIRST + LEAST
-# How many deviations of one value a cut is worth, at the first look and at the last, and what the logarithm of a
-# piece's length costs, in squares of them.
+# How many deviations of one value a cut is worth, at the last look and at the first, and what the logarithm of a
+# piece's length costs, in squares of them. `python -m suites.change_points --calibrate` shows what they bring.
+DEVIATIONS = 3.4
 _FIRST_DEVIATIONS = 3.0
-_DEVIATIONS = 3.4
 _BY_LENGTH = 2.0
 # The chance that a flat series is cut is that of one deviation times about so many, from 60 values to 300; less of
 # shorter ones.
@@ -72,8 +72,11 @@ def steps_of(values: Values) -> tuple[Step, ...]:
     return steps_of_many([values])[0]
 
 
-def steps_of_many(series: Sequence[Values]) -> list[tuple[Step, ...]]:
-    """The steps of each series; much faster than one by one."""
+def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
+    """The steps of each series; much faster than one by one.
+
+    `deviations` are what a cut is worth: with fewer of them more is found, and more that is none.
+    """
     found: list[tuple[Step, ...]] = [()] * len(series)
     arrays = [np.asarray(one, dtype=np.float64) for one in series]
     for one in arrays:
@@ -83,7 +86,7 @@ def steps_of_many(series: Sequence[Values]) -> list[tuple[Step, ...]]:
     long_enough.sort(key=lambda number: len(arrays[number]))
     for begin in range(0, len(long_enough), _AT_ONCE):
         chosen = long_enough[begin : begin + _AT_ONCE]
-        for number, steps in zip(chosen, _look(_table([arrays[number] for number in chosen])), strict=True):
+        for number, steps in zip(chosen, _look(_table([arrays[number] for number in chosen]), deviations), strict=True):
             found[number] = steps
     return found
 
@@ -96,7 +99,7 @@ def _table(series: Sequence[Floats]) -> Batch:
     return Batch(values, lengths)
 
 
-def _look(batch: Batch) -> list[tuple[Step, ...]]:
+def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
     """First by the spread of differences and then, where that finds anything, by what is left around the pieces."""
     spread = spreads(batch)
     clean = without_bad_nights(batch, spread)
@@ -108,17 +111,17 @@ def _look(batch: Batch) -> list[tuple[Step, ...]]:
         return found
     some = clean.rows(stepped)
     rows = [row[:length] for row, length in zip(some.values, some.lengths, strict=True)]
-    units = np.array([_unit(row, rough[number]) for row, number in zip(rows, stepped, strict=True)])
-    cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / _DEVIATIONS**2)
+    units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, stepped, strict=True)])
+    cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / deviations**2)
     for number, row, places in zip(stepped, rows, cuts, strict=True):
         found[number] = tuple(_steps(row, places))
     return found
 
 
-def _unit(row: Floats, cuts: Sequence[int]) -> float:
+def _unit(row: Floats, cuts: Sequence[int], deviations: float) -> float:
     """How far one value stands out that is worth a cut: the noise, times a quantile like Student's."""
     noise, freedom = _noise(row, cuts)
-    return noise * _t_of(_DEVIATIONS, freedom)
+    return noise * _t_of(deviations, freedom)
 
 
 def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:

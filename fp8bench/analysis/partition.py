@@ -12,6 +12,8 @@ from fp8bench.stats import Floats
 # A level is told from a bad night or two by so many values; the first one must be known before it can be left.
 LEAST = 3
 LEAST_FIRST = 8
+# A level that was left again before so many values costs as much as another cut: chance is in no hurry in the middle.
+_SETTLED = 8
 
 Counts = NDArray[np.intp]
 
@@ -40,7 +42,7 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     Of all ways to cut it the one with the least sum of squares around the pieces' means plus 1 a cut and, for each
     piece, `by_length` times the logarithm of its length, found by dynamic programming: the best way to cut the first t
     values contains a best way to cut fewer. By length, because a long series has many places in its middle where chance
-    may cut it, and few at its end, where news are.
+    may cut it, and few at its end, where news are. Levels that soon were left again cost 1 more.
     """
     series, most = batch.values.shape
     everyone = np.arange(series)
@@ -50,24 +52,31 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     # What the first s values cost at best, less the sum of their squares, which all ways to cut share.
     cost = np.full((series, most + 1), np.inf)
     cost[:, 0] = 0.0
-    last = np.zeros((series, most + 1), dtype=np.intp)
+    last, last_before_end = np.zeros((2, series, most + 1), dtype=np.intp)
+    ends = set(batch.lengths.tolist())
     for end in range(LEAST, most + 1):
         begins = np.arange(end - LEAST + 1)
-        gain = sums[:, : len(begins)] - sums[:, end : end + 1]
-        gain *= gain
-        gain *= 1.0 / (end - begins)
-        gain -= prices[end - begins - 1]
-        np.subtract(cost[:, : len(begins)], gain, out=gain)
-        best = gain.argmin(axis=1)
-        last[:, end] = best
+        total = sums[:, : len(begins)] - sums[:, end : end + 1]
+        total *= total
+        total *= -1.0 / (end - begins)
+        total += prices[end - begins - 1]
+        total += cost[:, : len(begins)]
+        if end in ends:
+            last_before_end[:, end] = total.argmin(axis=1)
         if end >= LEAST_FIRST:
-            cost[:, end] = gain[everyone, best] + 1.0
-    return [_back(row, int(length)) for row, length in zip(last, batch.lengths, strict=True)]
+            total[:, max(end - _SETTLED + 1, 1) :] += 1.0
+            last[:, end] = total.argmin(axis=1)
+            cost[:, end] = total[everyone, last[:, end]] + 1.0
+    return [
+        _back(row, int(at_end[length]))
+        for row, at_end, length in zip(last, last_before_end, batch.lengths, strict=True)
+    ]
 
 
-def _back(last: Counts, end: int) -> list[int]:
-    """The cuts that lead to a series' end."""
+def _back(last: Counts, cut: int) -> list[int]:
+    """The cuts that lead to the last one."""
     cuts = []
-    while (end := int(last[end])) > 0:
-        cuts.append(end)
+    while cut > 0:
+        cuts.append(cut)
+        cut = int(last[cut])
     return cuts[::-1]
