@@ -67,8 +67,7 @@ def options_of(arguments: argparse.Namespace) -> str:
 
 def series_meant(word: str, found: History, store: Path) -> str:
     """The name of the one series that a word fits: its own, or a part of it."""
-    every = sorted({line.course.name for line in found.lines.lines})
-    names = [name for name in every if word.lower() in name.lower()]
+    names = [name for name in found.names if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
         return (exact or names)[0]
@@ -76,7 +75,7 @@ def series_meant(word: str, found: History, store: Path) -> str:
         more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         listed = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
         raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}{more}")
-    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, every, found.left)}")
+    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, found.names, found.left)}")
 
 
 def _nearest(word: str, store: Path, names: Collection[str], left: Collection[str]) -> str:

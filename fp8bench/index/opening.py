@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from fp8bench.course import Courses
@@ -24,7 +25,8 @@ from fp8bench.index.figure_files import (
     stamps,
     sweep,
 )
-from fp8bench.index.lines import Lines, lines_of
+from fp8bench.index.lines import Lines, lines_of, names_in
+from fp8bench.index.tables import Table
 from fp8bench.model import Ending
 from fp8bench.telling import Heard, commit_of, files_by_commit, hear
 
@@ -39,21 +41,32 @@ class History:
     `troubles` are sentences on files of figures that did not serve. `read` is how many runs had to be read.
     """
 
-    lines: Lines
+    tables: tuple[Table, ...]
     runs: int
     commits: int
     left: Counter[str]
     read: int
     troubles: tuple[str, ...]
 
+    @cached_property
+    def names(self) -> list[str]:
+        """What the courses are called, sorted; one name may be that of several places."""
+        return names_in(self.tables)
+
+    @cached_property
+    def lines(self) -> Lines:
+        """All courses as rows."""
+        return lines_of(self.tables, lambda _: True)
+
     def courses(self, wanted: Callable[[str], bool]) -> Courses:
         """The courses whose name is wanted, as `read_courses` has them."""
-        found = tuple(self.lines.course(line) for line in self.lines.lines if wanted(line.course.name))
-        return Courses(found, self.runs, self.commits, self.left)
+        lines = lines_of(self.tables, wanted)
+        return Courses(tuple(map(lines.course, lines.lines)), self.runs, self.commits, self.left)
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
         """How the courses end whose name is wanted; they have no figures."""
-        return [self.lines.ending(line) for line in self.lines.lines if wanted(line.course.name)]
+        lines = lines_of(self.tables, wanted)
+        return [lines.ending(line) for line in lines.lines]
 
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:
@@ -73,9 +86,9 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     left: Counter[str] = Counter()
     for one in known:
         left.update(one.left)
-    lines = lines_of(table for one in known for table in one.tables)
+    tables = tuple(table for one in known for table in one.tables)
     runs, commits = sum(one.runs for one in known), sum(one.runs > 0 for one in known)
-    return History(lines, runs, commits, left, read, opening.troubles())
+    return History(tables, runs, commits, left, read, opening.troubles())
 
 
 def keep_figures(store: Path, run: Path) -> None:

@@ -52,6 +52,9 @@ def same(store: Path) -> Courses:
     again = opened(store)
     assert again.courses(every) == slow and not again.troubles
     assert opened(store).read == 0
+    assert again.names == sorted({course.name for course in slow.courses})
+    for name in again.names[:3]:
+        assert again.courses(name.__eq__) == read_courses(store, name.__eq__)
     return slow
 
 
