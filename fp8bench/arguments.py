@@ -101,6 +101,7 @@ def build_parser() -> Parser:
     report.add_argument("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="as in suite")
     _add_pages(report)
     _add_compare(commands)
+    _add_gate(commands)
     _add_duel(commands)
     words = "runs and numbers over time, and asv's view"
     add_history(commands.add_parser("history", help=words, allow_abbrev=False), Path(DEFAULT_STORE))
@@ -240,6 +241,32 @@ def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     words = "also write it there as rows, one a figure; '-' prints them instead of the table"
     add("--csv", metavar="PATH", help=words)
     add("--md", type=types.path, metavar="PATH", help="also write it there as Markdown")
+
+
+def _add_gate(commands: argparse._SubParsersAction[Parser]) -> None:
+    gate = commands.add_parser(
+        "gate", help="fail a build where something has become worse", allow_abbrev=False,
+        description="Judges a comparison or a duel by thresholds, and measures what it suspects once more, in a fresh "
+        "process, before it says so.",
+        epilog="Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the "
+        "baseline is missing or does not compare, 130 interrupted.",
+    )  # fmt: skip
+    add = gate.add_argument_group("what is judged").add_argument
+    words = "what was, and what is: runs, commits or stores, as in compare"
+    add("sides", nargs="*", metavar="A B", help=words)
+    add("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
+    add("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="where they are, as in suite")
+    add = gate.add_argument_group("how").add_argument
+    words = "YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory"
+    add("--thresholds", type=types.path, metavar="FILE", help=words)
+    words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
+    add("--no-rerun", dest="rerun", action="store_false", help=words)
+    add = gate.add_argument_group("where").add_argument
+    add("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
+    words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
+    add("--md", type=types.path, metavar="PATH", help=words)
+    words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
+    add("--benchmark-json", type=types.path, metavar="PATH", help=words)
 
 
 def _add_duel(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -39,7 +39,11 @@ def compare_sides(arguments: argparse.Namespace) -> int:
 
 def compared_sides(before: str, after: str, store: Path) -> Compared:
     """What two words come to. Raises RunNotFound, UsageError where both mean the same."""
-    old, new = read_runs(runs_meant(before, store)), read_runs(runs_meant(after, store))
+    return compared_of(before, read_runs(runs_meant(before, store)), after, read_runs(runs_meant(after, store)))
+
+
+def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run]) -> Compared:
+    """What the runs that two words mean come to. Raises UsageError where a run is on both sides."""
     both = {run.id for run in old} & {run.id for run in new}
     if both:
         raise UsageError(

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fp8bench.analysis.two_sides import decided
+from fp8bench.analysis.two_sides import LEAST_ROUNDS
 from fp8bench.codec import SCHEMA, encode
 from fp8bench.corpus import Corpus, prepare_corpus
-from fp8bench.dueling.corner import Corner, corner
-from fp8bench.dueling.duel import Bout, Duel, Side
+from fp8bench.dueling.corner import Corner, corner, refresh
+from fp8bench.dueling.duel import Duel, Side
 from fp8bench.dueling.keeping import DuelWriter, load_duel, start_duel
-from fp8bench.dueling.measuring import BoutMeasurement
+from fp8bench.dueling.measuring import Contest, Referee, contest
 from fp8bench.dueling.opening import Question, Ready, Sides, opened
+from fp8bench.dueling.progress import DuelProgress
 from fp8bench.dueling.text import render
 from fp8bench.dueling.verdicts import TIME, comparisons
 from fp8bench.environment import command_line, gather
@@ -31,16 +33,17 @@ from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.bench import Settings
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.quantisers import quantisers_for
-from fp8bench.measure.stopping import rule_for
-from fp8bench.model import Direction, Environment, Plan, Request
+from fp8bench.measure.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
+from fp8bench.model import Direction, Environment, Request
 from fp8bench.outputs import in_color
 from fp8bench.plan import check_names, files_of, reads_corpus, suites_of
-from fp8bench.protocols import Observer
 from fp8bench.registry import user_module
-from fp8bench.report.progress import progress
 from fp8bench.streams import complain, say
 
 EXIT_SLOWER = 1
+_SITTINGS, _QUICK_SITTINGS = 4, 1
+_SITTING_SECONDS = 2.5
+_LEAST_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,31 @@ class Meeting:
 
     sides: Sides
     corners: tuple[Corner, Corner]
-    plan: Plan
     cases: tuple[str, ...]
+    sittings: int
 
 
 def duel(arguments: argparse.Namespace) -> int:
     """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
     request = _request(arguments)
     question = Question(arguments.python_a, arguments.python_b, arguments.against, arguments.against_self)
-    check_names(request)
-    why_eager = quantisers_for(request.quick, os.environ).why_eager
-    check_store(arguments.store)
-    corpus = prepare_corpus(request.data, arguments.store / "data") if reads_corpus(request) else None
-    start = time.monotonic()
-    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager) as meeting:
-        fought = _fought(meeting, request, arguments.store, start)
+    fought = fight(question, request, arguments.store)
     show(fought, arguments.json)
     return exit_code(fought)
+
+
+def fight(question: Question, request: Request, store: Path, only: Collection[str] = ()) -> Duel:
+    """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
+    check_names(request)
+    why_eager = quantisers_for(request.quick, os.environ).why_eager
+    check_store(store)
+    corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
+    start = time.monotonic()
+    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager) as meeting:
+        kept = tuple(name for name in meeting.cases if not only or name in only)
+        if not kept:
+            raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+        return _fought(replace(meeting, cases=kept), request, store, start)
 
 
 def show(found: Duel, as_json: bool) -> None:
@@ -109,7 +120,9 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 @contextmanager
-def _met(sides: Sides, request: Request, corpus: Corpus | None, why_eager: str) -> Iterator[Meeting]:
+def _met(
+    sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sittings: int
+) -> Iterator[Meeting]:
     """All workers started, both sides planned, and what they have in common."""
     with ExitStack() as stack:
         corners = []
@@ -117,29 +130,29 @@ def _met(sides: Sides, request: Request, corpus: Corpus | None, why_eager: str) 
             settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
             corners.append(stack.enter_context(corner(ready.start, settings, why_eager)))
         identity, names = corpus.identity if corpus else None, suites_of(request)
-        first = corners[0].meet(request, names, identity)
-        corners[1].meet(request, names, identity)
+        for one in corners:
+            one.meet(request, names, identity)
         cases = tuple(name for name in corners[0].cases if name in corners[1].cases)
         if not cases:
             raise UsageError(
                 f"the sides have no case in common: A would measure {next(iter(corners[0].cases))}, and B "
                 f"{next(iter(corners[1].cases))}. Name --devices that both have."
             )
-        yield Meeting(sides, (corners[0], corners[1]), first, cases)
+        yield Meeting(sides, (corners[0], corners[1]), cases, sittings)
 
 
 def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Duel:
-    """The duel as far as it came, each bout kept as soon as it is done."""
+    """The duel as far as it came, each sitting of a case kept as soon as it is over."""
     begun = _begun(meeting, request)
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
-    bouts: list[Bout] = []
+    contests = [contest(case, meeting.corners) for case in meeting.cases]
+    progress = DuelProgress(sys.stderr, os.environ)
     try:
         _check_origins(meeting)
         for note in meeting.sides.notes:
             writer.note(note)
-        with progress(sys.stderr, os.environ) as observer:
-            _fight(meeting, request, writer, observer, bouts, start)
+        _sittings(meeting, request, contests, writer, progress, start)
         for note in _idle(meeting):
             writer.note(note)
         writer.finish("finished")
@@ -148,33 +161,62 @@ def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Du
             writer.finish("interrupted")
             complain(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
+        bouts = tuple(one.bout for one in contests if one.sittings)
         if bouts:  # what the store did not take, or what was measured before a side was lost for good
-            show(replace(begun, bouts=tuple(bouts), troubles=(str(error),)), as_json=False)
+            show(replace(begun, bouts=bouts, troubles=(str(error),)), as_json=False)
         else:
             writer.path.unlink(missing_ok=True)
         raise
     finally:
+        progress.close()
         writer.close()
     with ignored():
         return load_duel(writer.path)
 
 
-def _fight(
-    meeting: Meeting, request: Request, writer: DuelWriter, observer: Observer, bouts: list[Bout], start: float
-) -> None:
-    observer.planned(meeting.plan)
-    limits = Limits(request.case_timeout)
-    for place, case in enumerate(meeting.cases):
-        left = None if request.budget is None else max(0.0, request.budget - (time.monotonic() - start))
-        share = None if left is None else left / (len(meeting.cases) - place)
-        rule = rule_for(request.quick, request.rounds, share)
-        bout = BoutMeasurement(case, meeting.corners, rule, decided, request.seed, observer, limits).run()
-        if not any(one.measured for one in bouts) and bout.measured:
-            _check_origins(meeting)  # more of the user's code may have been imported by now
-        with held_back():
-            bouts.append(bout)
-            writer.append(bout)
-        observer.finished(bout.after)
+def _sittings(
+    meeting: Meeting, request: Request, contests: Sequence[Contest], writer: DuelWriter, progress: DuelProgress,
+    start: float,
+) -> None:  # fmt: skip
+    """Every case once in each sitting; errors and memory in the first."""
+    referee = Referee(meeting.corners, request.seed, progress, Limits(request.case_timeout))
+    for number in range(meeting.sittings):
+        refresh(meeting.corners, request.seed, number)
+        for place, one in enumerate(contests):
+            progress.sits(number, meeting.sittings, place, len(contests))
+            alive, left = one.alive, (meeting.sittings - number) * len(contests) - place
+            if alive:
+                referee.sit(one, number, _rule(request, _share(request.budget, start, left)))
+            if one.alive and number == 0:
+                _check_origins(meeting)  # more of the user's code may have been imported by now
+                referee.look(one)
+            with held_back():
+                _keep(writer, one, number, alive)
+
+
+def _keep(writer: DuelWriter, one: Contest, number: int, sat: bool) -> None:
+    """Write down what a sitting came to: the case with all there is of it, or one more sitting."""
+    if number == 0 or (sat and not one.alive):
+        writer.bout(one.bout)
+    elif sat:
+        writer.sitting(one.bout.after.case.id, one.sittings[-1])
+
+
+def _share(budget: float | None, start: float, left: int) -> float | None:
+    """One sitting's part of what is left of a budget, in seconds."""
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
+
+
+def _rule(request: Request, share: float | None) -> StoppingRule:
+    """When a case has sat long enough. Nobody looks before: whether a side is slower is asked of all sittings."""
+    most = math.inf if share is None else share
+    if request.rounds is not None:
+        return StoppingRule(fixed=request.rounds, ceiling=most, whole=True)
+    if request.quick:
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(most, CEILING_SECONDS), whole=True)
+    if share is not None:
+        return StoppingRule(least=LEAST_ROUNDS, budget=share, ceiling=share, whole=True)
+    return StoppingRule(least=_LEAST_ROUNDS, budget=_SITTING_SECONDS, ceiling=CEILING_SECONDS)
 
 
 def _begun(meeting: Meeting, request: Request) -> Duel:
@@ -183,7 +225,9 @@ def _begun(meeting: Meeting, request: Request) -> Duel:
         for ready, one in zip((meeting.sides.before, meeting.sides.after), meeting.corners, strict=True)
     )
     started = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Duel(secrets.token_hex(4), started, command_line(), request, before, after, meeting.cases)
+    return Duel(
+        secrets.token_hex(4), started, command_line(), request, before, after, meeting.cases, meeting.sittings
+    )
 
 
 def _side(ready: Ready, one: Corner, request: Request) -> Side:

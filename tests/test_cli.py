@@ -55,6 +55,9 @@ OPTIONS = {
         "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
         "--json",
     },
+    "gate": COMMON | {
+        "A B", "--duel", "--store", "--thresholds", "--no-rerun", "--junit", "--md", "--benchmark-json",
+    },
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
     "history show": COMMON | {"SERIES", "--store", "--import"},

@@ -17,6 +17,8 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.partner import Start
 
 PACKAGE = Path(__file__).resolve().parents[1]
+# How the title of a side begins that is a revision of fp8bench's own.
+OWN = "fp8bench at "
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -130,7 +132,7 @@ def _against_self(word: str, pythons: Sequence[str], imports: tuple[str, ...], f
         paths = _own_paths(imports)
         before, after = _start(BEFORE, pythons[0], there, paths), _start(AFTER, pythons[1], here, paths)
         yield Sides(
-            Ready(before, f"fp8bench at {_title(word, commit)}", imports, commit),
+            Ready(before, f"{OWN}{_title(word, commit)}", imports, commit),
             Ready(after, f"fp8bench: {_this_tree(repository)}", imports, repository.commit),
         )
 
