@@ -135,6 +135,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         counts["runs that had gone on there"] = len(done.runs.extended)
         counts["runs that were here already"] = done.runs.same
         counts["asv's files that are new or have more in them"] = len(done.taken.files)
+        counts |= {"acknowledgements that are new here": done.acks} if done.acks else {}
     if done.renamed:
         counts["asv's files that have come under another interpreter"] = len(done.folded)
     counts["asv's files made again from the runs"] = len(done.view.files)

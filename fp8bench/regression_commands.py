@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
-from fp8bench.history.acks import Ack, Undo, append_acks, load_acks
+from fp8bench.history.acks import Ack, Undo, acks_of, append_acks, load_acks
 from fp8bench.history.environments import load_renamings
 from fp8bench.index.memory import Memory
 from fp8bench.index.opening import History
@@ -118,7 +118,7 @@ def _acks(store: Path) -> list[Ack]:
     """What was acknowledged, with interpreters under the names that they have now."""
     found = load_acks(store)
     for trouble in found.troubles:
-        complain(trouble)
+        complain(f"{acks_of(store)}: {trouble}")
     renamings = load_renamings(store)
     return [replace(one, python=renamings.name(one.python)) for one in found.acks]
 

@@ -56,7 +56,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """Those that hold, oldest first. `troubles` are sentences about lines that were not taken."""
+    """Those that hold, oldest first. `troubles` say which lines were not taken, and why."""
 
     acks: tuple[Ack, ...] = ()
     troubles: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def load_acks(store: Path) -> Acks:
     except FileNotFoundError:
         return Acks()
     except OSError as error:
-        return Acks(troubles=(f"{path} cannot be read ({error.strerror}), so that nothing counts as acknowledged.",))
+        return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
     found: dict[str, Ack] = {}
     undone: set[str] = set()
     troubles = []
@@ -85,7 +85,7 @@ def load_acks(store: Path) -> Acks:
         try:
             one = _read(line)
         except Malformed as error:
-            troubles.append(f"line {number} of {path} {error}, and acknowledges nothing.")
+            troubles.append(f"line {number} {error}, and acknowledges nothing")
             continue
         if isinstance(one, Undo):
             undone.add(one.id)
