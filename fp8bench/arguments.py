@@ -246,8 +246,8 @@ def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_gate(commands: argparse._SubParsersAction[Parser]) -> None:
     gate = commands.add_parser(
         "gate", help="fail a build where something has become worse", allow_abbrev=False,
-        description="Judges a comparison or a duel by thresholds, and measures what it suspects once more, in a fresh "
-        "process, before it says so.",
+        description="Judges a comparison, a duel or the history by thresholds, and measures what it suspects once "
+        "more, in a fresh process, before it says so.",
         epilog="Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the "
         "baseline is missing or does not compare, 130 interrupted.",
     )  # fmt: skip
@@ -255,7 +255,10 @@ def _add_gate(commands: argparse._SubParsersAction[Parser]) -> None:
     words = "what was, and what is: runs, commits or stores, as in compare"
     add("sides", nargs="*", metavar="A B", help=words)
     add("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
+    add("--history", action="store_true", help="the steps in the store's history instead, those not acknowledged")
     add("--store", type=types.path, default=Path(DEFAULT_STORE), metavar="DIR", help="where they are, as in suite")
+    words = "module or .py file of suites of your own, for the history"
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
     add = gate.add_argument_group("how").add_argument
     words = "YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory"
     add("--thresholds", type=types.path, metavar="FILE", help=words)
@@ -302,9 +305,11 @@ def _add_duel(commands: argparse._SubParsersAction[Parser]) -> None:
     words = "module or .py file that registers workloads, precisions or devices of your own"
     add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=words)
     add = duel.add_argument_group("how, as in suite").add_argument
-    add("--quick", action="store_true", help="a few rounds, to see that it runs")
+    words = "how often every case sits, with fresh processes each time; default 4, and 3 are the least for an interval"
+    add("--sittings", type=types.whole("--sittings", high=100), metavar="N", help=words)
+    add("--quick", action="store_true", help="one sitting of a few rounds, to see that it runs")
     add("--budget", type=types.seconds, metavar="SECONDS", help="time for the whole duel; default about 10 s a case")
-    add("--rounds", type=types.whole("--rounds"), metavar="N", help="exactly so many rounds, no early stop")
+    add("--rounds", type=types.whole("--rounds"), metavar="N", help="exactly so many rounds a sitting")
     add("--seed", type=types.whole("--seed", 0), default=0, metavar="N", help="for data, weights and order; default 0")
     words = "CPU threads of torch in each worker; default 1"
     add("--threads", type=types.whole("--threads", high=MOST_THREADS), default=1, metavar="N", help=words)

@@ -59,7 +59,9 @@ class Meeting:
 def duel(arguments: argparse.Namespace) -> int:
     """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
     request = _request(arguments)
-    question = Question(arguments.python_a, arguments.python_b, arguments.against, arguments.against_self)
+    question = Question(
+        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sittings
+    )
     fought = fight(question, request, arguments.store)
     show(fought, arguments.json)
     return exit_code(fought)
@@ -72,7 +74,8 @@ def fight(question: Question, request: Request, store: Path, only: Collection[st
     check_store(store)
     corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
     start = time.monotonic()
-    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager) as meeting:
+    sittings = question.sittings or (_QUICK_SITTINGS if request.quick else _SITTINGS)
+    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager, sittings) as meeting:
         kept = tuple(name for name in meeting.cases if not only or name in only)
         if not kept:
             raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
@@ -120,9 +123,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 @contextmanager
-def _met(
-    sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sittings: int
-) -> Iterator[Meeting]:
+def _met(sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sittings: int) -> Iterator[Meeting]:
     """All workers started, both sides planned, and what they have in common."""
     with ExitStack() as stack:
         corners = []
@@ -225,9 +226,7 @@ def _begun(meeting: Meeting, request: Request) -> Duel:
         for ready, one in zip((meeting.sides.before, meeting.sides.after), meeting.corners, strict=True)
     )
     started = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Duel(
-        secrets.token_hex(4), started, command_line(), request, before, after, meeting.cases, meeting.sittings
-    )
+    return Duel(secrets.token_hex(4), started, command_line(), request, before, after, meeting.cases, meeting.sittings)
 
 
 def _side(ready: Ready, one: Corner, request: Request) -> Side:

@@ -53,10 +53,11 @@ OPTIONS = {
     "duel": COMMON | {
         "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", "--dtypes", "--devices", "--set",
         "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
-        "--json",
+        "--json", "--sittings",
     },
     "gate": COMMON | {
-        "A B", "--duel", "--store", "--thresholds", "--no-rerun", "--junit", "--md", "--benchmark-json",
+        "A B", "--duel", "--history", "--store", "--import", "--thresholds", "--no-rerun", "--junit", "--md",
+        "--benchmark-json",
     },
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--store", "--import"},
@@ -158,9 +159,15 @@ def test_lists(
 REFUSED = {
     "unknown command": (["siute"], "Did you mean 'suite'"),
     "unknown option": (["suite", "gemm", "--dtype", "fp8"], "Did you mean --dtypes"),
-    "unknown command of history": (["history", "shwo"], "unknown command 'shwo'. Did you mean 'show'? Known: ack, list"),
+    "unknown command of history": (
+        ["history", "shwo"],
+        "unknown command 'shwo'. Did you mean 'show'? Known: ack, list",
+    ),
     "an option before the command": (["--store", "x", "show", "last"], "Options stand behind the command. See `fp8be"),
-    "an option before history's": (["history", "--store", "x", "list"], "unknown command 'x'. Known: ack, list, merge, "),
+    "an option before history's": (
+        ["history", "--store", "x", "list"],
+        "unknown command 'x'. Known: ack, list, merge, ",
+    ),
     "another command's option": (["history", "list", "--grid"], "'--grid'. See `fp8bench history list --help`."),
     "an option that is nearly one": (["history", "list", "--run"], "Did you mean --runs? See"),
     "a word too many": (["history", "show", "a", "b"], "unknown argument 'b'. See `fp8bench history show --help`."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import DeviceFacts, Plan, PlannedCase, Request
 from fp8bench.plan import make_plan
 
-# A process is fast or slow for its own reasons (where its memory lies, say): two show by how much.
+# A process is fast or slow for its own reasons: with two a side and sitting, a few sittings tell by how much.
 PROCESSES = 2
 
 
@@ -43,10 +44,8 @@ class Corner:
         return {one.key: one for one in self.devices}
 
     def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> Plan:
-        """Start the workers and plan what this side can do. All of them, so that what cannot start is known at once."""
+        """Start the first worker and plan what this side can do."""
         self.devices = self.workers[0].probe()
-        for worker in self.workers[1:]:
-            worker.probe()
         self.versions = self.workers[0].versions(suites)
         try:
             plan = make_plan(request, self.devices, corpus)
@@ -54,6 +53,20 @@ class Corner:
             raise UsageError(f"side {self.name} ({self.start.python}): {error}") from None
         self.cases = {planned.case.id: planned for group in plan for planned in group.cases}
         return plan
+
+
+def refresh(corners: Sequence[Corner], seed: int, number: int) -> None:
+    """Fresh processes for a sitting, started in random order: a process is as it is until it ends.
+
+    The first sitting takes those that there are.
+    """
+    workers = [worker for one in corners for worker in one.workers]
+    if number:
+        for worker in workers:
+            worker.restart()
+    random.Random(f"{seed}:{number}:start").shuffle(workers)
+    for worker in workers:
+        worker.start()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8bench.model import DeviceFacts, Environment, Record, Request, Status
+from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
 
 # What asv, tables and gates call the sides: A is what was, B is what is.
 BEFORE, AFTER = "A", "B"
@@ -26,11 +26,21 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Sitting:
+    """The samples of one case in one sitting: of each side some processes, all in the same rounds."""
+
+    before: tuple[Timing, ...]
+    after: tuple[Timing, ...]
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
 class Bout:
-    """One case on both sides. The control of a record is the same case in another process of the same side."""
+    """One case on both sides: what became of it, its values, and its times, a sitting at a time."""
 
     before: Record
     after: Record
+    sittings: tuple[Sitting, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -38,13 +48,16 @@ class Bout:
 
     @property
     def measured(self) -> bool:
-        """Whether both sides have times."""
-        return self.before.timing is not None and self.after.timing is not None
+        """Whether it came to times on both sides."""
+        return bool(self.sittings) and not self.failed
 
 
 @dataclass(frozen=True)
 class Duel:
-    """A duel: header and bouts. `cases` are the ids of all planned ones; `troubles` were met by the file's reader."""
+    """A duel: header and bouts. `cases` are the ids of all planned ones; `troubles` were met by the file's reader.
+
+    `sittings` is how many there should be of each case.
+    """
 
     id: str
     started: str
@@ -53,6 +66,7 @@ class Duel:
     before: Side
     after: Side
     cases: tuple[str, ...]
+    sittings: int
     notes: tuple[str, ...] = ()
     bouts: tuple[Bout, ...] = ()
     path: str = ""

@@ -1,4 +1,4 @@
-"""A duel's file: `<store>/duels/<utc>-<id>.jsonl`, JSON lines, every bout through to the disk before the next starts.
+"""A duel's file: `<store>/duels/<utc>-<id>.jsonl`, JSON lines, every sitting through to the disk before the next.
 
 It lies beside the runs and not among them: what it holds was measured with another interpreter or of another commit
 than the history's runs, two processes at a time, and belongs to no series.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.dueling.duel import Bout, Duel
+from fp8bench.dueling.duel import Bout, Duel, Sitting
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.history.soundness import unsound
 
@@ -30,8 +30,13 @@ class DuelWriter:
     path: Path
     _file: IO[str]
 
-    def append(self, bout: Bout) -> None:
+    def bout(self, bout: Bout) -> None:
+        """A case with all that there is of it."""
         self._line({"bout": encode(bout)})
+
+    def sitting(self, case: str, sitting: Sitting) -> None:
+        """One more sitting of a case that is there."""
+        self._line({"case": case, "sitting": encode(sitting)})
 
     def note(self, text: str) -> None:
         """Something a reader of the duel should know."""
@@ -96,23 +101,33 @@ def load_duel(path: Path) -> Duel:
     except OSError as error:
         raise RunNotFound(f"the duel's file {path} cannot be read ({error.strerror}).") from None
     duel = _header(lines[0] if lines else "", path)
-    bouts: list[Bout] = []
+    bouts: dict[str, Bout] = {}
     notes, troubles, finished = [], [], False
     for number, line in enumerate(lines[1:], 2):
         try:
             content = json.loads(line)
             if "bout" in content:
-                bouts.append(_bout(content["bout"]))
+                bout = _bout(content["bout"])
+                bouts[bout.after.case.id] = bout
+            elif "sitting" in content:
+                bout = bouts[content["case"]]
+                more = (*bout.sittings, decode(Sitting, content["sitting"]))
+                bouts[content["case"]] = _sound(replace(bout, sittings=more))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:
                 finished = content["end"] == "finished"
             else:
                 troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
-        except (ValueError, RecursionError, TypeError) as error:
+        except (ValueError, KeyError, RecursionError, TypeError) as error:
             troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
     return replace(
-        duel, bouts=tuple(bouts), notes=tuple(notes), troubles=tuple(troubles), finished=finished, path=str(path)
+        duel,
+        bouts=tuple(bouts.values()),
+        notes=tuple(notes),
+        troubles=tuple(troubles),
+        finished=finished,
+        path=str(path),
     )
 
 
@@ -130,7 +145,11 @@ def _header(line: str, path: Path) -> Duel:
 
 
 def _bout(plain: Any) -> Bout:
-    bout = decode(Bout, plain)
+    return _sound(decode(Bout, plain))
+
+
+def _sound(bout: Bout) -> Bout:
+    """The bout, if its samples make sense."""
     for why in _wrong(bout):
         raise Malformed(why)
     return bout
@@ -140,3 +159,8 @@ def _wrong(bout: Bout) -> Iterator[str]:
     if bout.before.case.id != bout.after.case.id:
         yield "its sides are of different cases"
     yield from filter(None, (unsound(bout.before), unsound(bout.after)))
+    for sitting in bout.sittings:
+        for record, timings in ((bout.before, sitting.before), (bout.after, sitting.after)):
+            if not timings:
+                yield "a sitting has no times of a side"
+            yield from filter(None, (unsound(replace(record, timing=timing)) for timing in timings))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
+from dataclasses import dataclass, field
 
 from fp8bench.dueling.corner import PROCESSES, Corner
-from fp8bench.dueling.duel import BEFORE, Bout
-from fp8bench.dueling.ring import Entry, EntryFailed, Judge, Ring, Tell, timings
+from fp8bench.dueling.duel import AFTER, BEFORE, Bout, Sitting
+from fp8bench.dueling.ring import Entry, EntryFailed, Ring
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.outcome import Outcome, exhausted
@@ -20,97 +20,112 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 
 
-class BoutMeasurement:
-    """The state of measuring one case; `run` is the whole of it."""
+@dataclass
+class Contest:
+    """What one case has come to so far. `left_out` says why it is not measured, '' if it is.
 
-    def __init__(
-        self,
-        case: str,
-        corners: tuple[Corner, Corner],
-        rule: StoppingRule,
-        judge: Judge,
-        seed: int,
-        observer: Observer,
-        limits: Limits,
-    ) -> None:
+    `processes` is how many a side memory has admitted so far.
+    """
+
+    before: Outcome
+    after: Outcome
+    left_out: str = ""
+    sittings: list[Sitting] = field(default_factory=list)
+    processes: int = PROCESSES
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is more to measure."""
+        return not (self.left_out or self.before.failure or self.after.failure)
+
+    @property
+    def bout(self) -> Bout:
+        """As far as it has come, frozen."""
+        before, after = self._record(self.before, BEFORE), self._record(self.after, AFTER)
+        return Bout(before, after, tuple(self.sittings))
+
+    def _record(self, outcome: Outcome, side: str) -> Record:
+        planned = outcome.planned
+        status = Status.SKIPPED if self.left_out else Status.FAILED if outcome.failure else Status.OK
+        return Record(
+            planned.case, planned.support, status, planned.work, side == BEFORE, self.left_out or outcome.failure,
+            outcome.detail, measurements=tuple(outcome.measurements), paired=not self.left_out,
+        )  # fmt: skip
+
+
+def contest(case: str, corners: tuple[Corner, Corner]) -> Contest:
+    """A case that is about to be measured, or the reason why it is not."""
+    before, after = (Outcome(corner.cases[case]) for corner in corners)
+    return Contest(before, after, _unfit(corners, (before.planned, after.planned)))
+
+
+def _unfit(corners: tuple[Corner, Corner], planned: tuple[PlannedCase, PlannedCase]) -> str:
+    """Why a case is not measured on both sides; '' if it is."""
+    refused = [f"side {corner.name}: {one.skip}" for corner, one in zip(corners, planned, strict=True) if one.skip]
+    if refused:
+        return "; ".join(refused)
+    suite = planned[0].case.workload
+    versions = [corner.versions.get(suite) for corner in corners]
+    missing = [corner.name for corner, version in zip(corners, versions, strict=True) if version is None]
+    if missing:
+        return f"side {' and side '.join(missing)} has no suite {suite!r}"
+    if versions[0] != versions[1]:
+        return (
+            f"suite {suite} has version {versions[0]} on side {BEFORE} and {versions[1]} on side {AFTER}: what a step "
+            "does has changed, so that their times do not compare"
+        )
+    return ""
+
+
+class Referee:
+    """Has cases sit, and looks at their values."""
+
+    def __init__(self, corners: tuple[Corner, Corner], seed: int, observer: Observer, limits: Limits) -> None:
         self._corners = corners
-        self._planned = [corner.cases[case] for corner in corners]
-        self._rule = rule
-        self._judge = judge
-        self._seed = random.Random(f"{seed}:{case}").getrandbits(32)
+        self._seed = seed
         self._observer = observer
         self._limits = limits
-        self._begun = time.monotonic()
-        self._outcomes = [Outcome(planned) for planned in self._planned]
 
-    def run(self) -> Bout:
-        """Measure on both sides at once, then look at numbers and memory on each."""
-        why = self._unfit()
-        if why:
-            before, after = (self._left_out(planned, why) for planned in self._planned)
-            return Bout(before, after)
-        for processes in range(PROCESSES, 0, -1):
-            if self._time(processes):
-                break
-        for corner, outcome in zip(self._corners, self._outcomes, strict=True):
-            if not outcome.failure:
-                passes = Passes(corner.workers[0], corner.facts, self._limits, self._observer)
-                passes.errors([outcome])
-                if not outcome.failure:
-                    passes.memory([outcome])
-        before, after = (
-            self._record(outcome, side) for side, outcome in zip(self._corners, self._outcomes, strict=True)
-        )
-        return Bout(before, after)
-
-    def _unfit(self) -> str:
-        """Why the case is not measured on both sides; '' if it is."""
-        refused = [
-            f"side {corner.name}: {planned.skip}"
-            for corner, planned in zip(self._corners, self._planned, strict=True)
-            if planned.skip
-        ]
-        if refused:
-            return "; ".join(refused)
-        suite = self._planned[0].case.workload
-        versions = [corner.versions.get(suite) for corner in self._corners]
-        missing = [corner.name for corner, version in zip(self._corners, versions, strict=True) if version is None]
-        if missing:
-            return f"side {' and side '.join(missing)} has no suite {suite!r}"
-        if versions[0] != versions[1]:
-            return (
-                f"suite {suite} has version {versions[0]} on side A and {versions[1]} on side B: what a step does has "
-                "changed, so that their times do not compare"
-            )
-        return ""
-
-    def _time(self, processes: int) -> bool:
-        """One sitting with so many processes a side; False where memory did not admit them and fewer may do."""
+    def sit(self, one: Contest, number: int, rule: StoppingRule) -> None:
+        """One sitting of a case. With fewer processes a side where memory does not admit all."""
+        seed = random.Random(f"{self._seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
         while True:
-            ring = self._ring(processes)
+            ring = self._ring(one, seed)
             failed: EntryFailed | None = None
+            sitting: Sitting | None = None
             try:
-                self._sit(ring)
+                sitting = ring.sit(rule, lambda doing: self._observer.working(one.before.planned.case, doing, 0.0))
             except EntryFailed as raised:
                 failed = raised
             except CompilingFailed as raised:
-                self._restart(ring, raised.arm)
+                self._restart(ring, raised)
                 continue  # in a fresh worker, and without compiling
             finally:
                 left_over = ring.release()
             failed = failed or left_over
-            if failed is not None and exhausted(failed.cause) and processes > 1:
-                return False
+            if failed is not None and exhausted(failed.cause) and one.processes > 1:
+                one.processes -= 1
+                continue
             if failed is not None:
-                self._fail(failed)
-            return True
+                _fail(one, failed)
+            elif sitting is not None:
+                one.sittings.append(sitting)
+            return
 
-    def _ring(self, processes: int) -> Ring:
+    def look(self, one: Contest) -> None:
+        """Errors and memory on both sides: values that are the same whenever the same code runs."""
+        for corner, outcome in zip(self._corners, (one.before, one.after), strict=True):
+            passes = Passes(corner.workers[0], corner.facts, self._limits, self._observer)
+            passes.errors([outcome])
+            if not outcome.failure:
+                passes.memory([outcome])
+
+    def _ring(self, one: Contest, seed: int) -> Ring:
         before, after = (
-            [self._entry(corner, planned, place) for place in range(processes)]
-            for corner, planned in zip(self._corners, self._planned, strict=True)
+            [self._entry(corner, outcome.planned, place) for place in range(one.processes)]
+            for corner, outcome in zip(self._corners, (one.before, one.after), strict=True)
         )
-        return Ring(before, after)
+        return Ring(before, after, seed)
 
     def _entry(self, corner: Corner, planned: PlannedCase, place: int) -> Entry:
         case = planned.case
@@ -119,50 +134,16 @@ class BoutMeasurement:
         arm = Arm(case.id, planned, corner.facts[case.device], self._limits)
         return Entry(corner.name, corner.workers[place], arm, quantisers)
 
-    def _sit(self, ring: Ring) -> None:
-        tell: Tell = lambda doing, share: self._observer.working(self._planned[0].case, doing, share)  # noqa: E731
-        try:
-            ring.prepare(tell)
-            stopped = ring.run(self._rule.after(time.monotonic() - self._begun), self._judge, self._seed, tell)
-            ring.check()
-        finally:  # what a side gave before the other one failed is there to be looked at
-            self._keep(ring)
-        for outcome in self._outcomes:
-            outcome.stopped = stopped
-
-    def _keep(self, ring: Ring) -> None:
-        for outcome, entries in zip(self._outcomes, (ring.before, ring.after), strict=True):
-            first, *others = timings(entries)
-            outcome.timing = first if first.slots else None
-            outcome.control = others[0] if others and others[0].slots else None
-            outcome.scales = entries[0].arm.scales
-
-    def _restart(self, ring: Ring, arm: Arm) -> None:
+    def _restart(self, ring: Ring, failed: CompilingFailed) -> None:
         for entry in ring.entries:
-            if entry.arm is arm:
+            if entry.arm is failed.arm:
                 entry.worker.restart()
 
-    def _fail(self, failed: EntryFailed) -> None:
-        outcome = self._outcomes[0 if failed.entry.side == BEFORE else 1]
-        cause = failed.cause
-        if not exhausted(cause):
-            failed.entry.worker.restart()
-        outcome.failure = "out of memory beside the other side" if exhausted(cause) else str(cause)
-        outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
-    def _record(self, outcome: Outcome, corner: Corner) -> Record:
-        planned = outcome.planned
-        fine = not outcome.failure
-        return Record(
-            planned.case, planned.support, Status.OK if fine else Status.FAILED, planned.work,
-            corner is self._corners[0], outcome.failure, outcome.detail, outcome.timing if fine else None,
-            outcome.control if fine else None, None, self._both_alive(), tuple(outcome.measurements), outcome.stopped,
-            scales=outcome.scales if fine else (),
-        )  # fmt: skip
-
-    def _both_alive(self) -> bool:
-        return not any(outcome.failure for outcome in self._outcomes)
-
-    def _left_out(self, planned: PlannedCase, why: str) -> Record:
-        is_reference = planned is self._planned[0]
-        return Record(planned.case, planned.support, Status.SKIPPED, planned.work, is_reference, why, paired=False)
+def _fail(one: Contest, failed: EntryFailed) -> None:
+    outcome = one.before if failed.entry.side == BEFORE else one.after
+    cause = failed.cause
+    if not exhausted(cause):
+        failed.entry.worker.restart()
+    outcome.failure = "out of memory beside the other side" if exhausted(cause) else str(cause)
+    outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""

@@ -24,17 +24,18 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class Question:
-    """What makes the sides differ, as given; None is what runs here and now."""
+    """What makes the sides differ, as given; None is what runs here. And how often they sit, if that is given."""
 
     python_a: str | None = None
     python_b: str | None = None
     against: str | None = None
     against_self: str | None = None
+    sittings: int | None = None
 
     @property
     def nothing(self) -> bool:
         """Whether the sides are the same, so that a duel measures nothing but noise."""
-        return self == Question()
+        return not any((self.python_a, self.python_b, self.against, self.against_self))
 
 
 @dataclass(frozen=True)

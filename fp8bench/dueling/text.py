@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.analysis.two_sides import BELIEVED
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
 from fp8bench.dueling.duel import Bout, Duel, Side
 from fp8bench.dueling.verdicts import TIME, compared, judged
-from fp8bench.model import Comparison, Direction, Level, Status
+from fp8bench.model import Comparison, Direction, Interval, Level, Status
 from fp8bench.report.blocks import show_params
 from fp8bench.report.comparisons import TONES, counted, direction, label_legend, ratio, value
 from fp8bench.report.layout import INDENT, Column, Paint, Row, SectionRow, Tone, painter, table, wrap
@@ -16,19 +18,23 @@ from fp8bench.report.layout import INDENT, Column, Paint, Row, SectionRow, Tone,
 WIDTH = 100
 _TIMES = (
     Column("case"), Column("A", right=True), Column("B", right=True), Column("verdict"), Column("B / A"),
-    Column("noise (A/A)"), Column("labels"),
+    Column("apart", right=True), Column("labels"),
 )  # fmt: skip
 _VALUES = (Column("case"), Column("figure"), Column("A", right=True), Column("B", right=True), Column("B / A"))
 _HOW_RATIO = (
-    f"B / A: time of B over time of A in the same rounds, below 1 is faster, with its {units.percent(FINAL_LEVEL, 0)} "
-    "interval; best cases of each side's two processes, by their geometric mean"
+    f"B / A: time of B over time of A, below 1 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
+    "the faster half of its processes, each by its best case"
+)
+_HOW_APART = (
+    "apart: how much slower a side's slowest process was than its fastest, which run the same code; the interval "
+    "allows for it"
 )
 _HOW_VERDICT = (
-    f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, or what two "
-    f"processes of one side provably differ by, if that is more; same if it lies within +-{units.percent(SAME, 0)}; "
-    "else unsure"
+    f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, same if it lies "
+    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sittings), only what is "
+    f"beyond {units.percent(BELIEVED, 0)} in all processes is told"
 )
-_LEGEND = (_HOW_RATIO, "noise (A/A): how far two processes of the same side may lie apart", _HOW_VERDICT)
+_LEGEND = (_HOW_RATIO, _HOW_APART, _HOW_VERDICT)
 
 
 def render(duel: Duel, color: bool = False, width: int = WIDTH) -> str:
@@ -47,10 +53,14 @@ def render(duel: Duel, color: bool = False, width: int = WIDTH) -> str:
 
 
 def _head(duel: Duel, width: int, paint: Paint) -> Iterator[str]:
-    title = f"duel {duel.request.suite}: B against A, case by case in the same rounds"
+    title = f"duel {duel.request.suite}: B against A, {_sittings(duel)} of two processes a side"
     yield from (paint(line, Tone.STRONG) for line in wrap(title, width, hang=INDENT))
     for side in (duel.before, duel.after):
         yield from wrap(f"{side.name}: {_side(side)}", width, INDENT, INDENT)
+
+
+def _sittings(duel: Duel) -> str:
+    return f"{duel.sittings} sitting{'s' * (duel.sittings != 1)}"
 
 
 def _side(side: Side) -> str:
@@ -74,13 +84,20 @@ def _times(found: _Found) -> Iterator[Row | SectionRow]:
             before = case.setting
         one = next(one for one in comparisons if one.metric == TIME)
         known = judged(bout)
-        floor = f"+-{units.percent(known.floor)}" if known is not None and known.floor is not None else units.NONE
+        apart = units.percent(known.apart) if known is not None else units.NONE
         cells = (
-            _name(bout), value(one, one.before), value(one, one.after), _word(bout, one), ratio(one.ratio), floor,
+            _name(bout), value(one, one.before), value(one, one.after), _word(bout, one), _ratio(one.ratio), apart,
             ", ".join(one.labels),
         )  # fmt: skip
         tone = Tone.BAD if Status.FAILED in _statuses(bout) else TONES.get(one.direction)
         yield Row(cells, {} if tone is None else {"verdict": tone})
+
+
+def _ratio(interval: Interval | None) -> str:
+    """With the interval, where there is one."""
+    if interval is not None and math.isinf(interval.high):
+        return f"{units.ratio(interval.point)} [no interval]"
+    return ratio(interval)
 
 
 def _name(bout: Bout) -> str:
@@ -154,4 +171,7 @@ def _ending(duel: Duel, width: int, paint: Paint) -> Iterator[str]:
     missing = len(duel.cases) - len(duel.bouts)
     if missing:
         yield from wrap(f"{missing} of {len(duel.cases)} cases were not measured", width, hang=INDENT)
+    short = sum(0 < len(one.sittings) < duel.sittings and not one.failed for one in duel.bouts)
+    if short:
+        yield from wrap(f"{short} of {len(duel.cases)} cases have fewer sittings than were planned", width, hang=INDENT)
     yield from wrap(f"stored in {duel.path}" if duel.path else "this duel was not stored", width, hang=INDENT)

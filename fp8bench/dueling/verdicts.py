@@ -1,8 +1,7 @@
 """What the samples of a duel say: B against A, figure by figure.
 
-Times: the best cases of both sides over the rounds that all entries were in, each side by the geometric mean of its
-entries. The verdict is that of analysis.verdicts; the band is as much as two processes of one side provably differ.
-Values (errors, memory) are the same whenever the same code runs, so that they need no statistics.
+Times by analysis.two_sides. Values (errors, memory) are the same whenever the same code runs, so that they need no
+statistics.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.two_sides import Judged, chance, judge, why_unsure
+from fp8bench.analysis.two_sides import Judged, SideTimings, judge, why_unsure
 from fp8bench.analysis.verdicts import best_phases
+from fp8bench.comparing import student
 from fp8bench.dueling.duel import AFTER, BEFORE, Bout, Duel
 from fp8bench.model import (
     Comparison,
@@ -22,10 +22,9 @@ from fp8bench.model import (
     Evidence,
     Finding,
     Interval,
+    Label,
     Measurement,
-    Record,
     Status,
-    Timing,
     Verdict,
 )
 
@@ -35,6 +34,8 @@ _NOT_LOWER_ENDS = ("_db",)
 _NOT_LOWER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnormal_percent"})
 # What another order of a few sums changes an error by.
 _SMALL = 1e-3
+# They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
+_OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
     Verdict.FASTER: Direction.BETTER, Verdict.SLOWER: Direction.WORSE, Verdict.SAME: Direction.SAME,
     Verdict.UNSURE: Direction.UNSURE,
@@ -42,9 +43,8 @@ _DIRECTIONS = {
 
 
 def judged(bout: Bout) -> Judged | None:
-    """What the times of a bout say; None where they were not taken in the same rounds."""
-    before, after = _entries(bout.before), _entries(bout.after)
-    return judge(before, after) if before and after and bout.after.paired else None
+    """What the times of a bout say; None where there are none, or the case has failed."""
+    return judge([SideTimings(one.before, one.after) for one in bout.sittings]) if bout.measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
@@ -63,30 +63,43 @@ def compared(bout: Bout) -> Iterator[Comparison]:
         yield _value(bout, name)
 
 
-def _entries(record: Record) -> list[Timing]:
-    return [one for one in (record.timing, record.control) if one is not None and one.slots]
-
-
 def _time(bout: Bout) -> Comparison:
     found = judged(bout)
     blank = _blank(bout, TIME, SECONDS)
     if found is None:
         return replace(blank, why=_why_none(bout))
-    blank = replace(blank, before=found.before, after=found.after, labels=tuple(_labels(bout, found)))
+    blank = replace(blank, before=found.before, after=found.after, labels=_labels(bout, found))
     old, new = bout.before.support.level, bout.after.support.level
     if old is not new:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
     why = why_unsure(found) if found.verdict is Verdict.UNSURE else ""
     way = _DIRECTIONS[found.verdict]
-    return replace(blank, direction=way, ratio=found.ratio, p_value=chance(found), why=why)
+    return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why)
 
 
-def _labels(bout: Bout, found: Judged) -> Iterator[str]:
-    record = bout.after
-    assert record.timing is not None and bout.before.timing is not None
-    phases = best_phases(record.timing)
-    finding = Finding(record.case, found.verdict, phases=phases, floor=found.floor, ratio=found.ratio)
-    yield from labels_of(record, finding, bout.before.timing)
+def p_value(found: Judged) -> float | None:
+    """The chance of so great a difference if nothing had changed; None where processes are too few to say.
+
+    Beyond the least that dealing names out can tell, by Student's t.
+    """
+    if not found.resolved:
+        return None
+    if found.chance > found.finest:
+        return found.chance
+    return min(found.chance, student.p_value(found.distance, found.freedom))
+
+
+def _labels(bout: Bout, found: Judged) -> tuple[Label, ...]:
+    """Reasons for doubt that hold for half of the processes."""
+    labels: list[Label] = []
+    for sitting in bout.sittings:
+        for record, timings in ((bout.before, sitting.before), (bout.after, sitting.after)):
+            for timing in timings:
+                finding = Finding(record.case, found.verdict, phases=best_phases(timing))
+                labels += labels_of(replace(record, timing=timing), finding, None)
+    processes = sum(len(one.before) + len(one.after) for one in bout.sittings)
+    wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
+    return tuple(label for label in Label if label in wanted)
 
 
 def _why_none(bout: Bout) -> str:

@@ -20,6 +20,13 @@ from fp8bench.model import Scalar
 Greeting = dict[str, Scalar | None]
 # They say where the running interpreter has its library, which another one must not believe.
 _ABOUT_THIS_PYTHON = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
+# glibc gives memory back to the system as luck has it, and a process that does so in every step may take half as long
+# again. These have it keep what it has, on both sides alike; a person's own settings stay.
+_CALM = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,13 @@ class PartnerWorker(ProcessWorker):
         self._start = start
         self.greeting: Greeting = {}
 
+    def start(self) -> None:
+        """Start the process, if none runs, and let it import all it needs."""
+        self.ask(START_SECONDS, "quantisers")
+
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
-        return {**kept, "PYTHONPATH": os.pathsep.join(self._start.paths)}
+        return {**_CALM, **kept, "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
     def _begin(self, process: WorkerProcess) -> None:
         try:

@@ -82,7 +82,7 @@ TABLE: dict[str, frozenset[str]] = {
     "gate_commands": ANYONE,
     "duel_commands": ANYONE,
     "dueling": FLOOR
-    | {"analysis", "commits", "history", "interrupts", "measure", "plan", "protocols", "registry", "report"},
+    | {"analysis", "commits", "comparing", "history", "interrupts", "measure", "plan", "protocols", "registry", "report"},
     "lint_commands": ANYONE,
     "sensitivity": FLOOR | {"answers", "measure", "plan", "protocols", "registry", "report"},
     "sensitivity_commands": ANYONE,
