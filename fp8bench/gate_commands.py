@@ -9,6 +9,7 @@ from pathlib import Path
 from fp8bench.compare_commands import write_outputs
 from fp8bench.errors import UsageError
 from fp8bench.gate_sources.duel import of_duel
+from fp8bench.gate_sources.history import of_history
 from fp8bench.gate_sources.sides import of_sides
 from fp8bench.gate_sources.source import Source
 from fp8bench.gating import junit, trend
@@ -46,10 +47,11 @@ def gate(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """What is asked for is one thing, and can be written, before anything is measured."""
-    asked = [name for name, given in (("A B", arguments.sides), ("--duel", arguments.duel is not None)) if given]
+    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history}
+    asked = [name for name, there in given.items() if there]
     if len(asked) != 1:
-        given = "nothing was" if not asked else f"{' and '.join(asked)} were"
-        raise UsageError(f"{given} given to judge. Give two sides A B, or --duel DUEL.")
+        words = "nothing was" if not asked else f"{' and '.join(asked)} were"
+        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, or --history.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
         raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
@@ -63,6 +65,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _source(arguments: argparse.Namespace) -> Source:
     if arguments.duel is not None:
         return of_duel(arguments.duel, arguments.store)
+    if arguments.history:
+        return of_history(arguments.store)
     before, after = arguments.sides
     return of_sides(before, after, arguments.store)
 

@@ -37,6 +37,9 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules, workloads
 from fp8bench.resuming import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 
+# The door of runs that hold some cases of another run once more.
+AGAIN = "gate"
+
 
 def execute(
     request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None
@@ -94,7 +97,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     corpus = _prepared(request, store)
     check_store(store)
     with _worker(request, corpus) as worker:
-        again = replace(_opened(request, corpus, worker, command, None), origin="gate")
+        again = replace(_opened(request, corpus, worker, command, None), origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
             raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")

@@ -204,6 +204,13 @@ def _metrics(kind: type[Workload]) -> tuple[Metric, ...]:
     return metrics_of(grid)
 
 
+def cell_of(case: Case, run: Run) -> Cell | None:
+    """The cell of a declared grid that a case of a run is; None for one that is in none."""
+    if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
+        return None
+    return _cell(workloads.get(case.workload), case, run)
+
+
 def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
     assert workload.history is not None

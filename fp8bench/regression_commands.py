@@ -29,16 +29,21 @@ def regressions(arguments: argparse.Namespace) -> int:
     """Tell the open changes; the exit code says whether one of them is worse."""
     store = existing_store(arguments.store)
     announce(store, reading=False)
-    memory = Memory(store)
-    changes = find_all_changes(opened(store), memory.steps_of_many)
-    for trouble in memory.troubles:
-        complain(trouble)
-    found = acknowledged(changes, _acks(store))
+    found = all_changes(opened(store), store)
     if arguments.json:
         say(changes_json(found))
     else:
         say(render_changes(found, str(store), arguments.all, options_of(arguments), in_color()))
     return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
+
+
+def all_changes(history: History, store: Path) -> Found:
+    """What has changed over a store's history, and what of it was acknowledged."""
+    memory = Memory(store)
+    changes = find_all_changes(history, memory.steps_of_many)
+    for trouble in memory.troubles:
+        complain(trouble)
+    return acknowledged(changes, _acks(store))
 
 
 def acknowledge(arguments: argparse.Namespace) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.comparing.figures import RELATIVE, TIME
-from fp8bench.duel_commands import fight
 from fp8bench.dueling.duel import Duel, Side
 from fp8bench.dueling.keeping import find_duel, load_duel
 from fp8bench.dueling.opening import OWN, Question
 from fp8bench.dueling.verdicts import comparisons
-from fp8bench.errors import EXIT_FAILED, Fp8benchError, RunNotFound
+from fp8bench.errors import EXIT_FAILED, RunNotFound
+from fp8bench.gate_sources.again import duelled
 from fp8bench.gate_sources.source import Source
-from fp8bench.gating.judging import SecondLook, key_of
-from fp8bench.model import Comparison, Request
+from fp8bench.gating.judging import SecondLook
+from fp8bench.model import Comparison
 
 
 def of_duel(word: str, store: Path) -> Source:
@@ -39,20 +37,6 @@ def of_duel(word: str, store: Path) -> Source:
 
 def _newest(store: Path) -> Path | None:
     return max((store / "duels").glob("*.jsonl"), key=lambda path: path.name, default=None)
-
-
-def duelled(question: Question, request: Request, store: Path, suspects: Sequence[Comparison]) -> SecondLook:
-    """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
-    cases = {one.case for one in suspects}
-    try:
-        duel = fight(question, replace(request, trace=None), store, cases)
-    except Fp8benchError as error:
-        return SecondLook({}, refused=str(error).rstrip("."))
-    if not duel.finished:
-        raise KeyboardInterrupt
-    found = {key_of(one): one for one in comparisons(duel)}
-    found |= {(case, RELATIVE): one for (case, metric), one in found.items() if metric == TIME}
-    return SecondLook(found, f"in duel {duel.id}")
 
 
 def _question(duel: Duel) -> Question:

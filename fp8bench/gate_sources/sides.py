@@ -4,29 +4,20 @@ repository in the working directory, else the second side's are measured again.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.choosing import runs_meant
-from fp8bench.commits import commit_named
 from fp8bench.compare_commands import compared_of, read_runs
 from fp8bench.comparing.compare import Compared, compare
 from fp8bench.comparing.sides import Side, side_of
 from fp8bench.comparing.text import side_words
-from fp8bench.dueling.opening import PACKAGE, Question
-from fp8bench.environment import command_line
-from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, Fp8benchError, RunNotFound, UsageError
-from fp8bench.gate_sources.duel import duelled
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound
+from fp8bench.gate_sources.again import duel_with, measured_again
 from fp8bench.gate_sources.source import Source
 from fp8bench.gating.judging import SecondLook, key_of
-from fp8bench.history.runs import store_of
 from fp8bench.model import Comparison, Run
-from fp8bench.pipeline import findings, measure_again
-from fp8bench.report.progress import progress
-from fp8bench.streams import complain
-from fp8bench.view import update_view
+from fp8bench.pipeline import findings
 
 _MOST_LISTED = 5
 
@@ -75,42 +66,27 @@ def _notes(compared: Compared) -> list[str]:
 
 
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path) -> SecondLook:
-    """A duel with the baseline's commit where that can be; else the second side alone, in fresh processes."""
-    question = _question(compared.before)
+    """A duel with the baseline's commit where that can be; else the second side alone."""
     newest = _run_with(compared.after, suspects)
-    if question is not None:
-        look = duelled(question, newest.request, store, suspects)
-        if not look.refused:
-            return look
-        complain(f"gate: no duel ({look.refused}); what is suspected is measured again alone")
-    return _measured_again(compared, newest, suspects, store)
+    commit = _commit_of(compared.before)
+    look = duel_with(commit, newest.request, store, suspects) if commit is not None else None
+    if look is not None and not look.refused:
+        return look
+    again, refused = measured_again(newest, {one.case for one in suspects}, store)
+    if again is None:
+        return SecondLook({}, refused=refused)
+    found = compare(compared.before, side_of("again", [(again, findings(again))]))
+    return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")
 
 
-def _question(before: Side) -> Question | None:
-    """How to duel with the commit that the baseline is of; None where it is none of the working directory's."""
-    commits = {run.environment.get("commit") for run in before.runs}
-    clean = all(run.environment.get("dirty") is False for run in before.runs)
+def _commit_of(side: Side) -> str | None:
+    """The one commit that a side is of; None if it is of several, of none, or of files that differed from it."""
+    commits = {run.environment.get("commit") for run in side.runs}
+    clean = all(run.environment.get("dirty") is False for run in side.runs)
     commit = next(iter(commits))
-    if len(commits) != 1 or not isinstance(commit, str) or not clean or commit_named(commit, Path()) is None:
-        return None
-    own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
-    return Question(against_self=commit) if own else Question(against=commit)
+    return commit if len(commits) == 1 and isinstance(commit, str) and clean else None
 
 
 def _run_with(after: Side, suspects: Sequence[Comparison]) -> Run:
     """The newest run that has the first of the suspects: in nearly all comparisons there is but one."""
     return after.sightings[suspects[0].case][-1].run
-
-
-def _measured_again(compared: Compared, run: Run, suspects: Sequence[Comparison], store: Path) -> SecondLook:
-    kept = store_of(Path(run.path)) or store
-    try:
-        with progress(sys.stderr, os.environ) as observer:
-            again = measure_again(run, {one.case for one in suspects}, kept, observer, command_line())
-    except (UsageError, Fp8benchError) as error:
-        return SecondLook({}, refused=str(error).rstrip("."))
-    if not again.finished:
-        raise KeyboardInterrupt
-    complain(update_view(again, kept))
-    found = compare(compared.before, side_of("again", [(again, findings(again))]))
-    return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")

@@ -138,6 +138,11 @@ def _is_alone(one: Comparison) -> bool:
     return one.evidence is not Evidence.PAIRED and one.p_value is None and one.direction is Direction.UNSURE
 
 
+def _holds(again: Comparison) -> bool:
+    """Whether one new value belongs to the new level of a series: half of them lie below a threshold that it is at."""
+    return again.direction is Direction.WORSE
+
+
 def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
     failed = (found for found in look.comparisons.values() if found.failed and found.case == one.comparison.case)
     again = next(failed, None) or look.comparisons.get(one.key)
@@ -149,7 +154,8 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
         return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
     # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
     same = again.metric == one.comparison.metric
-    if not exceeds(again, one.threshold if same else threshold_of(again, rules)):
+    threshold = one.threshold if same else threshold_of(again, rules)
+    if not (_holds(again) if again.evidence is Evidence.HISTORY else exceeds(again, threshold)):
         return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
