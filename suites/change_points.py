@@ -135,9 +135,9 @@ def main() -> int:
 def _print_calibration(random: Random, series: int) -> None:
     made = flat("Gaussian", random, series)
     print("deviations  flat alarms  5%, 3 after  5%, 5 after   of", series)
-    for deviations in np.arange(3.0, 4.01, 0.1):
+    for deviations in np.arange(3.1, 3.71, 0.05):
         counts = alarms(made, deviations), hits(made, 3, STEP, deviations), hits(made, 5, STEP, deviations)
-        print(f"{deviations:10.1f}" + "".join(f"{_percent(count, series):>13}" for count in counts), flush=True)
+        print(f"{deviations:10.2f}" + "".join(f"{_percent(count, series):>13}" for count in counts), flush=True)
 
 
 def _print_figures(random: Random, series: int) -> None:

@@ -26,9 +26,11 @@ Values = Sequence[float] | Floats
 LEAST_VALUES = LEAST_FIRST + LEAST
 # How many deviations of one value a cut is worth, at the last look and at the first, and what the logarithm of a
 # piece's length costs, in squares of them. `python -m suites.change_points --calibrate` shows what they bring.
-DEVIATIONS = 3.4
+DEVIATIONS = 3.35
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
+# So many errors of theirs the values of the last level lie from the one before on average, the furthest of them aside.
+_FIRM = 2.1
 # The chance that a flat series is cut is that of one deviation times about so many, from 60 values to 300; less of
 # shorter ones.
 _CHANCES = 10.0
@@ -114,7 +116,7 @@ def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
     units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, stepped, strict=True)])
     cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / deviations**2)
     for number, row, places in zip(stepped, rows, cuts, strict=True):
-        found[number] = tuple(_steps(row, places))
+        found[number] = tuple(_steps(row, _firm(row, places)))
     return found
 
 
@@ -130,6 +132,18 @@ def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
     rest = np.concatenate([piece - piece.mean() for piece in pieces])
     freedom = max(len(row) - len(pieces), 1)
     return max(math.sqrt(float(rest @ rest) / freedom * memory(rest, len(pieces))), LEAST_SPREAD), freedom
+
+
+def _firm(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
+    """The cuts without the last one, if its step hardly shows without its furthest value: that may be a bad night."""
+    if not cuts:
+        return cuts
+    noise, _ = _noise(row, cuts)
+    begin, cut = [0, *cuts][-2:]
+    apart = row[cut:] - row[begin:cut].mean()
+    rest = np.sort(apart * math.copysign(1.0, apart.mean()))[:-1]
+    error = noise * math.sqrt(1 / len(rest) + 1 / (cut - begin))
+    return cuts if rest.mean() >= _FIRM * error else cuts[:-1]
 
 
 def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
