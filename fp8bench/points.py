@@ -98,6 +98,8 @@ def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple
 
 
 def _merged(alike: Sequence[Point]) -> Point:
+    if len(alike) == 1:
+        return alike[0]
     sampled = [point for point in alike if point.samples]
     if not sampled:
         return alike[-1]
@@ -144,7 +146,9 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
             continue
         data = _data(workload, record.case)
         found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
-        points += [replace(point, under=(*under, *_quantisers(workload, record, point))) for point in found]
+        for point in found:
+            own = _quantisers(workload, record, point)
+            points.append(replace(point, under=(*under, *own) if own else under))
     return Followed(tuple(points), _series(type(workload), data) if points else (), others)
 
 

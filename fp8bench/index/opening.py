@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8bench.course import Courses
 from fp8bench.history.environments import Renamings, load_renamings
@@ -26,6 +27,7 @@ from fp8bench.index.figure_files import (
     sweep,
 )
 from fp8bench.index.lines import Lines, lines_of, names_in
+from fp8bench.index.processes import spread
 from fp8bench.index.tables import Table
 from fp8bench.model import Ending
 from fp8bench.telling import Heard, commit_of, files_by_commit, hear
@@ -71,101 +73,105 @@ class History:
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:
     """Open it. `warn` is told how many runs must be read, before they are."""
-    opening = _Opening(store, load_renamings(store))
     files = files_by_commit(store)
-    found = {commit: opening.load(commit, paths) for commit, paths in files.items()}
-    missing = [commit for commit, one in found.items() if not isinstance(one, CommitFigures)]
+    renamings, known = load_renamings(store), Fingerprints()
+    found = {commit: _loaded(store, commit, paths, renamings, known) for commit, paths in files.items()}
+    missing = {commit: one for commit, one in found.items() if not isinstance(one, CommitFigures)}
     read = sum(len(files[commit]) for commit in missing)
-    if read:
+    if missing:
         warn(read)
-    for commit in missing:
-        found[commit] = opening.make(commit, files[commit], keep=found[commit] is not Newer)
+    jobs = [_Job(store, commit, tuple(files[commit]), why is not Newer, known) for commit, why in missing.items()]
+    made = dict(zip(missing, spread(_figures, jobs), strict=True))
     if missing:
         sweep(store, files)
-    known = [one for one in found.values() if isinstance(one, CommitFigures)]
+    figures = [one if isinstance(one, CommitFigures) else made[commit].figures for commit, one in found.items()]
     left: Counter[str] = Counter()
-    for one in known:
+    for one in figures:
         left.update(one.left)
-    tables = tuple(table for one in known for table in one.tables)
-    runs, commits = sum(one.runs for one in known), sum(one.runs > 0 for one in known)
-    return History(tables, runs, commits, left, read, opening.troubles())
+    tables = tuple(table for one in figures for table in one.tables)
+    runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
+    return History(tables, runs, commits, left, read, tuple(_troubles(store, missing, made, files)))
 
 
 def keep_figures(store: Path, run: Path) -> None:
     """Write down what the commit of a run comes to, so that its runs need not be read later. Never raises for that."""
     with contextlib.suppress(OSError):
-        commit = commit_of(run)
-        opening = _Opening(store, load_renamings(store))
+        commit, known = commit_of(run), Fingerprints()
         paths = files_by_commit(store).get(commit, [])
-        if paths and opening.load(commit, paths) in (Stale, Torn, OSError):
-            opening.make(commit, paths, keep=True)
+        if paths and _loaded(store, commit, paths, load_renamings(store), known) in (Stale, Torn, OSError):
+            _heard(_Job(store, commit, tuple(paths), True, known))
 
 
 def hear_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> Heard:
     """Read the runs of a commit, and write down what they come to, whatever was written down before."""
-    opening = _Opening(store, load_renamings(store))
-    return opening.hear(commit, paths, keep=True)[0]
+    return _heard(_Job(store, commit, tuple(paths), True, Fingerprints()))[0]
 
 
-@dataclass
-class _Opening:
-    """What is the same for all commits of a store that is being opened, and what went wrong on the way."""
+class _Job(NamedTuple):
+    """A commit whose runs are to be read, and whether what they come to is to be written down."""
 
     store: Path
-    renamings: Renamings
-    known: Fingerprints = field(default_factory=Fingerprints)
-    torn: list[str] = field(default_factory=list)
-    newer: list[str] = field(default_factory=list)
-    unkept: list[str] = field(default_factory=list)
+    commit: str
+    paths: tuple[Path, ...]
+    keep: bool
+    known: Fingerprints
 
-    def load(self, commit: str, paths: Sequence[Path]) -> CommitFigures | type[Exception]:
-        """What the file of a commit says, or what is the matter with it."""
-        path = figures_file(self.store, commit)
-        try:
-            return load_figures(path, self.store, paths, self.renamings, self.known)
-        except Torn:
-            self.torn.append(path.name)
-            return Torn
-        except Newer:
-            self.newer.append(path.name)
-            return Newer
-        except Stale:
-            return Stale
-        except OSError:
-            return OSError
 
-    def make(self, commit: str, paths: Sequence[Path], keep: bool) -> CommitFigures:
-        """What the runs of a commit come to, read from them; written down if it shall be and can be."""
-        return self.hear(commit, paths, keep)[1]
+class _Made(NamedTuple):
+    """What the runs of a commit come to, and why it could not be written down; '' where nobody is to know."""
 
-    def hear(self, commit: str, paths: Sequence[Path], keep: bool) -> tuple[Heard, CommitFigures]:
-        """The same, with what was read."""
-        before = stamps(self.store, paths) if keep else None
-        heard = hear(paths)
-        figures = figures_heard(heard)
-        if before is not None and are_unchanged(self.store, before):
-            try:
-                save_figures(figures_file(self.store, commit), figures, heard, before, self.known)
-            except OSError as error:
-                self.unkept += [error.strerror or str(error)] * len(paths)
-        return heard, figures
+    figures: CommitFigures
+    unkept: str
 
-    def troubles(self) -> tuple[str, ...]:
-        """Sentences for a person."""
-        folder = figures_file(self.store, "x").parent
-        found = []
-        if self.torn:
-            found.append(f"{_some(self.torn)} in {folder} had become unreadable and was made anew from the runs")
-        if self.newer:
-            found.append(
-                f"{_some(self.newer)} in {folder} is a newer fp8bench's and was left alone; the runs were read"
-            )
-        if len(self.unkept) > _WORTH_KEEPING:
-            found.append(
-                f"what {len(self.unkept)} runs come to could not be kept in {folder} ({self.unkept[0]}): the next "
-                "command reads them again"
-            )
-        return tuple(found)
+
+def _loaded(
+    store: Path, commit: str, paths: Sequence[Path], renamings: Renamings, known: Fingerprints
+) -> CommitFigures | type[Exception]:
+    """What the file of a commit says, or what is the matter with it."""
+    try:
+        return load_figures(figures_file(store, commit), store, paths, renamings, known)
+    except (Stale, Torn, Newer) as error:
+        return type(error)
+    except OSError:
+        return OSError
+
+
+def _figures(job: _Job) -> _Made:
+    return _heard(job)[1]
+
+
+def _heard(job: _Job) -> tuple[Heard, _Made]:
+    """What the runs of a commit tell, and what they come to."""
+    before = stamps(job.store, job.paths) if job.keep else None
+    heard = hear(job.paths)
+    figures = figures_heard(heard)
+    if before is None or not are_unchanged(job.store, before):
+        return heard, _Made(figures, "")
+    try:
+        save_figures(figures_file(job.store, job.commit), figures, heard, before, job.known)
+    except OSError as error:
+        return heard, _Made(figures, error.strerror or str(error))
+    return heard, _Made(figures, "")
+
+
+def _troubles(
+    store: Path, missing: Mapping[str, object], made: Mapping[str, _Made], files: Mapping[str, Sequence[Path]]
+) -> Iterator[str]:
+    """Sentences for a person."""
+    folder = figures_file(store, "").parent
+    torn, newer = ([figures_file(store, commit).name for commit in missing if missing[commit] is why]
+                   for why in (Torn, Newer))  # fmt: skip
+    if torn:
+        yield f"{_some(torn)} in {folder} had become unreadable and was made anew from the runs"
+    if newer:
+        yield f"{_some(newer)} in {folder} is a newer fp8bench's and was left alone; the runs were read"
+    unkept = [commit for commit, one in made.items() if one.unkept]
+    runs = sum(len(files[commit]) for commit in unkept)
+    if runs > _WORTH_KEEPING:
+        yield (
+            f"what {runs} runs come to could not be kept in {folder} ({made[unkept[0]].unkept}): the next command "
+            "reads them again"
+        )
 
 
 def _some(names: Sequence[str]) -> str:
