@@ -48,11 +48,17 @@ def render_changes(
     lines += _left_out(found.left, width)
     lines += _legend(found, everything, width)
     alarming = next((change for change in found.changes if change.alarms), None)
-    if alarming is not None:
-        lines += ["", "one of them, commit by commit; and to say that it is known and stays"]
-        for words in ("show", "ack"):
-            lines.append(f"{INDENT}fp8bench history {words} {shlex.quote(alarming.course.name)}{options}")
+    lines += _what_to_do(alarming, options) if alarming is not None else []
     return "\n".join(lines) + "\n"
+
+
+def _what_to_do(change: Change, options: str) -> Iterator[str]:
+    """The commands that go on from a regression."""
+    name, one = shlex.quote(change.course.name), change.comparison
+    yield from ("", "the first of them, commit by commit", f"{INDENT}fp8bench history show {name}{options}")
+    yield f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds"
+    yield f"{INDENT}fp8bench duel suite {one.suite} --against {one.since[:8]}"
+    yield from ("it is known, and stays", f"{INDENT}fp8bench history ack {name}{options}")
 
 
 def changes_json(found: Found) -> str:
