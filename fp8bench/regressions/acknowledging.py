@@ -14,6 +14,8 @@ from fp8bench.regressions.changes import Change, Found, State, worst_first
 # A level may turn out to be so much further off than it looked when it was acknowledged, or so many standard errors.
 _BAND = 0.02
 _ERRORS = 3.0
+# Nothing at all is less than any figure.
+_NOTHING = 1e-300
 
 
 def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
@@ -48,12 +50,16 @@ def covers(ack: Ack, change: Change) -> bool:
     if (ack.series, ack.cell, ack.machine, ack.version, ack.direction) != here or not alike:
         return False
     sign = 1 if change.is_worse else -1
-    if sign * math.log(comparison.after / ack.after) > max(_BAND, _ERRORS * change.error):
+    if sign * (_log(comparison.after) - _log(ack.after)) > max(_BAND, _ERRORS * change.error):
         return False
-    if sign * math.log(comparison.before / math.sqrt(ack.before * ack.after)) > 0:
+    if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
         return False  # it begins where the other one ended
     places = {figure.commit: place for place, figure in enumerate(course.figures)}
     ends = [places.get(commit) for commit in (ack.since, ack.until)]
     low, high = places[comparison.since], places[comparison.until]
     since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
     return ends != [None, None] and max(since, low) < min(until, high)
+
+
+def _log(level: float) -> float:
+    return math.log(max(level, _NOTHING))

@@ -7,6 +7,7 @@ measurements. Commits in between that have no such figure lie in a step's range 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ BAND = 0.01
 _UNITS = {"seconds": "s", "bytes": "B"}
 _TIME_RATIO = "x"
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
-NO_LOGARITHM = "values of 0, which have no level that one could step from"
+BELOW_ZERO = "values below 0, between which no ratio says anything"
+# Among other values 0 counts as so much of the least one.
+_NOTHING = 0.5
 
 
 Look = Callable[[Sequence[Sequence[float]]], list[tuple[Step, ...]]]
@@ -74,9 +77,8 @@ class Change:
 
     @property
     def size(self) -> float:
-        """The absolute logarithm of its ratio."""
-        assert self.comparison.ratio is not None
-        return abs(math.log(self.comparison.ratio.point))
+        """The absolute logarithm of its ratio; infinite for one from or to nothing."""
+        return math.inf if self.comparison.ratio is None else abs(math.log(self.comparison.ratio.point))
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ def _found(stretches: Iterable[list[_Stretch]], look: Look) -> Found:
     looked_at = 0
     for of_course in stretches:
         compared = [one for one in of_course if len(one.values) >= LEAST_VALUES]
-        sound = [one for one in compared if min(one.values) > 0]
+        sound = [one for one in compared if min(one.values) >= 0]
         chosen += sound
         looked_at += bool(sound)
         if not sound:
-            left[NO_LOGARITHM if compared else TOO_FEW] += 1
-    steps = look([one.values for one in chosen])
+            left[BELOW_ZERO if compared else TOO_FEW] += 1
+    steps = look([_above_zero(one.values) for one in chosen])
     found = [change for stretch, of_it in zip(chosen, steps, strict=True) for change in _changes(stretch, of_it)]
     return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
 
@@ -151,15 +153,27 @@ def _value(figure: Figure) -> float:
     return figure.value
 
 
+def _above_zero(values: Sequence[float]) -> Sequence[float]:
+    """Values that have logarithms, as steps are looked for in these."""
+    if min(values) > 0:
+        return values
+    nothing = _NOTHING * min((value for value in values if value > 0), default=1.0)
+    return [value or nothing for value in values]
+
+
 def _changes(stretch: _Stretch, steps: Sequence[Step]) -> Iterator[Change]:
+    ends = [0, *(step.at for step in steps), len(stretch.values)]
     for number, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < math.log1p(BAND):
             continue
-        change = _change(stretch, step)
+        before, after = step.before, step.after
+        if min(stretch.values) <= 0:
+            before, after = (statistics.median(stretch.values[slice(*ends[n : n + 2])]) for n in (number, number + 1))
+        change = _change(stretch, step, before, after)
         yield replace(change, state=_state(change, [later.after for later in steps[number + 1 :]]))
 
 
-def _change(stretch: _Stretch, step: Step) -> Change:
+def _change(stretch: _Stretch, step: Step, before: float, after: float) -> Change:
     course = stretch.read()
     low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
     inside = range(low + 1, high + 1)
@@ -167,7 +181,9 @@ def _change(stretch: _Stretch, step: Step) -> Change:
     direction = Direction.WORSE if step.after > step.before else Direction.BETTER
     comparison = Comparison(
         case_of(course), course.series.workload, course.series.metric, unit_of(course), direction, Evidence.HISTORY,
-        step.before, step.after, step.ratio, step.p_value, since=figures[low].commit, until=figures[high].commit,
+        before, after, step.ratio if before > 0 and after > 0 else None, step.p_value,
+        why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
+        since=figures[low].commit, until=figures[high].commit,
     )  # fmt: skip
     unmeasured = sum(place not in stretch.places for place in inside)
     version = figures[first].version
@@ -198,7 +214,7 @@ def _state(change: Change, later: Sequence[float]) -> State:
         return State.OLD_VERSION
     before, after = change.comparison.before, change.comparison.after
     assert before is not None and after is not None
-    middle = math.sqrt(before * after)
+    middle = math.sqrt(before * after) or (before + after) / 2
     back = any(level < middle if change.is_worse else level > middle for level in later)
     return State.REVERTED if back else State.OPEN
 
@@ -206,4 +222,5 @@ def _state(change: Change, later: Sequence[float]) -> State:
 def worst_first(change: Change) -> tuple[object, ...]:
     """What alarms first, then improvements, the largest first; those of about one size in the order of their series."""
     states = list(State)
-    return states.index(change.state), not change.is_worse, -round(change.size, 2)
+    size = change.size if math.isinf(change.size) else round(change.size, 2)
+    return states.index(change.state), not change.is_worse, -size

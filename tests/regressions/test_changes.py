@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.model import Conditions, Course, Direction, Evidence, Figure, Series, Status
 from fp8bench.regressions.acknowledging import ack_of, acknowledged, covers
-from fp8bench.regressions.changes import NO_LOGARITHM, TOO_FEW, Change, Found, State, find_changes
+from fp8bench.regressions.changes import BELOW_ZERO, TOO_FEW, Change, Found, State, find_changes
 from tests.histories import commit
 
 SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "shape"), (("bf16",), ("512",)), "1.1")
@@ -133,11 +133,11 @@ def test_what_was_taken_back_in_part_stays_open() -> None:
 
 
 def test_what_cannot_be_looked_at_is_counted() -> None:
-    """A history of one point, one with gaps only, one with zeros."""
-    zeros = course(*(figure(number, 0.0) for number in range(20)))
+    """A history of one point, one with gaps only, one below zero."""
+    below = course(*(figure(number, -1.0) for number in range(20)))
     failed = course(*(figure(number, None, status=Status.FAILED) for number in range(20)))
-    found = find_changes([levels((1, 1.0)), failed, zeros, levels((20, 1.0))])
-    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, NO_LOGARITHM: 1}
+    found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
+    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, BELOW_ZERO: 1}
     assert find_changes([]) == Found((), 0, found.left.__class__())
 
 
@@ -205,3 +205,35 @@ def test_an_ack_of_commits_that_are_gone_covers_nothing() -> None:
     ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
     assert covers(ack, change) and covers(replace(ack, since="f" * 40), change)
     assert not covers(replace(ack, since="f" * 40, until="e" * 40), change)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)]
+)
+def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
+    """A share that vanishes: no ratio says it, and it comes before all others; a single night of it is none."""
+    values = [before] * 20 + [after] * 4
+    values[10] = 0.01
+    seen = course(*(figure(number, value) for number, value in enumerate(values)))
+    found = find_changes([levels((20, 1.0), (4, 3.0 if after > before else 0.3)), seen])
+    change, other = found.changes
+    one = change.comparison
+    assert (one.before, one.after, one.direction, one.ratio) == (before, after, direction, None)
+    assert one.why and (one.since, one.until) == (commit(19), commit(20))
+    assert other.comparison.ratio is not None and found.looked_at == 2
+    ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
+    assert change in acknowledged(find_changes([seen]), []).changes
+    assert states(acknowledged(find_changes([seen]), [ack])) == [State.ACKNOWLEDGED]
+
+
+def test_what_came_from_nothing_and_went_again() -> None:
+    """Is open no more."""
+    values = [0.0] * 20 + [0.03] * 10 + [0.0] * 10
+    found = find_changes([course(*(figure(number, value) for number, value in enumerate(values)))])
+    assert states(found) == [State.REVERTED, State.OPEN]
+
+
+def test_nothing_at_all_is_flat() -> None:
+    """As exact errors are."""
+    found = find_changes([course(*(figure(number, 0.0) for number in range(20)))])
+    assert not found.changes and found.looked_at == 1
