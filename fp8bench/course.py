@@ -71,16 +71,16 @@ class _Line:
     figures: list[tuple[float, Figure]] = field(default_factory=list)
 
 
-def read_courses(store: Path, wanted: Callable[[str], bool], most: int | None = None) -> Courses:
+def read_courses(store: Path, wanted: Callable[[str], bool]) -> Courses:
     """All courses whose name is wanted, sorted. Cells that never had a number and never failed have none.
 
-    With `most` they are those of so many newest runs.
+    Every run is read; `index.opening` says the same from what was written down of them.
     """
     lines: dict[tuple[Home, str, Cell], _Line] = {}
     homes: list[Home] = []
     left: Counter[str] = Counter()
     runs = commits = 0
-    for paths in files_by_commit(store, most).values():
+    for paths in files_by_commit(store).values():
         heard = hear(paths)
         left.update(one.why for one in heard.left)
         runs += len(heard.told)

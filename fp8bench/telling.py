@@ -5,7 +5,6 @@ A store holds more samples than fit into memory; those of one commit do.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -55,13 +54,10 @@ def commit_of(path: Path) -> str:
     return str(commit)[:8] if commit else "nocommit"
 
 
-def files_by_commit(store: Path, most: int | None = None) -> dict[str, list[Path]]:
-    """The run files of each commit, oldest first; the commits in the order of their first runs.
-
-    Of the whole store, or of so many newest runs.
-    """
+def files_by_commit(store: Path) -> dict[str, list[Path]]:
+    """The run files of each commit, oldest first; the commits in the order of their first runs."""
     found: dict[str, list[Path]] = {}
-    for path in reversed(list(itertools.islice(run_files(store), most))):
+    for path in reversed(list(run_files(store))):
         found.setdefault(commit_of(path), []).append(path)
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import secrets
 import time
 import zlib
@@ -31,6 +32,7 @@ from fp8bench.telling import Heard, by_place
 # Raised when the same runs would come to other figures, or be written down in another way.
 VERSION = 1
 _SUFFIX = ".figures"
+_SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
 # Nobody writes a file for so long: whoever began it was killed.
 _LEFT_SECONDS = 3600.0
 _MAGIC = b"fp8bench figures"
@@ -77,8 +79,14 @@ class Newer(Exception):
 
 
 def figures_file(store: Path, commit: str) -> Path:
-    """Where the figures of a commit lie, which goes by the beginning that its run files are named for."""
-    return store / "figures" / f"{commit}{_SUFFIX}"
+    """Where the figures of a commit lie, which goes by the beginning that its run files are named for.
+
+    What a foreign file gives for a commit leads nowhere else.
+    """
+    name = (
+        commit if _SAFE.fullmatch(commit) else hashlib.blake2b(commit.encode("utf-8", "replace")).hexdigest()[:_DIGITS]
+    )
+    return store / "figures" / f"{name}{_SUFFIX}"
 
 
 def figures_heard(heard: Heard) -> CommitFigures:
@@ -144,10 +152,11 @@ def save_figures(
 
 def sweep(store: Path, commits: Collection[str]) -> None:
     """Remove the files of commits that have no runs any more, and what writers that were killed have left half done."""
+    known = {figures_file(store, commit).name for commit in commits}
     with contextlib.suppress(OSError):
-        for path in figures_file(store, "x").parent.iterdir():
+        for path in figures_file(store, "").parent.iterdir():
             half = path.suffix == ".partial" and time.time() - path.stat().st_mtime > _LEFT_SECONDS
-            if half or (path.suffix == _SUFFIX and path.stem not in commits):
+            if half or (path.suffix == _SUFFIX and path.name not in known):
                 path.unlink()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,11 +21,13 @@ from fp8bench.course import Courses, read_courses
 from fp8bench.history.environments import Renamings, save_renamings
 from fp8bench.history.runs import run_files
 from fp8bench.index import figure_files
-from fp8bench.index.figure_files import figures_file
+from fp8bench.index.figure_files import VERSION, figures_file, figures_heard
 from fp8bench.index.opening import History, hear_and_keep, keep_figures, open_history
 from fp8bench.model import Request, Status
 from fp8bench.rebuilding import rebuild
-from fp8bench.registry import workloads
+from fp8bench.registry import import_user_modules, workloads
+from fp8bench.telling import hear
+from suites.long_history import SUITE, write_module, write_store
 from tests.histories import commit, history, keep, records, run_at
 
 
@@ -346,3 +351,48 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
     again = opened(tmp_path)
     assert again.read == 0 and again.courses(every) == slow
+
+
+def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
+    """A file that somebody renamed may hold whatever it likes."""
+    (path,) = history(tmp_path / "deep" / "store", 1.0)
+    content = path.read_text().replace(commit(0), "../../x")
+    path.unlink()
+    path.with_name("renamed.jsonl").write_text(content)
+    store = tmp_path / "deep" / "store"
+    for read in (1, 0):
+        found = opened(store)
+        assert found.read == read and found.courses(every) == read_courses(store, every)
+    assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "figures").iterdir())) == 1
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+    """When it is old; a young one may be somebody's who is writing."""
+    history(tmp_path, 1.0)
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    old, young, foreign = (folder / name for name in (".a.figures-1.partial", ".b.figures-2.partial", "notes.txt"))
+    for path in (old, young, foreign):
+        path.write_text("")
+    os.utime(old, (1, 1))
+    os.utime(foreign, (1, 1))
+    opened(tmp_path)
+    assert not old.exists() and young.exists() and foreign.exists()
+
+
+def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the same run comes to other figures, or they are written down otherwise.
+
+    Then VERSION in fp8bench/index/figure_files.py must go up, or what was kept before would be shown as if it were new.
+    Raise it, and put the new pair here.
+    """
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    if SUITE not in workloads.names():
+        import_user_modules((str(write_module(tmp_path, 2)),))
+    write_store(tmp_path, 1, 1)
+    (path,) = run_files(tmp_path)
+    path.write_text(path.read_text().replace('"status":"ok"', '"status":"failed"', 1))
+    figures = figures_heard(hear([path]))
+    (table,) = figures.tables
+    parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
+    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (1, "d8f9822f08bcf275")
