@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from fp8bench.index import processes
 from fp8bench.index.opening import open_history
 from fp8bench.index.processes import spread
 from tests.histories import history
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +79,20 @@ def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
     found = open_history(tmp_path, lambda _: None)
     assert found.read == 30 and found.courses(lambda _: True) == read_courses(tmp_path, lambda _: True)
     assert open_history(tmp_path, lambda _: None).read == 0
+
+
+def test_commands_at_once(tmp_path: Path) -> None:
+    """Each says the same as one alone, none of them a word about another, and nothing half done stays."""
+    history(tmp_path, *[1.0] * 10, *[1.2] * 10)
+    words = (sys.executable, "-m", "fp8bench", "history", "regressions", "--store", str(tmp_path), "--json")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    together = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    found = [process.communicate(timeout=120) for process in together]
+    alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert [process.returncode for process in together] == [alone.returncode] * 3
+    assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 3 and not alone.stderr
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures", "index.sqlite"}
