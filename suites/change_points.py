@@ -163,10 +163,18 @@ def _print_figures(random: Random, series: int) -> None:
     for after in (3, 5, 10, 30):
         inside, width, count = coverage(flat("Gaussian", random, series), after)
         print(f"{after:>3} after  {_percent(inside, count):>9} of {count}, {width:.1f}")
+    print(f"\nflat series of which a step has at most this chance, of {10 * series}")
+    chances = (0.01, 0.005, 0.002, 0.001, 0.0005)
+    print(" " * 14 + "".join(f"{_percent(chance, 1):>9}" for chance in chances))
+    for kind in ("Gaussian", "heavy tails", "memory 0.3"):
+        found = [steps(flat(kind, random, series)) for _ in range(10)]
+        least = np.array([min((one.p_value for one in ones), default=1.0) for some in found for ones in some])
+        shares = [float((least <= chance).mean()) for chance in chances]
+        print(f"{kind:<14}" + "".join(f"{_percent(share, 1):>9}" for share in shares), flush=True)
     print(f"\n1,000 series of 300 values: {seconds_of(1000, 300):.2f} s of CPU time")
 
 
-def _percent(count: int, series: int) -> str:
+def _percent(count: float, series: int) -> str:
     return f"{100 * count / series:.2f}%"
 
 

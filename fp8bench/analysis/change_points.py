@@ -27,13 +27,15 @@ LEAST_VALUES = LEAST_FIRST + LEAST
 # How many deviations of one value a cut is worth, at the last look and at the first, and what the logarithm of a
 # piece's length costs, in squares of them. `python -m suites.change_points --calibrate` shows what they bring.
 DEVIATIONS = 3.35
+# What share of flat series has a step for chance alone, with noise that is Gaussian.
+BY_CHANCE = 0.005
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
 # So many errors of theirs the values of the last level lie from the one before on average, the furthest of them aside.
 _FIRM = 2.1
-# The chance that a flat series is cut is that of one deviation times about so many, from 60 values to 300; less of
-# shorter ones.
-_CHANCES = 10.0
+# The chance that a flat series is cut somewhere goes down with the evidence as if deviations were so much smaller: its
+# noise is told from itself, and the place was chosen. Counted from 15 values to 300.
+_WORTH = 0.8
 # The step lies before its range with this chance, and after it with the same.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
@@ -156,7 +158,7 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         evidence = _z_of(math.sqrt(gains[at - begin - 1]), freedom) ** 2 - _BY_LENGTH * _price(*lengths)
         yield Step(
             at, min(int(low), at) - 1, max(int(high), at), math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
-            min(1.0, _CHANCES * math.erfc(math.sqrt(max(evidence, 0.0) / 2))),
+            math.erfc(_WORTH * math.sqrt(max(evidence, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )  # fmt: skip
 

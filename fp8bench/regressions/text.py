@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from fp8bench import units
+from fp8bench.analysis.change_points import BY_CHANCE
 from fp8bench.codec import SCHEMA, encode
 from fp8bench.model import Scalar
 from fp8bench.regressions.changes import Change, Found, State
 from fp8bench.report.comparisons import ratio
 from fp8bench.report.history_text import value, where
-from fp8bench.report.layout import INDENT, Column, Row, Tone, painter, table, wrap
+from fp8bench.report.layout import INDENT, Column, Row, SectionRow, Tone, painter, table, wrap
 
 WIDTH = 100
 _COLUMNS = (
     Column("series"), Column("before", right=True), Column("after", right=True), Column("after / before"),
-    Column("since"), Column("until"),
+    Column("chance", right=True),
 )  # fmt: skip
 _TONES = {True: Tone.BAD, False: Tone.GOOD}
 _RATIO = (
     "after / before: of the levels on both sides of the step, with a 99% interval; below 1 is less, which is better "
     "everywhere"
 )
-_RANGE = "since, until: the step lies after the one commit, and not after the other"
+_RANGE = "after, up to: the step lies after the one commit, and not after the other"
 _WORTH = (
     "these figures were measured at different times: before you blame a commit, measure it and the one before it "
     "again, or duel them"
@@ -41,10 +44,9 @@ def render_changes(
     """
     paint = painter(color)
     lines = wrap(f"{store}: {_counted(found)}", width, hang=INDENT)
-    places = {_place(change) for change in found.changes}
+    several = len({_place(change) for change in found.changes}) > 1
     for title, changes in _sections(found, everything):
-        rows = [_row(change, len(places) > 1) for change in changes]
-        lines += ["", paint(title, Tone.STRONG), *table(_COLUMNS, rows, width, paint)]
+        lines += ["", paint(title, Tone.STRONG), *table(_COLUMNS, list(_rows(changes, several)), width, paint)]
     lines += _left_out(found.left, width)
     lines += _legend(found, everything, width)
     alarming = next((change for change in found.changes if change.alarms), None)
@@ -104,27 +106,45 @@ def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change
     yield from ((title, changes) for title, changes in kinds if changes)
 
 
-def _row(change: Change, several: bool) -> Row:
+def _rows(changes: Sequence[Change], several: bool) -> Iterator[Row | SectionRow]:
+    """Changes under the commits they lie between, in the order of the first of each; of several places, also these."""
+    together: dict[str, list[Change]] = {}
+    for change in changes:
+        together.setdefault(_commits(change) + (f", {where(change.course)}" if several else ""), []).append(change)
+    for commits, members in together.items():
+        yield SectionRow(f"{INDENT}{commits}")
+        yield from map(_row, members)
+
+
+def _commits(change: Change) -> str:
+    """'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'."""
+    words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
+    if change.commits == 1:
+        return words
+    lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
+    return f"{words}, one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
+
+
+def _row(change: Change) -> Row:
     course, one = change.course, change.comparison
     cells = (
-        course.name, value(course, one.before), value(course, one.after), ratio(one.ratio), one.since[:8],
-        one.until[:8],
+        course.name, value(course, one.before), value(course, one.after), ratio(one.ratio), _chance(one.p_value),
     )  # fmt: skip
-    return Row(cells, {"after / before": _TONES[change.is_worse]}, tuple(_notes(change, several)))
+    return Row(cells, {"after / before": _TONES[change.is_worse]}, tuple(_notes(change)))
 
 
-def _notes(change: Change, several: bool) -> Iterator[str]:
+def _notes(change: Change) -> Iterator[str]:
     """What else one should know of a change, a line each."""
-    if several:
-        yield where(change.course)
-    if change.commits > 1:
-        lacking = f", {change.unmeasured} of them without a figure that compares" if change.unmeasured else ""
-        yield f"one of {change.commits} commits{lacking}; most likely {change.first[:8]}"
     if not change.current:
         yield "the last commits were measured under other conditions, and may be as they are for these"
     if change.ack is not None:
         because = f": {change.ack.because}" if change.ack.because else ""
         yield f"acknowledged {change.ack.when[:10]}{because}"
+
+
+def _chance(p_value: float | None) -> str:
+    """A chance of nearly nothing is not none."""
+    return units.NONE if p_value is None else units.share(max(p_value, sys.float_info.min))
 
 
 def _place(change: Change) -> tuple[Scalar | None, str]:
@@ -144,11 +164,18 @@ def _legend(found: Found, everything: bool, width: int) -> list[str]:
     states = {change.state for change in found.changes}
     if State.OPEN not in states and not (everything and states):
         return []
-    words = [_RATIO, _RANGE]
+    words = [_RATIO, _chances(found.looked_at), _RANGE]
     words += [_WORTH] if any(change.alarms for change in found.changes) else []
     words += [_REVERTED] if everything and State.REVERTED in states else []
     words += [_OLD] if everything and State.OLD_VERSION in states else []
     return ["", "how to read this", *(line for one in words for line in wrap(one, width, INDENT, INDENT))]
+
+
+def _chances(series: int) -> str:
+    """What chance alone does among so many series."""
+    many = round(series * BY_CHANCE)
+    among = f"; of {series} flat series about {many} would show one" if many else ""
+    return f"chance: that a flat series shows such a step or a clearer one{among}"
 
 
 def _many(count: int, word: str, words: str = "") -> str:

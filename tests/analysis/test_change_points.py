@@ -42,6 +42,13 @@ def test_flat_series_rarely_alarm() -> None:
     assert sum(bool(steps) for steps in many(noisy(0, 1000))) < 25
 
 
+def test_chances_are_no_smaller_than_they_say() -> None:
+    """Of 3,000 flat series about as many have a step with a chance as it says; margins are those of chance."""
+    least = np.array([min((one.p_value for one in steps), default=1.0) for steps in many(noisy(13, 3000))])
+    for chance, most in ((0.01, 45), (0.002, 15), (0.0005, 8)):
+        assert np.sum(least <= chance) <= most
+
+
 def test_one_by_one_is_the_same() -> None:
     """Of different lengths too."""
     series = [
