@@ -139,7 +139,16 @@ def _met(sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, 
                 f"the sides have no case in common: A would measure {next(iter(corners[0].cases))}, and B "
                 f"{next(iter(corners[1].cases))}. Name --devices that both have."
             )
-        yield Meeting(sides, (corners[0], corners[1]), cases, sittings)
+        notes = (*sides.notes, *_alone(corners[0], corners[1]), *_alone(corners[1], corners[0]))
+        yield Meeting(replace(sides, notes=notes), (corners[0], corners[1]), cases, sittings)
+
+
+def _alone(own: Corner, other: Corner) -> Iterator[str]:
+    """A note on the cases that one side would measure and the other has not."""
+    names = [name for name in own.cases if name not in other.cases]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"only side {own.name} has {names[0]}{more}: not compared"
 
 
 def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Duel:

@@ -69,7 +69,12 @@ class PartnerWorker(ProcessWorker):
         if why:
             self.close()
             raise UsageError(why)
-        super()._begin(process)
+        try:
+            super()._begin(process)
+        except WorkerFault as fault:  # the user's modules are imported there, and need not import everywhere
+            self.close()
+            said = str(fault).removeprefix("ImportFailed: ")
+            raise UsageError(f"side {self._start.name} ({self._start.python}): {said}") from None
 
 
 def refusal(greeting: Greeting, start: Start) -> str:

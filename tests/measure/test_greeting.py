@@ -124,6 +124,18 @@ def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
         worker.probe()
 
 
+def test_a_module_that_a_side_cannot_import(tmp_path: Path) -> None:
+    """A library's older revision may lack what a suite imports: the side is named."""
+    (tmp_path / "suite.py").write_text("from pathlib import NoSuchPath\n")
+    start = Start("A", sys.executable, (str(PACKAGE.parent),))
+    with PartnerWorker(Settings(imports=(str(tmp_path / "suite.py"),)), start) as worker:
+        with pytest.raises(
+            UsageError, match=r"side A \(.*\): importing '.*suite.py' failed: ImportError: cannot import"
+        ):
+            worker.probe()
+        assert worker.pid is None
+
+
 def test_nothing_of_this_interpreter_goes_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither its path nor what says where its library is; the allocator is calm unless somebody wants it otherwise."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
