@@ -118,15 +118,29 @@ def seconds_of(series: int, length: int) -> float:
     return time.process_time() - begin
 
 
+def asv_hits(series: Floats, after: int, threshold: float) -> int:
+    """How many of the same steps `asv publish` calls a regression near their place."""
+    from asv.step_detect import detect_regressions, detect_steps
+
+    place = series.shape[1] - after
+    stepped = series.copy()
+    stepped[:, place:] *= STEP
+    found = [detect_regressions(detect_steps(row.tolist()), threshold=threshold)[2] or () for row in stepped]
+    return sum(any(abs(jump[1] - place) <= NEAR for jump in jumps) for jumps in found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m suites.change_points", description="how often steps are found")
     parser.add_argument("--series", type=int, default=4000, metavar="N", help="series a figure; default 4000")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--calibrate", action="store_true", help="how the figures go with the price of a cut instead")
+    parser.add_argument("--asv", action="store_true", help="what asv finds of a tenth of the same steps instead")
     arguments = parser.parse_args()
     random = np.random.default_rng(arguments.seed)
     if arguments.calibrate:
         _print_calibration(random, arguments.series)
+    elif arguments.asv:
+        _print_asv(random, max(arguments.series // 10, 1))
     else:
         _print_figures(random, arguments.series)
     return 0
@@ -138,6 +152,16 @@ def _print_calibration(random: Random, series: int) -> None:
     for deviations in np.arange(3.1, 3.71, 0.05):
         counts = alarms(made, deviations), hits(made, 3, STEP, deviations), hits(made, 5, STEP, deviations)
         print(f"{deviations:10.2f}" + "".join(f"{_percent(count, series):>13}" for count in counts), flush=True)
+
+
+def _print_asv(random: Random, series: int) -> None:
+    print(f"steps of 5% found within {NEAR} commits of their place in {LENGTH} values, one look, of {series}")
+    print(" after     here  asv, threshold 5%  asv, threshold 1%")
+    for after in (3, 5, 8, 30):
+        made = flat("Gaussian", random, series)
+        counts = hits(made, after, STEP), asv_hits(made, after, 0.05), asv_hits(made, after, 0.01)
+        here, *theirs = (_percent(count, series) for count in counts)
+        print(f"{after:>6}{here:>9}" + "".join(f"{one:>19}" for one in theirs), flush=True)
 
 
 def _print_figures(random: Random, series: int) -> None:
