@@ -138,17 +138,14 @@ def _runs_of(point: Point, points: Sequence[Point]) -> int:
 
 def figure_of(told: Told, point: Point, runs: int) -> Figure:
     """What a point says of its commit, or of the files that a run was made with; `runs` went into it."""
-    commit, date = told.commit, told.run.environment.get("commit_date")
-    figure = Figure(
-        commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), None,
-        hasty=point.hasty, status=point.status, reason=point.reason, under=point.under,
-    )  # fmt: skip
-    if not point.samples:
-        return figure
+    date = told.run.environment.get("commit_date")
     value, stats = cell(point.samples)
     low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
     known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
-    return replace(figure, value=value, low=low if known else None, high=high if known else None)
+    return Figure(
+        told.commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), value,
+        low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
+    )  # fmt: skip
 
 
 def _in_order(line: _Line) -> Course:
