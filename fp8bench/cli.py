@@ -287,6 +287,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     from fp8bench.gate_commands import gate
 
+    _search_here()  # what is measured again may be the user's
     _import(arguments.imports)
     with only_once():
         return gate(arguments)

@@ -1,8 +1,8 @@
 """The ratio of two sides that were measured at different times, with an interval that knows it.
 
-Where a side has several runs, how far they lie apart is in the interval: noise within a run says nothing about the next
-run's clocks, memory layout and neighbours. Where each side has one run, nobody knows that spread: the interval is of
-the noise within the runs, there is no p-value, and nothing below 10% is called better or worse.
+Where the sides have eight runs or more, how far runs lie apart is in the interval: noise within a run says nothing
+about the next run's clocks, memory layout and neighbours. Of fewer, nobody knows that spread: the interval holds what any run
+of one side says over any of the other, there is no p-value, and nothing below 10% is called better or worse.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from fp8bench.model import Direction, Interval
 
 # Two builds of one program differ by as much for where their code and data lie.
 BAND = 0.01
-# What one stored number against another may say: their runs were made at different times.
+# What a few stored numbers may say: their runs were made at different times.
 ALONE = 0.10
+# Degrees of freedom below which a spread of runs is no more than a guess, and a t interval of it absurd.
+LEAST_FREEDOM = 6
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Difference:
 
     @property
     def alone(self) -> bool:
-        """Whether each side has one run only."""
+        """Whether there are too few runs to know how far they lie apart."""
         return self.p_value is None
 
 
@@ -48,14 +50,14 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], level: float =
     point = fmean(one.log for one in after) - fmean(one.log for one in before)
     within = math.sqrt(sum(_mean_variance(side) for side in (before, after)))
     freedom = len(before) + len(after) - 2
-    if not freedom:
-        reach = NormalDist().inv_cdf((1 + level) / 2) * within
-        return Difference(_interval(point, reach, level), None)
+    if freedom < LEAST_FREEDOM:
+        return Difference(_of_few(before, after, point, level), None)
     between = math.sqrt(_pooled_variance(before, after) * (1 / len(before) + 1 / len(after)))
     # Few runs may agree by chance, and are never surer than each of them is.
     error = max(between, within)
     statistic = abs(point) / error if error else math.inf if point else 0.0
-    return Difference(_interval(point, quantile(level, freedom) * error, level), p_value(statistic, freedom))
+    reach = quantile(level, freedom) * error
+    return Difference(_interval(point, point - reach, point + reach, level), p_value(statistic, freedom))
 
 
 def direction(difference: Difference) -> tuple[Direction, str]:
@@ -73,8 +75,15 @@ def direction(difference: Difference) -> tuple[Direction, str]:
     return Direction.UNSURE, "runs of one side differ too much to tell; measure more of them, or duel"
 
 
-def _interval(point: float, reach: float, level: float) -> Interval:
-    return Interval(_exp(point), _exp(point - reach), _exp(point + reach), level)
+def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float, level: float) -> Interval:
+    """From the least that a run of one side over one of the other may be to the most, by the noise within runs."""
+    reach = NormalDist().inv_cdf((1 + level) / 2)
+    pairs = [(new.log - old.log, reach * math.hypot(new.error, old.error)) for new in after for old in before]
+    return _interval(point, min(log - error for log, error in pairs), max(log + error for log, error in pairs), level)
+
+
+def _interval(point: float, low: float, high: float, level: float) -> Interval:
+    return Interval(_exp(point), _exp(low), _exp(high), level)
 
 
 def _exp(value: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fp8bench.comparing.across import ALONE, Estimate, across, direction
+from fp8bench.comparing.across import ALONE, LEAST_FREEDOM, Estimate, across, direction
 from fp8bench.comparing.figures import TIME, Figures, Values, counted, timed
 from fp8bench.comparing.sides import Side, Sighting
 from fp8bench.comparing.surroundings import Differing, differing
@@ -76,7 +76,8 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[
         return
     kept = _whole(alike), _whole([one for one in after if one.version == version])
     for figures in timed(*kept):
-        yield _timed(figures, *kept)
+        case = after[-1].record.case
+        yield of_times(figures, case.id, case.workload, _labels((*kept[0], *kept[1])))
     for values in counted(*kept):
         yield _counted(values, after[-1])
 
@@ -104,22 +105,22 @@ def _none(sighting: Sighting, why: str, failed: bool = False) -> Comparison:
     return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=why, failed=failed)
 
 
-def _timed(figures: Figures, before: Sequence[Sighting], after: Sequence[Sighting]) -> Comparison:
+def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
+    """What times of the runs of two sides come to."""
     difference = across(figures.before, figures.after)
     where, why = direction(difference)
     ratio = difference.ratio
     if figures.few and difference.alone:
-        where, why = Direction.UNSURE, "a single run of a few rounds on each side"
+        where, why = Direction.UNSURE, "a few runs of a few rounds each"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
     elif where is Direction.UNSURE and difference.alone:
         why = (
-            f"one run each, so that how far runs lie apart is not known; below {percent(ALONE, 0)} they say nothing: "
-            "measure more of them, or duel"
+            f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
+            f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
         )
-    case = after[-1].record.case
     return Comparison(
-        case.id, case.workload, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
-        _middle(figures.after), ratio, difference.p_value, _labels((*before, *after)), why,
+        case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
+        _middle(figures.after), ratio, difference.p_value, labels, why,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
-from fp8bench.comparing.across import ALONE, BAND
+from fp8bench.comparing.across import ALONE, BAND, LEAST_FREEDOM
 from fp8bench.comparing.compare import Compared
 from fp8bench.comparing.sides import Side
 from fp8bench.comparing.surroundings import Differing
@@ -22,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 _HOW_RATIO = (
     f"B / A: below 1 is less, which is better everywhere; [low, high]: {units.percent(FINAL_LEVEL, 0)} interval, with "
-    "the spread between runs where a side has several"
+    "the spread between runs in it"
 )
 _HOW_TIME = (
     "time: the best case of a step, by as many rounds on both sides; relative_time: over the reference's time in the "
@@ -30,8 +30,8 @@ _HOW_TIME = (
 )
 _HOW_VERDICT = (
     f"verdict: better or worse if the interval excludes 1 and the ratio is beyond {units.percent(BAND, 0)} "
-    f"({units.percent(ALONE, 0)} where each side has one run), same if it lies within +-{units.percent(SAME, 0)}, else "
-    "unsure"
+    f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
+    f"+-{units.percent(SAME, 0)}, else unsure"
 )
 LEGEND = (_HOW_RATIO, _HOW_TIME, _HOW_VERDICT)
 

@@ -19,6 +19,7 @@ from fp8bench.gating.judging import SecondLook, key_of
 from fp8bench.history.runs import store_of
 from fp8bench.model import Comparison, Request, Run
 from fp8bench.pipeline import measure_again
+from fp8bench.registry import import_user_modules
 from fp8bench.report.progress import progress
 from fp8bench.streams import complain
 from fp8bench.view import update_view
@@ -27,6 +28,7 @@ from fp8bench.view import update_view
 def duelled(question: Question, request: Request, store: Path, suspects: Sequence[Comparison]) -> SecondLook:
     """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
     try:
+        import_user_modules(request.imports)
         duel = fight(question, replace(request, trace=None), store, {one.case for one in suspects})
     except Fp8benchError as error:
         return SecondLook({}, refused=str(error).rstrip("."))

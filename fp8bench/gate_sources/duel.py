@@ -44,7 +44,7 @@ def _question(duel: Duel) -> Question:
     commit = duel.before.commit or None
     own = duel.before.title.startswith(OWN)
     against, against_self = (None, commit) if own else (commit, None)
-    return Question(duel.before.python, duel.after.python, against, against_self)
+    return Question(duel.before.python, duel.after.python, against, against_self, duel.sittings)
 
 
 def _words(side: Side) -> str:

@@ -8,6 +8,7 @@ in between.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,11 +16,12 @@ from enum import StrEnum
 from fp8bench.comparing.across import ALONE
 from fp8bench.comparing.figures import RELATIVE, TIME
 from fp8bench.gating.discoveries import discoveries
+from fp8bench.gating.spread import Spread, spread_of
 from fp8bench.gating.thresholds import Rule, Threshold, ruled_by, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
 
 # Of what is suspected, so large a share may be chance; the second look takes nearly all of that away.
-CHANCE = 0.05
+CHANCE = 0.02
 
 
 class Outcome(StrEnum):
@@ -36,18 +38,23 @@ class Outcome(StrEnum):
     NONE = "none"
 
 
+_NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one."""
+    """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one.
+
+    `spread` is how far other cases of the same runs moved, where the runs are too few to tell for themselves.
+    """
 
     comparison: Comparison
     threshold: Threshold
     outcome: Outcome
     why: str = ""
     again: Comparison | None = None
+    spread: Spread | None = None
 
     @property
     def key(self) -> Key:
@@ -72,16 +79,44 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
     looked = [_looked_at(one, rules, relative) for one in comparisons]
-    tested = [
-        place for place, one in enumerate(looked)
-        if one.outcome not in (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED) and one.comparison.p_value is not None
-    ]  # fmt: skip
-    p_values = [looked[place].comparison.p_value or 0.0 for place in tested]
-    for place, news in zip(tested, discoveries(p_values, CHANCE), strict=True):
+    looked = _with_spread(looked)
+    p_values = _p_values(looked)
+    for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
         if looked[place].outcome is Outcome.TO_CONFIRM and not news:
-            why = f"among {len(tested)} figures, one so far off is no news"
+            why = f"among {len(p_values)} figures, one so far off is no news"
             looked[place] = replace(looked[place], outcome=Outcome.UNSURE, why=why)
     return tuple(looked)
+
+
+def _with_spread(looked: list[Judged]) -> list[Judged]:
+    """Figures of runs too few to know how far runs lie apart, with what the other cases say of that."""
+    alone: dict[str, list[int]] = {}
+    for place, one in enumerate(looked):
+        if one.outcome not in _NOT_TESTED and is_alone(one.comparison):
+            alone.setdefault(one.comparison.metric, []).append(place)
+    for places in alone.values():
+        found = spread_of([_log(looked[place]) for place in places])
+        for place in places if found is not None else ():
+            looked[place] = replace(looked[place], spread=found)
+    return looked
+
+
+def _p_values(looked: Sequence[Judged]) -> dict[int, float]:
+    """The chance of each figure, by its place."""
+    found: dict[int, float] = {}
+    for place, one in enumerate(looked):
+        if one.outcome in _NOT_TESTED:
+            continue
+        if one.comparison.p_value is not None:
+            found[place] = one.comparison.p_value
+        elif one.spread is not None:
+            found[place] = one.spread.chance(_log(one))
+    return found
+
+
+def _log(one: Judged) -> float:
+    assert one.comparison.ratio is not None
+    return math.log(one.comparison.ratio.point)
 
 
 def second_look(judged: Sequence[Judged], look: SecondLook, rules: tuple[Rule, ...] = ()) -> tuple[Judged, ...]:
@@ -117,7 +152,8 @@ def exceeds(one: Comparison, threshold: Threshold) -> bool:
         return False
     if one.ratio is None:  # from nothing to something
         return one.direction is Direction.WORSE
-    surely = one.direction is Direction.WORSE or (_is_alone(one) and one.ratio.low > 1)
+    # Below 10% a few stored numbers are called unsure, and are suspects all the same.
+    surely = one.direction is Direction.WORSE or (is_alone(one) and one.ratio.low > 1)
     return surely and one.ratio.point > 1 + threshold.relative
 
 
@@ -133,14 +169,27 @@ def is_exact(one: Comparison) -> bool:
     return one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
 
 
-def _is_alone(one: Comparison) -> bool:
-    """One stored number against another: it is called unsure below 10%, and is a suspect all the same."""
-    return one.evidence is not Evidence.PAIRED and one.p_value is None and one.direction is Direction.UNSURE
+def is_alone(one: Comparison) -> bool:
+    """Whether it rests on a few stored runs, of which nobody knows how far they lie apart."""
+    stored = one.evidence is not Evidence.PAIRED and one.p_value is None
+    return stored and one.ratio is not None and not is_exact(one) and one.ratio.level > 0
 
 
-def _holds(again: Comparison) -> bool:
-    """Whether one new value belongs to the new level of a series: half of them lie below a threshold that it is at."""
-    return again.direction is Direction.WORSE
+def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> bool:
+    """Whether a second look says the same."""
+    if again.evidence is Evidence.HISTORY:
+        # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
+        return again.direction is Direction.WORSE
+    if (
+        one.spread is not None
+        and is_alone(again)
+        and again.ratio is not None
+        and not one.spread.beyond(again.ratio.point)
+    ):
+        return False
+    # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
+    same = again.metric == one.comparison.metric
+    return exceeds(again, one.threshold if same else threshold_of(again, rules))
 
 
 def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
@@ -152,10 +201,7 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
         return replace(one, outcome=outcome, why=why)
     if again.failed:
         return replace(one, outcome=Outcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
-    # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
-    same = again.metric == one.comparison.metric
-    threshold = one.threshold if same else threshold_of(again, rules)
-    if not (_holds(again) if again.evidence is Evidence.HISTORY else exceeds(again, threshold)):
+    if not _again_worse(one, again, rules):
         return replace(one, outcome=Outcome.CLEARED, why=f"{look.how}, it was not so", again=again)
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(one, outcome=Outcome.REGRESSION, why=f"{look.how}, it was so again", again=again)

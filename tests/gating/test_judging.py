@@ -66,7 +66,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[Rule, ...] 
         (figure(1.06), Outcome.TO_CONFIRM),
         (figure(1.06, direction=Direction.UNSURE), Outcome.UNSURE),
         (figure(2.0, before=1e-6, after=2e-6), Outcome.FINE),
-        (figure(1.06, p_value=0.06), Outcome.UNSURE),
+        (figure(1.06, p_value=0.03), Outcome.UNSURE),
         (stored(1.04), Outcome.UNSURE),
         (stored(1.06), Outcome.TO_CONFIRM),
         (stored(1.2), Outcome.TO_CONFIRM),
@@ -84,8 +84,8 @@ def test_a_first_look(one: Comparison, outcome: Outcome) -> None:
 
 
 def test_chance_among_many() -> None:
-    """One p-value of 2% is news alone, and none among a hundred."""
-    suspect = figure(1.06, p_value=0.02)
+    """One p-value of 1% is news alone, and none among a hundred."""
+    suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is Outcome.TO_CONFIRM
     judged = first_look([suspect, *others])[0]
