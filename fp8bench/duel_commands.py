@@ -73,13 +73,17 @@ def fight(question: Question, request: Request, store: Path, only: Collection[st
     why_eager = quantisers_for(request.quick, os.environ).why_eager
     check_store(store)
     corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
-    start = time.monotonic()
+    start, progress = time.monotonic(), DuelProgress(sys.stderr, os.environ)
     sittings = question.sittings or (_QUICK_SITTINGS if request.quick else _SITTINGS)
-    with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager, sittings) as meeting:
-        kept = tuple(name for name in meeting.cases if not only or name in only)
-        if not kept:
-            raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
-        return _fought(replace(meeting, cases=kept), request, store, start)
+    progress.starts()
+    try:
+        with opened(question, request.imports) as sides, _met(sides, request, corpus, why_eager, sittings) as meeting:
+            kept = tuple(name for name in meeting.cases if not only or name in only)
+            if not kept:
+                raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+            return _fought(replace(meeting, cases=kept), request, store, progress, start)
+    finally:
+        progress.close()
 
 
 def show(found: Duel, as_json: bool) -> None:
@@ -151,13 +155,12 @@ def _alone(own: Corner, other: Corner) -> Iterator[str]:
         yield f"only side {own.name} has {names[0]}{more}: not compared"
 
 
-def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Duel:
+def _fought(meeting: Meeting, request: Request, store: Path, progress: DuelProgress, start: float) -> Duel:
     """The duel as far as it came, each sitting of a case kept as soon as it is over."""
     begun = _begun(meeting, request)
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
     contests = [contest(case, meeting.corners) for case in meeting.cases]
-    progress = DuelProgress(sys.stderr, os.environ)
     try:
         _check_origins(meeting)
         for note in meeting.sides.notes:
@@ -168,9 +171,11 @@ def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Du
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored():
+            progress.close()
             writer.finish("interrupted")
             complain(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
+        progress.close()
         bouts = tuple(one.bout for one in contests if one.sittings)
         if bouts:  # what the store did not take, or what was measured before a side was lost for good
             show(replace(begun, bouts=bouts, troubles=(str(error),)), as_json=False)
@@ -178,7 +183,6 @@ def _fought(meeting: Meeting, request: Request, store: Path, start: float) -> Du
             writer.path.unlink(missing_ok=True)
         raise
     finally:
-        progress.close()
         writer.close()
     with ignored():
         return load_duel(writer.path)
@@ -191,6 +195,7 @@ def _sittings(
     """Every case once in each sitting; errors and memory in the first."""
     referee = Referee(meeting.corners, request.seed, progress, Limits(request.case_timeout))
     for number in range(meeting.sittings):
+        progress.starts()
         refresh(meeting.corners, request.seed, number)
         for place, one in enumerate(contests):
             progress.sits(number, meeting.sittings, place, len(contests))

@@ -19,6 +19,7 @@ from fp8bench.measure.partner import Start
 PACKAGE = Path(__file__).resolve().parents[1]
 # How the title of a side begins that is a revision of fp8bench's own.
 OWN = "fp8bench at "
+_SAME = "both sides are the same: what they differ by is noise"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -79,7 +80,7 @@ def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
                 yield sides
         else:
             paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
-            notes = ("both sides are the same: what they differ by is noise",) if question.nothing else ()
+            notes = (_SAME,) if question.nothing else ()
             before, after = (
                 Ready(
                     Start(name, python, paths), "this Python" if python == sys.executable else "another Python", imports
@@ -108,7 +109,7 @@ def _against(word: str, pythons: Sequence[str], imports: tuple[str, ...], folder
                 _start(AFTER, pythons[1], package, paths), _this_tree(repository), imports, repository.commit,
                 repository.top,
             ),
-            tuple(notes),
+            (*notes, *_unchanged(repository, commit, pythons)),
         )  # fmt: skip
 
 
@@ -135,6 +136,7 @@ def _against_self(word: str, pythons: Sequence[str], imports: tuple[str, ...], f
         yield Sides(
             Ready(before, f"{OWN}{_title(word, commit)}", imports, commit),
             Ready(after, f"fp8bench: {_this_tree(repository)}", imports, repository.commit),
+            _unchanged(repository, commit, pythons),
         )
 
 
@@ -150,6 +152,12 @@ def _title(word: str, commit: str) -> str:
 def _this_tree(repository: Repository) -> str:
     changed = " with uncommitted changes" if repository.dirty else ""
     return f"this tree ({repository.commit[:8]}{changed})"
+
+
+def _unchanged(repository: Repository, commit: str, pythons: Sequence[str]) -> tuple[str, ...]:
+    """A note where this tree is the revision it is held against."""
+    same = commit == repository.commit and not repository.dirty and pythons[0] == pythons[1]
+    return (_SAME,) if same else ()
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:

@@ -19,8 +19,13 @@ class DuelProgress:
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         self._line = LiveLine(stream, environ)
         self._begun = time.monotonic()
-        self._words = "starting workers"
+        self._words = ""
         self._left = ""
+
+    def starts(self) -> None:
+        """Workers are started, which takes a while."""
+        words = f"{self._words}{self._left}, " if self._words else ""
+        self._line.show(f"{words}starting workers")
 
     def sits(self, sitting: int, sittings: int, place: int, cases: int) -> None:
         """A case sits, counted from 0."""
