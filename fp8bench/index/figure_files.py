@@ -37,6 +37,8 @@ _SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
 _LEFT_SECONDS = 3600.0
 _MAGIC = b"fp8bench figures"
 _DIGITS = 32  # of a digest
+# In the place of the digest of a suite that is not known here.
+UNKNOWN = ""
 _HEXADECIMAL = frozenset(b"0123456789abcdef")
 
 
@@ -53,7 +55,8 @@ class Fingerprints(dict[str, str]):
     """What decides what is followed of each suite, as a digest; found out once for all commits."""
 
     def __missing__(self, name: str) -> str:
-        self[name] = hashlib.blake2b(fingerprint(name).encode()).hexdigest()[:_DIGITS]
+        words = fingerprint(name)
+        self[name] = hashlib.blake2b(words.encode()).hexdigest()[:_DIGITS] if words else UNKNOWN
         return self[name]
 
 
@@ -76,6 +79,10 @@ class Torn(Exception):
 
 class Newer(Exception):
     """A file of figures that a newer fp8bench wrote."""
+
+
+class Richer(Exception):
+    """A file of figures of suites that are not known here: whoever imports them will want it."""
 
 
 def figures_file(store: Path, commit: str) -> Path:
@@ -169,11 +176,17 @@ def _alike(pythons: Iterable[str]) -> list[list[str]]:
 def load_figures(
     path: Path, store: Path, runs: Sequence[Path], renamings: Renamings, known: Fingerprints
 ) -> CommitFigures:
-    """What a file says of its commit, if it still counts for these run files. Raises Stale, Torn, Newer or OSError."""
-    head, body = _read(path)
+    """What a file says of its commit, if it still counts for these run files.
+
+    Raises Stale, Torn, Newer, Richer or OSError.
+    """
     try:
-        if not _counts(head, store, runs, renamings, known):
+        head, body = _read(path)
+        if not _counts(head, store, runs, renamings):
             raise Stale
+        changed = [name for name, before in head["suites"].items() if known[name] != before]
+        if changed:
+            raise Richer if all(known[name] == UNKNOWN for name in changed) else Stale
         return _figures(head, body)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Torn from error
@@ -193,8 +206,8 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview]:
     return json.loads(body[:end]), memoryview(body)[end + 1 :]
 
 
-def _counts(head: dict[str, Any], store: Path, runs: Sequence[Path], renamings: Renamings, known: Fingerprints) -> bool:
-    """Whether the same runs would be read the same way today."""
+def _counts(head: dict[str, Any], store: Path, runs: Sequence[Path], renamings: Renamings) -> bool:
+    """Whether the same runs, under the same names, would be read today."""
     if head["schema"] != SCHEMA:
         return False
     sources = {name: (size, changed, digest) for name, size, changed, digest in head["sources"]}
@@ -204,9 +217,7 @@ def _counts(head: dict[str, Any], store: Path, runs: Sequence[Path], renamings: 
         return False
     if any(renamings.name(python) != name for python, name in head["pythons"].items()):
         return False
-    return head["alike"] == _alike(head["pythons"].values()) and all(
-        known[name] == before for name, before in head["suites"].items()
-    )
+    return bool(head["alike"] == _alike(head["pythons"].values()))
 
 
 def _is_unchanged(path: Path, size: int, changed_ns: int, digest: str) -> bool:

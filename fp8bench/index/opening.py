@@ -16,6 +16,7 @@ from fp8bench.index.figure_files import (
     CommitFigures,
     Fingerprints,
     Newer,
+    Richer,
     Stale,
     Torn,
     are_unchanged,
@@ -80,7 +81,9 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     read = sum(len(files[commit]) for commit in missing)
     if missing:
         warn(read)
-    jobs = [_Job(store, commit, tuple(files[commit]), why is not Newer, known) for commit, why in missing.items()]
+    jobs = [
+        _Job(store, commit, tuple(files[commit]), why not in (Newer, Richer), known) for commit, why in missing.items()
+    ]
     made = dict(zip(missing, spread(_figures, jobs), strict=True))
     if missing:
         sweep(store, files)
@@ -130,7 +133,7 @@ def _loaded(
     """What the file of a commit says, or what is the matter with it."""
     try:
         return load_figures(figures_file(store, commit), store, paths, renamings, known)
-    except (Stale, Torn, Newer) as error:
+    except (Stale, Torn, Newer, Richer) as error:
         return type(error)
     except OSError:
         return OSError

@@ -217,6 +217,18 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
     assert found.read == 2 and names == {"fp32"}
 
 
+def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever imports it finds it again; a run that is new is written down as far as it is known here."""
+    history(tmp_path, 1.0, 1.1)
+    assert opened(tmp_path).read == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(figure_files, "fingerprint", lambda _: "")
+        assert [opened(tmp_path).read for _ in range(2)] == [2, 2]
+        keep(tmp_path, run_at(1, 9))
+        assert [opened(tmp_path).read for _ in range(2)] == [3, 1]
+    assert [opened(tmp_path).read for _ in range(2)] == [2, 0]
+
+
 def test_an_interpreter_that_counts_as_another(tmp_path: Path) -> None:
     """Its figures move; those of others are left alone."""
     history(tmp_path, 1.0)
@@ -255,10 +267,12 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield b"SQLite format 3\0" + content
     yield b"fp8bench figures one two\n" + content
     yield b"fp8bench figures 1 zzzzzzzz\n"
+    yield b"fp8bench figures ff 00000000\n"
+    yield b"fp8bench figures 1 00000000\n"
     yield os.urandom(len(content))
 
 
-@pytest.mark.parametrize("way", range(10))
+@pytest.mark.parametrize("way", range(12))
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
     """From its runs; those of the others are not read."""
     history(tmp_path, 1.0, 1.1)
