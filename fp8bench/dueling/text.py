@@ -23,7 +23,7 @@ _TIMES = (
 _VALUES = (Column("case"), Column("figure"), Column("A", right=True), Column("B", right=True), Column("B / A"))
 _HOW_RATIO = (
     f"B / A: time of B over time of A, below 1 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
-    "the faster half of its processes, each by its best case"
+    "the faster three fifths of its processes, each by its best case"
 )
 _HOW_APART = (
     "apart: how much slower a side's slowest process was than its fastest, which run the same code; the interval "
