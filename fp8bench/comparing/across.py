@@ -1,8 +1,8 @@
 """The ratio of two sides that were measured at different times, with an interval that knows it.
 
 Where the sides have eight runs or more, how far runs lie apart is in the interval: noise within a run says nothing
-about the next run's clocks, memory layout and neighbours. Of fewer, nobody knows that spread: the interval holds what any run
-of one side says over any of the other, there is no p-value, and nothing below 10% is called better or worse.
+about the next run's clocks, memory layout and neighbours. Of fewer, nobody knows that spread: the interval holds what
+any run of one side says over any of the other, there is no p-value, and nothing below 10% is called better or worse.
 """
 
 from __future__ import annotations
