@@ -254,3 +254,13 @@ def test_a_store_that_may_not_be_written(store: Path, say: Say) -> None:
     assert code == 1 and "it cannot be read (" in err
     code, out, err = say("ack", SERIES)
     assert (code, out) == (2, "") and "cannot be written" in err
+
+
+def test_the_commands_that_go_on_look_into_the_same_store(say: Say, tmp_path: Path) -> None:
+    """And know the same suites."""
+    other = tmp_path / "elsewhere"
+    history(other, *times((12, 1.0), (4, 1.1)))
+    out = say("regressions", "--store", str(other), "--import", "json")[1]
+    lines = [line for line in out.splitlines() if line.startswith("  fp8bench ")]
+    assert len(lines) == 3 and all(line.endswith(f" --store {other} --import json") for line in lines)
+    assert lines[1].startswith("  fp8bench duel suite gemm --against 0000000b")

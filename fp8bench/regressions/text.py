@@ -59,7 +59,7 @@ def _what_to_do(change: Change, options: str) -> Iterator[str]:
     name, one = shlex.quote(change.course.name), change.comparison
     yield from ("", "the first of them, commit by commit", f"{INDENT}fp8bench history show {name}{options}")
     yield f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds"
-    yield f"{INDENT}fp8bench duel suite {one.suite} --against {one.since[:8]}"
+    yield f"{INDENT}fp8bench duel suite {one.suite} --against {one.since[:8]}{options}"
     yield from ("it is known, and stays", f"{INDENT}fp8bench history ack {name}{options}")
 
 
