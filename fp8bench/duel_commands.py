@@ -27,7 +27,7 @@ from fp8bench.dueling.progress import DuelProgress
 from fp8bench.dueling.text import render
 from fp8bench.dueling.verdicts import TIME, comparisons
 from fp8bench.environment import command_line, gather
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UsageError
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, Fp8benchError, UsageError
 from fp8bench.history.writing import check_store
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.bench import Settings
@@ -40,7 +40,6 @@ from fp8bench.plan import check_names, files_of, reads_corpus, suites_of
 from fp8bench.registry import user_module
 from fp8bench.streams import complain, say
 
-EXIT_SLOWER = 1
 _SITTINGS, _QUICK_SITTINGS = 4, 1
 _SITTING_SECONDS = 2.5
 _LEAST_ROUNDS = 10
@@ -111,7 +110,7 @@ def exit_code(found: Duel) -> int:
     if not found.ok:
         return EXIT_FAILED
     slower = any(one.metric == TIME and one.direction is Direction.WORSE for one in comparisons(found))
-    return EXIT_SLOWER if slower else EXIT_OK
+    return EXIT_REGRESSION if slower else EXIT_OK
 
 
 def _request(arguments: argparse.Namespace) -> Request:
