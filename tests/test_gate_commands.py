@@ -14,8 +14,10 @@ import pytest
 from junitparser import JUnitXml
 
 from fp8bench.cli import main
+from fp8bench.gate_sources import sides as sides_source
+from fp8bench.gating.judging import SecondLook
 from fp8bench.history.runs import run_files
-from fp8bench.model import Run, Status
+from fp8bench.model import Run, Scalar, Status
 from tests.histories import commit, history, keep, records, run_at, tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -129,6 +131,30 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     Path("half.yaml").write_text("gemm:\n  '*time': {relative: 60%}\nmlp:\n  time: ignore\n")
     code, _, err = say(commit(0), commit(1), "--thresholds", "half.yaml")
     assert code == 0 and "half.yaml:4: 'mlp' 'time' fits no figure" in err
+
+
+@pytest.mark.parametrize(
+    ("facts", "duels"), [({}, True), ({"torch": "9.9.9"}, False), ({"commit": "f" * 40}, False)], ids=str
+)
+def test_a_duel_where_it_asks_the_same_question(
+    store: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar], duels: bool
+) -> None:
+    """With what is here, and one torch on both sides: a slower torch would be cleared, and so would another commit."""
+    subprocess.run(["git", "init", "-q"], check=True)
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"]
+    subprocess.run(command, check=True)
+    here = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    old = keep(store, run_at(0, facts={"commit": here}))
+    new = keep(store, run_at(1, records=tuple(records(1.5)), facts={"commit": here, **facts}))
+    asked: list[str] = []
+
+    def duel_with(commit: str, *_: object) -> SecondLook:
+        asked.append(commit)
+        return SecondLook({}, refused="here is none")
+
+    monkeypatch.setattr(sides_source, "duel_with", duel_with)
+    assert say(old.stem, new.stem)[0] == 1
+    assert asked == ([here] if duels else [])
 
 
 def failed(number: int) -> Run:

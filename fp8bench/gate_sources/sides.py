@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.choosing import runs_meant
+from fp8bench.commits import commit_named
 from fp8bench.compare_commands import compared_of, read_runs
 from fp8bench.comparing.compare import Compared, compare
 from fp8bench.comparing.sides import Side, side_of
@@ -68,7 +69,7 @@ def _notes(compared: Compared) -> list[str]:
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path) -> SecondLook:
     """A duel with the baseline's commit where that can be; else the second side alone."""
     newest = _run_with(compared.after, suspects)
-    commit = _commit_of(compared.before)
+    commit = _commit_to_duel(compared, newest)
     look = duel_with(commit, newest.request, store, suspects) if commit is not None else None
     if look is not None and not look.refused:
         return look
@@ -77,6 +78,17 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
         return SecondLook({}, refused=refused)
     found = compare(compared.before, side_of("again", [(again, findings(again))]))
     return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")
+
+
+def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
+    """The commit of the first side, where a duel with it would ask the same question; else None.
+
+    A duel has what is here on its second side, and one interpreter on both: what another torch costs it would not see.
+    """
+    here = commit_named("HEAD", Path())
+    if here is None or newest.environment.get("commit") != here or compared.differing:
+        return None
+    return _commit_of(compared.before)
 
 
 def _commit_of(side: Side) -> str | None:
