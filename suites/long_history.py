@@ -8,6 +8,7 @@ store in FOLDER and prints what opening it takes: `python -m suites.long_history
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -95,7 +96,7 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
     """A run for each commit, the same for the same seed, beginning with commit number `first`."""
     chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
     bases = [10 ** one.uniform(5, 8) for one in chance]
-    steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else COMMITS for pair, one in enumerate(chance)]
+    steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
     head, *template = _template(pairs)
     paths = []
     for number in range(first, first + commits):
@@ -184,7 +185,10 @@ def _records(size: int) -> tuple[Record, Record]:
 
 
 class Cost(NamedTuple):
-    """What something took a process, beside its start: seconds of its processor and of the clock, bytes at the peak."""
+    """What something took a process and its forks, beside its start: seconds of processors and of the clock.
+
+    `peak` is in bytes, of the largest of them.
+    """
 
     cpu: float
     wall: float
@@ -202,13 +206,17 @@ store = Path(".fp8bench")
 import_user_modules(("./long_history.py",))
 for name in workloads.names():
     workloads.get(name)
-cpu, wall = time.process_time(), time.monotonic()
+def used():
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in both)
+cpu, wall = used(), time.monotonic()
 history = open_history(store, lambda runs: None)
 {work}
-cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+cpu, wall = used() - cpu, time.monotonic() - wall
 if history.read and not {reading}:
     sys.exit(f"{{history.read}} runs were read")
-print(cpu, wall, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(cpu, wall, 1024 * max(peaks))
 """
 _CHANGES = """
 found = find_all_changes(history, Memory(store).steps_of_many)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -73,13 +74,22 @@ class Lines:
 
     def comparable(self, line: Line) -> list[Comparable]:
         """Its figures by version and conditions, as far as they are numbers of whole measurements."""
-        rows = self.rows[line.first : line.end]
-        places = np.flatnonzero(is_whole(rows["flags"]) & np.isfinite(rows["value"]))
+        places = np.flatnonzero(self._whole[line.first : line.end])
+        values = self._values[line.first : line.end][places]
         alike = self.alike[line.first : line.end][places]
-        return [
-            Comparable(places[alike == one], rows["value"][places[alike == one]])
-            for one in dict.fromkeys(alike.tolist())
-        ]
+        if len(places) and (alike == alike[0]).all():
+            return [Comparable(places, values)]
+        return [Comparable(places[alike == one], values[alike == one]) for one in dict.fromkeys(alike.tolist())]
+
+    @cached_property
+    def _values(self) -> Floats:
+        return np.ascontiguousarray(self.rows["value"])
+
+    @cached_property
+    def _whole(self) -> NDArray[np.bool_]:
+        """Which rows are numbers of whole measurements."""
+        found: NDArray[np.bool_] = is_whole(self.rows["flags"]) & np.isfinite(self._values)
+        return found
 
     def _figures(self, places: Places) -> tuple[Figure, ...]:
         return figures_of(self.rows[places], [self.texts[table] for table in self.tables[places].tolist()])

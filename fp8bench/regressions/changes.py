@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, partial
+from functools import partial
 
 from fp8bench.analysis.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.followed import RELATIVE
@@ -140,7 +140,7 @@ def _stretches(course: Course) -> list[_Stretch]:
 
 def _stretches_of(line: Line, lines: Lines) -> list[_Stretch]:
     """The same of a line."""
-    read = cache(partial(lines.course, line))
+    read = partial(lines.course, line)
     return [_Stretch(read, one.places.tolist(), one.values.tolist()) for one in lines.comparable(line)]
 
 
