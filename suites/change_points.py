@@ -178,7 +178,7 @@ def _print_figures(random: Random, series: int) -> None:
         made = flat(kind, random, series)
         counts = [hits(made, after, size) for size, after in places]
         print(f"{kind:<14}" + "".join(f"{_percent(count, series):>9}" for count in counts), flush=True)
-    few = max(series // 8, 1)
+    few = max(series // 2, 1)
     print(f"\nflat series that alarm in any look, a look after each of the commits 60 to 100 or 11 to 100, of {few}")
     for kind in KINDS:
         made = flat(kind, random, few, 100)
