@@ -171,6 +171,17 @@ def test_a_case_that_failed(store: Path, say: Say) -> None:
     assert say(commit(1), commit(2))[0] == 0
 
 
+def test_a_run_that_was_cut_off(store: Path, say: Say) -> None:
+    """What it was to measure and did not is no green: code 3. Another run of the commit that has it mends it."""
+    history(store, 1.0)
+    cut = run_at(1, finished=False)
+    keep(store, replace(cut, records=cut.records[:1]))
+    code, out, _ = say(commit(0), commit(1), "--no-rerun")
+    assert code == 3 and "was cut off before it was measured" in out
+    keep(store, run_at(1, 9.0))
+    assert say(commit(0), commit(1), "--no-rerun")[0] == 0
+
+
 EMPTY: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no baseline": (lambda store: keep(store, run_at(1)), 4, "the baseline is missing"),
     "no case in common": (

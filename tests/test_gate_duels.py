@@ -98,20 +98,19 @@ def test_commits_are_settled_by_a_duel(repository: Repository) -> None:
 
 
 def test_a_duel_is_settled_by_another(repository: Repository) -> None:
-    """Of the suspects, with the same revision. Code 1 again."""
-    duel = repository.run("duel", "suite", "./mine.py", "--dtypes", "fp32,bf16", "--quick", "--against", "HEAD~1")
-    assert duel.returncode == 1, duel.stdout + duel.stderr
-    done = repository.run("gate", "--duel", "last")
+    """That of the test above, with the same revision: code 1 again. Elsewhere nobody can repeat it, which is said."""
+    done = repository.run("gate", "--duel", "last", "--junit", "out.xml")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 regression" in done.stdout and "bf16 time" in done.stdout and "in duel" in done.stdout
+    repository.git("commit", "-q", "--allow-empty", "-m", "later")
+    done = repository.run("gate", "--duel", "last")
+    assert done.returncode == 1 and "the duel was of commit" in " ".join(done.stdout.split())
 
 
-def test_what_was_mended_since_is_cleared(repository: Repository) -> None:
-    """The runs still say otherwise; the duel is with what is here."""
-    (repository.path / "pace.py").write_text("STEPS = 20_000\n")
-    try:
-        done = repository.run("gate", *repository.sides())
-    finally:
-        repository.git("checkout", "-q", "pace.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cleared" in done.stdout
+def test_a_duel_that_was_cut_off(repository: Repository) -> None:
+    """Its header stands, and no bout: code 3."""
+    duels = sorted((repository.path / ".fp8bench" / "duels").glob("*.jsonl"))
+    cut = duels[-1].with_name("99990101T000000Z-cut.jsonl")
+    cut.write_text(duels[-1].read_text().splitlines()[0] + "\n")
+    done = repository.run("gate", "--duel", "last")
+    assert done.returncode == 3 and "the duel measured nothing" in done.stdout

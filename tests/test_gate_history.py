@@ -128,6 +128,15 @@ def test_a_case_that_fails_now(store: Path, say: Say) -> None:
     assert say("gate", "--history")[0] == 0
 
 
+def test_a_night_that_was_cut_off(store: Path, say: Say) -> None:
+    """Half a run is not green."""
+    history(store, *FLAT)
+    cut = run_at(len(FLAT), finished=False)
+    keep(store, replace(cut, records=cut.records[:1]))
+    code, out, _ = say("gate", "--history")
+    assert code == 3 and "was cut off" in out
+
+
 def test_never_green_for_nothing(store: Path, say: Say) -> None:
     """No store, no runs, no case measured, too few commits: each says so."""
     code, _, err = say("gate", "--history")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from fp8bench.commits import commit_named
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.followed import PER, RELATIVE, TIME
+from fp8bench.followed import PER, RELATIVE
 from fp8bench.gate_sources.again import duel_with, measured_again
+from fp8bench.gate_sources.missing import failed, unmeasured
 from fp8bench.gate_sources.source import Source
 from fp8bench.gating.judging import Key, SecondLook, key_of
 from fp8bench.history.runs import load_run, run_files
@@ -49,8 +50,8 @@ def of_history(path: Path) -> Source:
         return Source(title, problem=problem, code=EXIT_FAILED)
     history = opened(store)
     found = all_changes(history, store)
-    failed = tuple(_failures(newest, store))
-    if not found.looked_at and not failed:
+    failures = tuple(_failures(newest, store))
+    if not found.looked_at and not failures:
         why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
         return Source(title, problem=f"there is nothing to hold against: {why}.", code=EXIT_BASELINE)
     changes = _judgeable(found, newest, history)
@@ -58,7 +59,7 @@ def of_history(path: Path) -> Source:
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look([changes[key_of(one)] for one in suspects], newest, store)
 
-    comparisons = (*failed, *(one.comparison for one in changes.values()))
+    comparisons = (*failures, *(one.comparison for one in changes.values()))
     return Source(title, comparisons, confirm, tuple(_notes(found)))
 
 
@@ -83,16 +84,14 @@ def _nothing_measured(newest: Run) -> str:
 
 
 def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
-    """Cases of the newest run that failed, where they had not failed at the commit before."""
+    """Cases of the newest run that failed, where they had not failed at the commit before, or were cut off."""
     commit = newest.environment.get("commit")
     before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
     old = {record.case.id: record.status for record in before.records} if before is not None else {}
     for record in newest.records:
         if record.status is Status.FAILED and old.get(record.case.id) is not Status.FAILED:
-            yield Comparison(
-                record.case.id, record.case.workload, TIME, "s", Direction.NONE, Evidence.HISTORY,
-                why=f"failed: {record.reason}", failed=True,
-            )  # fmt: skip
+            yield failed(record.case.id, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+    yield from unmeasured([newest], Evidence.HISTORY)
 
 
 def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]:

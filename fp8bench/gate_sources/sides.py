@@ -15,9 +15,10 @@ from fp8bench.comparing.sides import Side, side_of
 from fp8bench.comparing.text import side_words
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound
 from fp8bench.gate_sources.again import duel_with, measured_again
+from fp8bench.gate_sources.missing import unmeasured
 from fp8bench.gate_sources.source import Source
 from fp8bench.gating.judging import SecondLook, key_of
-from fp8bench.model import Comparison, Run
+from fp8bench.model import Comparison, Evidence, Run
 from fp8bench.pipeline import findings
 
 _MOST_LISTED = 5
@@ -40,7 +41,8 @@ def of_sides(before: str, after: str, store: Path) -> Source:
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look(compared, suspects, store)
 
-    return Source(title, compared.comparisons, confirm, tuple(_notes(compared)))
+    cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
+    return Source(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)))
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
@@ -62,8 +64,7 @@ def _notes(compared: Compared) -> list[str]:
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         found += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
         found += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
-    unfinished = [run.id for run in compared.after.runs if not run.finished]
-    return [*found, *(f"run {one} is unfinished" for one in unfinished)]
+    return found
 
 
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path) -> SecondLook:
