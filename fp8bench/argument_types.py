@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,3 +91,10 @@ def seconds(text: str) -> float:
     if not 0 < value < MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
     return value
+
+
+def commit(text: str) -> str:
+    """The beginning of a commit's hash."""
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
+    return text.lower()

@@ -52,7 +52,7 @@ def _add_changes(command: Command) -> None:
     words = "as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
     ack.add_argument("series", metavar="SERIES", help=words)
     words = "the last commit that it may be, as regressions shows it; needed where several are open"
-    ack.add_argument("--until", metavar="COMMIT", help=words)
+    ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
     ack.add_argument("--because", metavar="TEXT", help="why it stays")
     ack.add_argument("--undo", action="store_true", help="it does alarm again")
 

@@ -83,21 +83,22 @@ def _undo(arguments: argparse.Namespace, store: Path, courses: Sequence[Course],
 def _chosen(arguments: argparse.Namespace, found: Found) -> list[Change]:
     """The open changes that are meant: those up to a commit, or the only ones that there are."""
     still = [change for change in found.changes if change.state is State.OPEN]
-    until: str | None = arguments.until
-    if until is not None:
-        chosen = [change for change in still if change.comparison.until.startswith(until.lower())]
+    if arguments.until is not None:
+        chosen = [change for change in still if change.comparison.until.startswith(arguments.until)]
         if not chosen:
             there = f" Open are:{listed(still)}" if still else " It has no open changes."
-            raise UsageError(f"no open change of {arguments.series!r:.80} is up to the commit {until!r:.80}.{there}")
-        return chosen
-    if not still:
+            raise UsageError(
+                f"no open change of {arguments.series!r:.80} is up to the commit {arguments.until!r:.80}.{there}"
+            )
+    elif still:
+        chosen = [change for change in still if change.is_worse] or still
+    else:
         known = [change for change in found.changes if change.state is State.ACKNOWLEDGED]
         why = " What it has is acknowledged already." if known else _why_none(found)
         raise UsageError(f"{arguments.series!r:.80} has no open changes.{why}")
-    worse = [change for change in still if change.is_worse] or still
-    if len({change.comparison.until for change in worse}) > 1:
-        raise UsageError(f"{arguments.series!r:.80} has several open changes. Give one of:{listed(worse)}")
-    return worse
+    if len({change.comparison.until for change in chosen}) > 1:
+        raise UsageError(f"{arguments.series!r:.80} has several open changes. Give one of:{listed(chosen)}")
+    return chosen
 
 
 def _why_none(found: Found) -> str:

@@ -132,6 +132,8 @@ def test_which_of_several_changes(store: Path, say: Say) -> None:
     assert code == 2 and "several open changes" in err and f"{SERIES} --until 00000016" in err
     code, _, err = say("ack", SERIES, "--until", "00000001")
     assert code == 2 and "up to the commit '00000001'" in err and "--until 0000000c" in err
+    code, _, err = say("ack", SERIES, "--until", "000000")
+    assert code == 2 and "several open changes" in err
     assert say("ack", SERIES, "--until", commit(12))[0] == 0
     code, _, err = say("ack", SERIES, "--until", "0000000c")
     assert code == 2 and "--until 00000016" in err and "0000000c\n" not in err
@@ -148,6 +150,8 @@ def test_which_of_several_changes(store: Path, say: Say) -> None:
         (["ack", "*nothing*"], "no series is called '*nothing*'"),
         (["ack", SERIES], "has no open changes"),
         (["ack", SERIES, "--until", "0000"], "no open change"),
+        (["ack", SERIES, "--until", ""], "'' is no commit; give at least four digits"),
+        (["ack", SERIES, "--until", "HEAD"], "'HEAD' is no commit"),
         (["ack", SERIES, "--undo", "--because", "x"], "Leave one out"),
         (["ack"], "required: SERIES"),
         (["regressions", "gemm"], "unknown argument 'gemm'"),
