@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_BYTES, MOST_SECONDS, MOST_THREADS
+from fp8bench.argument_types import MOST_BYTES, MOST_SECONDS
+from fp8bench.arguments import DEFAULT_STORE, MOST_BATCHES, MOST_THREADS
 from fp8bench.environment import command_line
 from fp8bench.errors import UsageError
 from fp8bench.exporting.tensorboard import check as check_tensorboard
 from fp8bench.exporting.tensorboard import write as write_tensorboard
 from fp8bench.frames import RunFrames
 from fp8bench.history.runs import find_run, load_named, store_of
+from fp8bench.index.opening import keep_figures
 from fp8bench.model import Finding, Request, Run
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import findings as findings_of
@@ -79,7 +81,7 @@ def run(
     )  # fmt: skip
     board = _board(tensorboard)
     done = execute(request, _store(store), observer or SilentObserver(), command_line())
-    update_view(done, _store(store))
+    _tell_history(done, _store(store))
     if board is not None:
         write_tensorboard(done, findings_of(done), board)
     return done
@@ -96,8 +98,13 @@ def resume(run: str | Path | Run, *, store: str | Path = DEFAULT_STORE, observer
     path = Path(run.path) if isinstance(run, Run) else find_run(str(run), _store(store))
     resumed, done = go_on(path, _store(store), observer or SilentObserver(), command_line())
     if resumed:
-        update_view(done, store_of(path) or _store(store))
+        _tell_history(done, store_of(path) or _store(store))
     return done
+
+
+def _tell_history(run: Run, store: Path) -> None:
+    update_view(run, store)
+    keep_figures(store, Path(run.path))
 
 
 def _check_kinds(**given: tuple[object, object]) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 from fp8bench.commits import commit_named
 from fp8bench.errors import AsvFileError, Fp8benchError, NotKept
 from fp8bench.history.asv_results import load_results
+from fp8bench.index.opening import keep_figures
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.points import followed, merged
@@ -39,6 +40,7 @@ def measured_by_asv(
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
+        keep_figures(store, Path(run.path))
     except NotKept as error:
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     commands = {
         "suite": _suite, "list": _list, "doctor": _doctor, "show": _show, "report": _report, "history": _history,
-        "lint-shapes": _lint_shapes, "sensitivity": _sensitivity, "selftest": _selftest,
+        "compare": _compare, "duel": _duel, "gate": _gate, "lint-shapes": _lint_shapes, "sensitivity": _sensitivity,
+        "selftest": _selftest,
     }  # fmt: skip
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UnknownName("command", words[0], commands)
@@ -204,10 +205,13 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
 def _tell_history(run: Run, store: Path) -> bool:
     """Bring asv's view up to date and say so; False where that was interrupted."""
     from fp8bench.history.runs import store_of
+    from fp8bench.index.opening import keep_figures
     from fp8bench.view import update_view
 
     try:
-        complain(update_view(run, store_of(Path(run.path)) or store))
+        store = store_of(Path(run.path)) or store
+        complain(update_view(run, store))
+        keep_figures(store, Path(run.path))
     except KeyboardInterrupt:
         complain(
             f"history: interrupted while asv's view was brought up to date; the run is kept in {run.path}, and "
@@ -256,12 +260,46 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from fp8bench.dueling.keeping import find_duel
     from fp8bench.history.runs import load_named
 
     check_outputs(arguments)
+    duelled = find_duel(arguments.run, arguments.store)
+    if duelled is not None:
+        return _show_duel(duelled, arguments)
     run = load_named(arguments.run, arguments.store)
     print_run(run, arguments)
     return EXIT_OK if tell_exports(run, arguments) else EXIT_INTERRUPTED
+
+
+def _show_duel(path: Path, arguments: argparse.Namespace) -> int:
+    from fp8bench.duel_commands import show_again
+
+    show_again(path, arguments)
+    return EXIT_OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from fp8bench.compare_commands import compare_sides
+
+    return compare_sides(arguments)
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    from fp8bench.gate_commands import gate
+
+    _search_here()  # what is measured again may be the user's
+    _import(arguments.imports)
+    with only_once():
+        return gate(arguments)
+
+
+def _duel(arguments: argparse.Namespace) -> int:
+    from fp8bench.duel_commands import duel
+
+    _import((*arguments.imports, *files_of(arguments.suite)))
+    with only_once():
+        return duel(arguments)
 
 
 def _history(arguments: argparse.Namespace) -> int:

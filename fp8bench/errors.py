@@ -19,7 +19,8 @@
         |-- WorkerHung            3   it did not answer in time
         `-- WorkerFault           3   it answered with an exception (kept as type, text, traceback)
 
-A message says what was given, what was expected and what to do. 1 (regression) and 4 (baseline) are kept for later.
+A message says what was given, what was expected and what to do. 1 (a regression) and 4 (no baseline) are verdicts of a
+gate, which no exception ends with.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import difflib
 from collections.abc import Iterable
 
 EXIT_OK = 0
+EXIT_REGRESSION = 1
 EXIT_USAGE = 2
 EXIT_FAILED = 3
+EXIT_BASELINE = 4
 EXIT_INTERRUPTED = 130
 
 

@@ -131,6 +131,25 @@ def check_grid(workload: Workload) -> None:
         raise UsageError(f"the grid that suite {workload.name!r} declares cannot be followed: {why}.")
 
 
+def fingerprint(name: str) -> str:
+    """What decides, beside this code, which cases of a suite are followed and under which names; '' for no suite here.
+
+    Two fingerprints are the same where the same records would be the same cells of the same series.
+    """
+    if name not in workloads.names(hidden=True):
+        return ""
+    workload = workloads.get(name)
+    if workload.history is None:
+        return "no grid"
+    try:
+        series = series_of(workload, None)
+        cells = [cells_of(workload, facts, None) for facts in _CLASSES.values()]
+        own = type(workload).__module__.startswith("fp8bench.")
+        return repr((workload.history, workload.uses_corpus, own, reference_of(workload), series, cells))
+    except UsageError as error:
+        return str(error)
+
+
 def _faults(workload: Workload) -> Iterator[str]:
     try:
         yield from _wrong_words(_grid(workload))

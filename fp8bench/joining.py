@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8bench.errors import StoreError
+from fp8bench.history.acks import merge_acks
 from fp8bench.history.asv_files import locked
 from fp8bench.history.asv_merging import Taken, merge_folders
 from fp8bench.history.environments import Renamings, load_renamings, save_renamings
@@ -18,10 +20,13 @@ from fp8bench.view import LOCK_SECONDS, results_of
 
 @dataclass(frozen=True)
 class Joined:
-    """What was done: runs, asv's files, what counts as what from now on, files that were folded, and the view."""
+    """What was done: runs, asv's files, acknowledgements, what counts as what from now on, files that were folded, and
+    the view.
+    """
 
     runs: Merged
     taken: Taken
+    acks: int
     renamed: dict[str, str]
     folded: tuple[Path, ...]
     view: Rebuilt
@@ -44,6 +49,7 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
             save_renamings(store, after)
         runs = merge_runs(store, other) if other is not None else Merged()
         taken = merge_folders(results_of(store), results_of(other)) if other is not None else Taken()
+        acks, untaken = _acks(store, other) if other is not None else (0, ())
         folded, unfolded = fold(results_of(store), after)
     changed = {one for one in known if before.name(one) != after.name(one)}
     commits = {commit_of(path) for path in runs.changed}
@@ -51,8 +57,16 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
         commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
     view = rebuild(store, commits)
     anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
-    everything = (*failed, *runs.failed, *taken.failed, *unfolded, *view.failed)
-    return Joined(runs, taken, anew, tuple(folded), view, everything)
+    everything = (*failed, *runs.failed, *taken.failed, *untaken, *unfolded, *view.failed)
+    return Joined(runs, taken, acks, anew, tuple(folded), view, everything)
+
+
+def _acks(store: Path, other: Path) -> tuple[int, tuple[str, ...]]:
+    """How many acknowledgements were new here, and why they cannot be taken."""
+    try:
+        return merge_acks(store, other), ()
+    except StoreError as error:
+        return 0, (str(error),)
 
 
 def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:

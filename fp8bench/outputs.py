@@ -25,7 +25,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "dry_run", False) and (arguments.json or arguments.csv is not None):
         raise UsageError("--dry-run measures nothing, so that there is nothing for --json or --csv. Leave one out.")
     if arguments.csv not in (None, "-"):
-        why = _why_not(arguments.csv)
+        why = why_not_written(arguments.csv)
         if why:
             raise UsageError(f"--csv {arguments.csv!r:.200} cannot be written: {why}. Give a file, or '-'.")
     check_pages(arguments)
@@ -42,12 +42,12 @@ def check_pages(arguments: argparse.Namespace) -> None:
     if asked and getattr(arguments, "dry_run", False):
         raise UsageError(f"--dry-run measures nothing, so that there is nothing for {asked[0]}. Leave one out.")
     for option, path in given.items():
-        why = _why_not(str(path)) if path is not None else ""
+        why = why_not_written(str(path)) if path is not None else ""
         if why:
             raise UsageError(f"{option} {str(path)!r:.200} cannot be written: {why}. Give a file.")
 
 
-def _why_not(file: str) -> str:
+def why_not_written(file: str) -> str:
     """Why a file cannot be written, as far as that can be known without writing it."""
     path = Path(file)
     try:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.circumstances import circumstances
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.environment import gather, load_in_words
-from fp8bench.errors import NotKept, StoreError
+from fp8bench.errors import NotKept, StoreError, UsageError
 from fp8bench.history.runs import load_run, missing_groups, store_of
 from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.interrupts import held_back, ignored
@@ -39,8 +39,11 @@ from fp8bench.paths import check_folder
 from fp8bench.plan import check_names, make_plan, reads_corpus, searched_for_batches, with_batch
 from fp8bench.protocols import Observer
 from fp8bench.registry import import_user_modules, workloads
-from fp8bench.resuming import refuse_elsewhere, refuse_foreign, refuse_lost
+from fp8bench.resuming import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.samplers.meters import Meters
+
+# The door of runs that hold some cases of another run once more.
+AGAIN = "gate"
 
 
 def execute(
@@ -86,6 +89,29 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         writer = reopen_run(path, Resumption(_now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
         return True, _measure(run, missing_groups(run), writer, worker, meters, observer, start)
+
+
+def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
+    """The groups of a run that hold some cases once more, in a fresh process, as a run of its own in `store`.
+
+    Raises UsageError where what is measured here and now would not belong to the run: another machine, commit, torch.
+    """
+    start = time.monotonic()
+    refuse_lost(run)
+    refuse_elsewhere(run)
+    request = replace(run.request, trace=None)
+    corpus = _prepared(request, store)
+    check_store(store)
+    with _worker(request, corpus) as worker, Meters(request.energy) as meters:
+        again = replace(_opened(request, corpus, worker, meters, command, None), origin=AGAIN)
+        differs = foreign(run, again.plan, again.devices, again.environment)
+        if differs:
+            raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
+        groups = tuple(one for one in again.plan if any(planned.case.id in cases for planned in one.cases))
+        again = replace(again, plan=replace(again.plan, groups=groups))
+        observer.planned(again.plan)
+        writer = start_run(again, store)
+        return _measure(replace(again, path=str(writer.path)), groups, writer, worker, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:

@@ -103,6 +103,8 @@ def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple
 
 
 def _merged(alike: Sequence[Point]) -> Point:
+    if len(alike) == 1:
+        return alike[0]
     sampled = [point for point in alike if point.samples]
     if not sampled:
         return alike[-1]
@@ -141,15 +143,17 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
     points: list[Point] = []
     others = 0
     data = None
+    leads = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
         cell = _cell(workload, record.case, run)
         if cell is None:
             others += 1
             continue
         data = _data(workload, record.case)
-        leads = [one for one in records if one.is_reference and one.case.setting == record.case.setting]
-        found = _points(workload, grid, record, leads[0] if leads else None, cell, _is_hasty(run, record))
-        points += [replace(point, under=(*under, *_own_conditions(workload, record, point))) for point in found]
+        found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
+        for point in found:
+            own = _own_conditions(workload, record, point)
+            points.append(replace(point, under=(*under, *own) if own else under))
     return Followed(tuple(points), _series(type(workload), data) if points else (), others)
 
 
@@ -215,6 +219,13 @@ def _metrics(kind: type[Workload]) -> tuple[Metric, ...]:
     grid = kind.history
     assert grid is not None
     return metrics_of(grid)
+
+
+def cell_of(case: Case, run: Run) -> Cell | None:
+    """The cell of a declared grid that a case of a run is; None for one that is in none."""
+    if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
+        return None
+    return _cell(workloads.get(case.workload), case, run)
 
 
 def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:

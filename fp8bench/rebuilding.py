@@ -1,4 +1,4 @@
-"""The whole of asv's view made again from the runs."""
+"""The whole of asv's view made again from the runs, and with it the files of what commits come to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.history.asv_files import locked
 from fp8bench.history.runs import run_files
+from fp8bench.index.opening import hear_and_keep
 from fp8bench.model import Series
 from fp8bench.telling import by_place, files_by_commit, hear
 from fp8bench.view import LOCK_SECONDS, define, results_of, series_told, write_place
@@ -47,7 +48,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
             continue
         # Read under the lock, too: a writer that knew fewer runs must not come after one that knew more.
         with locked(store / "asv", LOCK_SECONDS):
-            heard = hear(paths)
+            heard = hear_and_keep(store, commit, paths)
             for told in by_place(heard.told):
                 try:
                     files[write_place(results_of(store), told, aside)] = None

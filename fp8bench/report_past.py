@@ -6,31 +6,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp8bench import units
-from fp8bench.course import figure_of, read_courses
+from fp8bench.course import figure_of
 from fp8bench.errors import Fp8benchError
 from fp8bench.followed import RELATIVE
 from fp8bench.identity import same_interpreter
-from fp8bench.model import Course, Figure, Level, Point, Run
+from fp8bench.index.opening import open_history
+from fp8bench.model import Course, Figure, Level, Point, Run, course_name
 from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.view import Told, tell, why_not
 
-MOST_RUNS = 100
+MOST_COMMITS = 100
 _UNITS = {"seconds": "s", "bytes": "B", "joules": "J", units.RATIO: ""}
 
 
 def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     """The series of the cases that the runs have, on the machines and under the interpreters they ran with.
 
-    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. Only the
-    newest runs of the store are read: a report is written after every run, and `fp8bench history show` reads them all.
+    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. A series has
+    its newest commits only; `fp8bench history show` has them all.
     """
     told = [one for one in map(_told, runs) if one is not None]
     wanted = {(point.series, point.cell) for one in told for point in one.content.points}
     if not wanted:
         return ()
-    suites = {series.partition(".")[0] for series, _ in wanted}
-    found = read_courses(store, lambda name: name.partition(".")[0] in suites, MOST_RUNS).courses
-    courses = [course for course in found if (course.series.name, course.cell) in wanted]
+    names = {course_name(*one) for one in wanted}
+    courses = open_history(store, lambda _: None).courses(names.__contains__).courses
     series = [_series(course, [one for one in told if _made_at(one, course)]) for course in courses]
     return tuple(one for one in series if one is not None and one.figures)
 
@@ -55,7 +55,8 @@ def _series(course: Course, told: Sequence[Told]) -> PastSeries | None:
     if not told:
         return None
     version = course.series.version
-    kept = [figure for figure in course.measured if figure.version == version]
+    measured = course.measured[-MOST_COMMITS:]
+    kept = [figure for figure in measured if figure.version == version]
     kept = [figure for figure in kept if figure.source == kept[-1].source]
     unkept = (figure for one in told for figure in _unkept(one, course, kept[-1] if kept else None))
     figures = [*_figures(kept), *unkept]
@@ -65,7 +66,7 @@ def _series(course: Course, told: Sequence[Told]) -> PastSeries | None:
     return PastSeries(
         course.name, unit, tuple(figures), course.series.workload, course.series.metric, str(precision),
         " ".join(f"{name}={value}" for name, value in pairs), str(course.machine.get("machine")),
-        _emulated(course, told), len(course.measured) - len(kept),
+        _emulated(course, told), len(measured) - len(kept),
     )  # fmt: skip
 
 

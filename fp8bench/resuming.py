@@ -44,9 +44,14 @@ def _cannot(run: Run, why: str, advice: str) -> UsageError:
 
 def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raise where machine, software, device or plan are not what the run began with; says which."""
-    differs = next(iter(_differences(run, plan, facts, environment)), "")
+    differs = foreign(run, plan, facts, environment)
     if differs:
         raise _cannot(run, differs, "Its halves would not compare; start a new run.")
+
+
+def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
+    """The first thing that is not as it was when the run began; '' if what is measured now belongs to it."""
+    return next(iter(_differences(run, plan, facts, environment)), "")
 
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:

@@ -34,6 +34,11 @@ class BestCase:
     point: float
     resampled: Floats
 
+    @property
+    def error(self) -> float:
+        """The standard error of the logarithm, within the run."""
+        return float(self.resampled.std())
+
 
 def best_by_segment(samples: Floats) -> Floats:
     """The mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""

@@ -5,7 +5,6 @@ A store holds more samples than fit into memory; those of one commit do.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,10 +35,11 @@ class Left(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What the runs of one commit tell, oldest first, and what was left out."""
+    """What the runs of one commit tell, oldest first, what was left out, and the suites they were asked about."""
 
     told: tuple[Told, ...]
     left: tuple[Left, ...]
+    suites: frozenset[str] = frozenset()
 
 
 def commit_of(path: Path) -> str:
@@ -54,13 +54,10 @@ def commit_of(path: Path) -> str:
     return str(commit)[:8] if commit else "nocommit"
 
 
-def files_by_commit(store: Path, most: int | None = None) -> dict[str, list[Path]]:
-    """The run files of each commit, oldest first; the commits in the order of their first runs.
-
-    Of the whole store, or of so many newest runs.
-    """
+def files_by_commit(store: Path) -> dict[str, list[Path]]:
+    """The run files of each commit, oldest first; the commits in the order of their first runs."""
     found: dict[str, list[Path]] = {}
-    for path in reversed(list(itertools.islice(run_files(store), most))):
+    for path in reversed(list(run_files(store))):
         found.setdefault(commit_of(path), []).append(path)
     return found
 
@@ -69,9 +66,12 @@ def hear(paths: Iterable[Path]) -> Heard:
     """Read the runs of one commit, each once."""
     heard: dict[str, Told] = {}
     left: list[Left] = []
+    suites: set[str] = set()
     for path in paths:
         try:
-            told, why = hear_run(load_run(path), path)
+            run = load_run(path)
+            suites |= {record.case.workload for record in run.records}
+            told, why = hear_run(run, path)
         except StoreError:
             told, why = None, UNREADABLE
         left += [Left(path, why)] if why else []
@@ -79,7 +79,7 @@ def hear(paths: Iterable[Path]) -> Heard:
         left += [Left(path, TWICE)] if known is not None else []
         if told is not None and (known is None or len(known.content.points) < len(told.content.points)):
             heard[told.run.id] = told
-    return Heard(tuple(sorted(heard.values(), key=lambda one: one.order)), tuple(left))
+    return Heard(tuple(sorted(heard.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
 
 
 def hear_run(run: Run, path: Path) -> tuple[Told | None, str]:

@@ -28,6 +28,7 @@ from fp8bench.samplers.absent import AbsentDevice
 from fp8bench.samplers.meter import Meter
 from fp8bench.samplers.readings import Unavailable
 from fp8bench.samplers.sources import Source, SourceKind
+from suites.long_history import WORKS, Cost, measure, write_module, write_store
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
 
 SUITES = Path(__file__).resolve().parent
@@ -283,6 +284,26 @@ def track_emulated_linear_over_product() -> float:
     return linear_over_product()
 
 
+def track_history(what: str) -> float:
+    """CPU seconds of opening 300 commits of 1,000 series, beside the start of a process.
+
+    Goals: 4 with all change points, 0.3 after one more run, 0.2 to show one series.
+    """
+    return _opening_history(what).cpu
+
+
+def track_history_peak_bytes() -> int:
+    """Peak resident bytes of a process that opens them and finds all change points: goal 400 MiB."""
+    return _opening_history("first open").peak
+
+
+def _opening_history(what: str) -> Cost:
+    with tempfile.TemporaryDirectory() as folder:
+        write_module(Path(folder))
+        write_store(Path(folder) / ".fp8bench")
+        return measure(Path(folder), what, _environment())
+
+
 _UNITS: dict[Callable[..., float], str] = {
     track_help: "seconds",
     track_list: "seconds",
@@ -301,11 +322,15 @@ _UNITS: dict[Callable[..., float], str] = {
     track_quantiser_over_torchao: "ratio",
     track_cold_compile: "seconds",
     track_emulated_linear_over_product: "ratio",
+    track_history: "seconds",
+    track_history_peak_bytes: "bytes",
 }
-_PARAMETERS: dict[Callable[..., float], tuple[str, ...]] = {
-    track_quantiser_over_copy: tuple(CASTS),
-    track_quantiser_over_torchao: tuple(OTHERS),
-    track_cold_compile: ("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32"),
+# By name; every one of them has one parameter.
+_PARAMETERS: dict[Callable[..., float], tuple[str, tuple[str, ...]]] = {
+    track_quantiser_over_copy: ("quantiser", tuple(CASTS)),
+    track_quantiser_over_torchao: ("quantiser", tuple(OTHERS)),
+    track_cold_compile: ("quantiser", ("e4m3 fp32", "mxfp8 bf16", "nvfp4 fp32")),
+    track_history: ("what", WORKS),
 }
 for _benchmark, _unit in _UNITS.items():
     _benchmark.unit = _unit  # type: ignore[attr-defined]
@@ -314,13 +339,13 @@ for _benchmark, _unit in _UNITS.items():
     _benchmark.version = "1"  # type: ignore[attr-defined]
 
 
-for _benchmark, _names in _PARAMETERS.items():
-    _benchmark.params, _benchmark.param_names = list(_names), ["quantiser"]  # type: ignore[attr-defined]
+for _benchmark, (_name, _values) in _PARAMETERS.items():
+    _benchmark.params, _benchmark.param_names = list(_values), [_name]  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
     for _benchmark, _unit in _UNITS.items():
-        for _given in _PARAMETERS.get(_benchmark, ("",)):
+        for _given in _PARAMETERS.get(_benchmark, ("", ("",)))[1]:
             _words = f"{_benchmark.__name__.removeprefix('track_')} {_given}"
             _figure = _benchmark(*filter(None, (_given,)))
             print(f"{_words:<34} {_figure:.6g} {_unit}", flush=True)  # noqa: T201 - a script of its own

@@ -92,5 +92,6 @@ def history(store: Path, *milliseconds: float, **changes: object) -> list[Path]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder: what a command that only reads must leave alone."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file below a folder, but for what can be made again: what a command that only reads must leave alone."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".figures"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -298,6 +298,6 @@ def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytes
     """As seconds."""
     asked: list[Request] = []
     monkeypatch.setattr(api, "execute", lambda request, *_: asked.append(request))
-    monkeypatch.setattr(api, "update_view", lambda *_: "")
+    monkeypatch.setattr(api, "_tell_history", lambda *_: None)
     fp8bench.run("gemm", case_timeout=7, store=tmp_path)
     assert asked[0].case_timeout == 7.0 and asked[0].isolation

@@ -15,10 +15,11 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.arguments import build_parser, commands_of
 from fp8bench.cli import main
-from fp8bench.config import LARGEST_FILE, LONGEST_VALUE, MOST_VALUES, read_config, with_config
+from fp8bench.config import read_config, with_config
 from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
+from fp8bench.plain_yaml import LARGEST_FILE, LONGEST_VALUE, MOST_VALUES
 from fp8bench.protocols import Observer
 from fp8bench.training_keys import KEYS
 

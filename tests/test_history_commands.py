@@ -196,7 +196,7 @@ def test_commands_that_are_named_find_the_same_store_and_suites(store: Path, say
 
 def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are counted."""
-    monkeypatch.setattr("fp8bench.history_commands._MOST_NAMED", 2)
+    monkeypatch.setattr("fp8bench.stores._MOST_NAMED", 2)
     history(store, 1.0)
     err = say("show", "bf16")[2]
     assert len(err.splitlines()) == 4 and err.endswith("and 3 more\n")
@@ -285,7 +285,7 @@ def test_what_writes_says_that_it_cannot(store: Path, say: Say) -> None:
 
 def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before they are read."""
-    monkeypatch.setattr("fp8bench.history_commands._MANY_RUNS", 1)
+    monkeypatch.setattr("fp8bench.stores._MANY_RUNS", 1)
     history(store, 1.0, 1.1)
     assert say("list")[2] == "fp8bench: reading 2 runs\n"
 
@@ -453,3 +453,17 @@ def test_a_broken_word_on_interpreters_is_said(store: Path, say: Say) -> None:
     assert code == 2 and "Mend it, or move it away" in err and environments_of(store).read_text() == "{"
     code, out, _ = say("verify")
     assert code == 3 and "environments.json" in out
+
+
+def test_a_torn_file_of_figures_is_said_once(store: Path, say: Say) -> None:
+    """And changes nothing of what is shown; nor does an index that is none."""
+    history(store, 1.0, 1.1)
+    whole = say("list")
+    (store / "figures" / f"{commit(1)[:8]}.figures").write_bytes(b"fp8bench figures 1")
+    (store / "index.sqlite").write_text("no database")
+    code, out, err = say("list")
+    assert (code, out) == whole[:2] and err.count("\n") == 1 and "made anew from the runs" in err
+    assert say("list") == whole
+    first, second = say("regressions"), say("regressions")
+    assert first[:2] == second[:2] and not second[2]
+    assert first[2] == "fp8bench: .fp8bench/index.sqlite had become unreadable and was begun anew\n"

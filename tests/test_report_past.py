@@ -111,9 +111,9 @@ def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
     assert past_of([run_at(0)], tmp_path / "none") == ()
 
 
-def test_only_the_newest_runs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report is written after every run, and must not take longer with every one of them."""
-    monkeypatch.setattr(report_past, "MOST_RUNS", 2)
+def test_a_series_has_its_newest_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a chart has room for."""
+    monkeypatch.setattr(report_past, "MOST_COMMITS", 2)
     paths = history(tmp_path, 1.0, 2.0, 3.0)
     series = next(one for one in past_of([load_run(paths[-1])], tmp_path) if one.unit == "s")
-    assert len(series.figures) == 2
+    assert [figure.commit for figure in series.figures] == [commit(1), commit(2)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
+from fp8bench.history.acks import acks_of, load_acks
 from fp8bench.history.asv_files import settled_read
 from fp8bench.history.asv_lists import load_benchmarks, load_machine
 from fp8bench.history.asv_results import ResultsFile, load_results
@@ -101,7 +102,7 @@ def _shown(moment: datetime) -> str:
 
 
 def check_surroundings(store: Path) -> list[Fault]:
-    """What lies among the runs and is none, and the store's word on interpreters."""
+    """What lies among the runs and is none, and the store's words on interpreters and known changes."""
     runs = set(run_files(store))
     faults = [
         _foreign(path) for path in sorted((store / "runs").rglob("*"))
@@ -116,7 +117,8 @@ def check_surroundings(store: Path) -> list[Fault]:
         path = environments_of(store)
         what = trouble.removeprefix(f"{path} ").removesuffix(".").removeprefix("is broken: ")
         faults.append(Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy))
-    return faults
+    remedy = "Acknowledge again what alarms and should not, and delete the line"
+    return faults + [Fault(str(acks_of(store)), trouble, remedy) for trouble in load_acks(store).troubles]
 
 
 def _foreign(path: Path) -> Fault:

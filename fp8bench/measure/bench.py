@@ -21,6 +21,7 @@ from fp8bench.measure.calibration import calibrate, loop_pairs
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.conduct import apart, aside, silent_step, still_running, threads
 from fp8bench.measure.filling import fill
+from fp8bench.measure.loaded import modules_under
 from fp8bench.measure.operators import operators_of
 from fp8bench.measure.raw import RawSlot, RawStep, Settings
 from fp8bench.measure.remembering import remember
@@ -112,6 +113,15 @@ class Bench:
             if torch.cuda.is_available()
             else None,
         }
+
+    def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
+        """The versions of those of some suites that are known here."""
+        known = workloads.names(hidden=True)
+        return {name: workloads.get(name).version for name in suites if name in known}
+
+    def modules_under(self, folder: str) -> tuple[str, ...]:
+        """The modules loaded from below a folder, links resolved; fp8bench's own are not the user's code."""
+        return modules_under(Path(folder))
 
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
         """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""

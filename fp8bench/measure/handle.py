@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -109,6 +110,14 @@ class Worker(ABC):
     def scales(self, key: str, limit: float) -> tuple[LayerScale, ...]:
         return cast(tuple[LayerScale, ...], self.ask(limit, "scales", key))
 
+    def versions(self, suites: Sequence[str]) -> dict[str, str]:
+        """The versions of suites as the worker has them; those that it does not know are left out."""
+        return cast(dict[str, str], self.ask(HANG_SECONDS, "versions", tuple(suites)))
+
+    def modules_under(self, folder: Path) -> tuple[str, ...]:
+        """The modules that the worker has loaded from below a folder."""
+        return cast(tuple[str, ...], self.ask(HANG_SECONDS, "modules_under", str(folder)))
+
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state; returns the names of threads that it leaves behind."""
         return cast(tuple[str, ...], self.ask(HANG_SECONDS, "release", key))
@@ -176,7 +185,7 @@ class ProcessWorker(Worker):
                     "or Python is not where it was. Make room, and try again."
                 ) from None
             try:
-                self._exchange(self._process, START_SECONDS, "open", self._settings)
+                self._begin(self._process)
             except WorkerFault:
                 self.close()  # a process without a bench could only answer nonsense
                 raise
@@ -195,6 +204,10 @@ class ProcessWorker(Worker):
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+    def _begin(self, process: WorkerProcess) -> None:
+        """What a fresh process is told first."""
+        self._exchange(process, START_SECONDS, "open", self._settings)
 
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)

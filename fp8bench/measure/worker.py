@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from fp8bench.measure.bench import Bench
 from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.faults import described, recovered
+from fp8bench.measure.greeting import greeting
 
 
 def die_with_parent(lifeline: int, connection: Connection) -> None:
@@ -65,6 +66,8 @@ def _leave(*arguments: object) -> NoReturn:
 def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[Bench | None, tuple[Any, ...]]:
     """Serve one request; the single barrier where any exception becomes an answer."""
     try:
+        if name == "greet":
+            return bench, ("ok", greeting())
         if name == "open":
             return Bench(*arguments), ("ok", None)
         if bench is None:

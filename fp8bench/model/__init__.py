@@ -6,8 +6,20 @@ Nothing here knows torch, files or text.
 
 from fp8bench.model.allocated import HeldBlock, MemoryCourse
 from fp8bench.model.capacity import Capacity
+from fp8bench.model.compared import Comparison, Direction, Evidence
 from fp8bench.model.consumed import DeviceWatch, EnergyUse, EnergyWindow, MemoryUse, PhaseMemory
-from fp8bench.model.followed import ENERGY_SOURCE, Cell, Conditions, Course, Fault, Figure, Point, Series
+from fp8bench.model.followed import (
+    ENERGY_SOURCE,
+    Cell,
+    Conditions,
+    Course,
+    Ending,
+    Fault,
+    Figure,
+    Point,
+    Series,
+    course_name,
+)
 from fp8bench.model.measured import (
     Environment,
     Finding,
@@ -58,13 +70,17 @@ __all__ = [
     "Capacity",
     "Case",
     "Cell",
+    "Comparison",
     "Conditions",
     "Course",
     "DeviceFacts",
     "DeviceWatch",
+    "Direction",
+    "Ending",
     "EnergyUse",
     "EnergyWindow",
     "Environment",
+    "Evidence",
     "Fault",
     "Figure",
     "Finding",
@@ -102,4 +118,5 @@ __all__ = [
     "Timing",
     "Verdict",
     "Work",
+    "course_name",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
@@ -95,12 +96,34 @@ class Course:
     @property
     def name(self) -> str:
         """As a person writes it: 'gemm.Gemm.track_time(bf16, 512)'."""
-        return f"{self.series.name}({', '.join(map(str, self.cell))})"
+        return course_name(self.series.name, self.cell)
 
     @property
     def measured(self) -> tuple[Figure, ...]:
         """The figures that have a number."""
         return tuple(figure for figure in self.figures if figure.value is not None)
+
+    @property
+    def ending(self) -> Ending:
+        before = [figure for figure in self.figures[:-1] if figure.value is not None]
+        return Ending(self, self.figures[-1], before[-1] if before else None, len(self.measured))
+
+
+class Ending(NamedTuple):
+    """How a course ends: its last figure, the last one before it that has a number, and how many have one.
+
+    Whoever asks for endings gets courses without figures.
+    """
+
+    course: Course
+    last: Figure
+    before: Figure | None
+    points: int
+
+
+def course_name(series: str, cell: Cell) -> str:
+    """What the course of one cell of a series is called."""
+    return f"{series}({', '.join(map(str, cell))})"
 
 
 @dataclass(frozen=True)

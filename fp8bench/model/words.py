@@ -64,6 +64,7 @@ class Label(StrEnum):
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
     ENERGY_UNRESOLVED = "energy-unresolved"
+    CROSS_RUN = "cross-run"
 
 
 class MemoryRole(StrEnum):

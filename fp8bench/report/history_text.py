@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.model import Conditions, Course, Fault, Figure, Run, Scalar, Status
+from fp8bench.model import Conditions, Course, Ending, Fault, Figure, Run, Scalar, Status
 from fp8bench.report.layout import INDENT, Column, Row, SectionRow, painter, table, wrap
 
 WIDTH = 100
@@ -52,7 +52,7 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
 
 
 def render_courses(
-    courses: Sequence[Course],
+    endings: Sequence[Ending],
     store: str,
     runs: int,
     commits: int,
@@ -64,19 +64,19 @@ def render_courses(
 
     `options` are words that a command needs to find the same.
     """
-    lines = [f"{store}: {_many(len(courses), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
+    lines = [f"{store}: {_many(len(endings), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"]
     columns = [
         Column("series"), Column("points", right=True), Column("last"), Column("value", right=True),
         Column("change", right=True),
     ]  # fmt: skip
-    for _, alike in itertools.groupby(courses, key=_place):
+    for _, alike in itertools.groupby(endings, key=_place):
         members = list(alike)
-        lines += ["", *wrap(_where(members[0]), width, hang=INDENT)]
+        lines += ["", *wrap(where(members[0].course), width, hang=INDENT)]
         lines += table(columns, [Row(_last_cells(one)) for one in members], width, _PLAIN)
-    if courses:
-        lines += ["", *_legend(_list_legend(courses), width)]
+    if endings:
+        lines += ["", *_legend(_list_legend(endings), width)]
         lines += ["", "one of them, commit by commit"]
-        lines.append(f"{INDENT}fp8bench history show {shlex.quote(courses[0].name)}{options}")
+        lines.append(f"{INDENT}fp8bench history show {shlex.quote(endings[0].course.name)}{options}")
     return "\n".join([*lines, *_left_out(left, width)]) + "\n"
 
 
@@ -92,7 +92,7 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
         Column("median", right=True), Column("99% interval"), Column("change", right=True),
     ]  # fmt: skip
     for course in courses:
-        lines += ["", *wrap(_where(course), width, hang=INDENT)]
+        lines += ["", *wrap(where(course), width, hang=INDENT)]
         lines += table(columns, list(_figure_rows(course, gone)), width, _PLAIN)
     figures = [figure for course in courses for figure in course.figures]
     words = [INTERVAL.format(_samples(courses))] if any(one.low is not None for one in figures) else []
@@ -161,11 +161,11 @@ def _many(count: int, word: str, words: str = "") -> str:
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 
-def _place(course: Course) -> tuple[Scalar | None, str]:
-    return course.machine.get("machine"), course.python
+def _place(ending: Ending) -> tuple[Scalar | None, str]:
+    return ending.course.machine.get("machine"), ending.course.python
 
 
-def _where(course: Course) -> str:
+def where(course: Course) -> str:
     """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
     machine = course.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
@@ -173,12 +173,10 @@ def _where(course: Course) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {course.python}"
 
 
-def _last_cells(course: Course) -> tuple[str, ...]:
+def _last_cells(ending: Ending) -> tuple[str, ...]:
     """A course in one line: its last commit, against the one before that has a number."""
-    last = course.figures[-1]
-    before = [one for one in course.figures[:-1] if one.value is not None]
-    shown = _shown(course, last)
-    return course.name, str(len(course.measured)), last.commit[:8], shown, _change(last, before[-1] if before else None)
+    course, last, before, points = ending
+    return course.name, str(points), last.commit[:8], _shown(course, last), _change(last, before)
 
 
 def _shown(course: Course, figure: Figure, digits: int = 3) -> str:
@@ -248,9 +246,10 @@ def _unfinished(run: Run, being_written: bool) -> str:
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
 
 
-def _list_legend(courses: Sequence[Course]) -> list[str]:
-    values, changes = zip(*(_last_cells(course)[-2:] for course in courses), strict=True)
-    words = [f"value: the last commit's median over {_samples(courses)}, of all its runs; lower is better everywhere"]
+def _list_legend(endings: Sequence[Ending]) -> list[str]:
+    values, changes = zip(*(_last_cells(ending)[-2:] for ending in endings), strict=True)
+    samples = _samples([ending.course for ending in endings])
+    words = [f"value: the last commit's median over {samples}, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change.endswith("x") for change in changes) else []
     words += [VERSION] if "new version" in changes else []
     words += [SOURCE] if _NEW_SOURCE in changes else []

@@ -22,6 +22,7 @@ LABELS: dict[Label, str] = {
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
     Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
+    Label.CROSS_RUN: "the two sides were measured at different times: what changed in between is in the ratio",
 }
 
 # The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
@@ -40,6 +41,7 @@ REASONS: dict[Label, str] = {
     Label.VARYING: "its steps were not alike",
     Label.EAGER_QUANTISER: "its quantisers were not compiled",
     Label.ENERGY_UNRESOLVED: "its energy is not resolved",
+    Label.CROSS_RUN: "its sides were measured at different times",
 }
 
 # Short names for the columns of the phases table; a phase not named here shows under its own name.

@@ -14,6 +14,7 @@ import pytest
 from asv.results import Results
 from asv.runner import BenchmarkResult
 from asv.util import UserError
+from asv_runner.statistics import compute_stats
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,6 +152,14 @@ def test_samples_that_asv_divides_by_zero_on_have_no_interval() -> None:
     assert value is not None and stats is not None and (stats.number, stats.repeat) == (1, 6)
     assert (stats.ci_99_a, stats.ci_99_b) == (-math.inf, math.inf)
     assert max(abs(one - tiny) for one in (value, stats.q_25, stats.q_75)) < 1e-320
+
+
+@given(st.lists(st.floats(1e-9, 1e3) | st.sampled_from((0.0, 1.0, 2.0)), max_size=60))
+def test_statistics_are_those_of_asv(samples: list[float]) -> None:
+    """Bit for bit, though the places of the interval's ends are not counted anew; the samples stay as they are."""
+    value, stats = compute_stats(list(samples), 1)
+    before = list(samples)
+    assert cell(samples) == (value, None if stats is None else Stats(**stats)) and samples == before
 
 
 def test_no_samples_are_no_value() -> None:

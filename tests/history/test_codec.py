@@ -18,12 +18,15 @@ from fp8bench.codec import Malformed, decode, encode
 from fp8bench.model import (
     Capacity,
     Case,
+    Comparison,
     Course,
     DeviceFacts,
     DeviceWatch,
+    Direction,
     EnergyUse,
     EnergyWindow,
     Environment,
+    Evidence,
     Fault,
     Figure,
     Finding,
@@ -121,11 +124,16 @@ SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "n"
 POINT = Point(SERIES.name, ("fp8", 512), "1.1", (0.5, 0.25), Status.FAILED, "why", True)
 FIGURE = Figure("66fd6b5c", 1767268800000, "1.1", 2, 48, 0.5, 0.25, None, True, Status.SKIPPED, "why")
 COURSE = Course(SERIES, ("fp8", 512), {"machine": "box", "ram": None}, "/venv/bin/python", (FIGURE,))
+COMPARISON = Comparison(
+    CASE.id, "gemm", "time", "s", Direction.WORSE, Evidence.HISTORY, 1.0, 1.5, Interval(1.5, 1.4, 1.6, 0.99), 0.001,
+    ("noisy",), "why", "66fd6b5c", "0a1b2c3d", True,
+)  # fmt: skip
 VALUES: list[Any] = [
     RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
+    COMPARISON,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0],
 ]  # fmt: skip

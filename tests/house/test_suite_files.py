@@ -11,8 +11,8 @@ from fp8bench.followed import class_name
 from fp8bench.registry import workloads
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
-# What is in the folder and measures no workload: the package, fp8bench itself, and kills.
-OTHERS = {"__init__", "harness", "kill", "quantisers"}
+# What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
+OTHERS = {"__init__", "change_points", "gate", "harness", "kill", "long_history", "quantisers"}
 FILE = '''"""What asv follows of the suite {name}."""
 
 from typing import Any

@@ -114,7 +114,7 @@ def test_what_there_is() -> None:
     bytes_of = replace(figure(1, None), value=3 << 20)
     courses = [MANY, failed, course(bytes_of, series=memory), course(*MANY.figures[:5], python="/b/python")]
     left = {"the files differed from their commit": 3, "they cannot be read": 1}
-    assert render_courses(courses, ".fp8bench", 9, 6, left) == (
+    assert render_courses([one.ending for one in courses], ".fp8bench", 9, 6, left) == (
         """\
 .fp8bench: 4 series, 9 runs of 6 commits
 
@@ -145,7 +145,7 @@ not in it
 
 def test_hasty_figures_are_marked_in_the_list() -> None:
     """The value, and the change on either side of it."""
-    shown = render_courses([course(figure(1, 1.0, hasty=True), figure(2, 2.0))], "s", 2, 2, {})
+    shown = render_courses([course(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending], "s", 2, 2, {})
     assert "2.00 ms  ~2.000x" in shown and "~: of a --quick run" in shown
 
 
@@ -275,7 +275,7 @@ def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date:
     one = course(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
     texts = [
         render_course([one], reason, {commit(1)}),
-        render_courses([one], "s", 1, 1, {reason: 1}),
+        render_courses([one.ending], "s", 1, 1, {reason: 1}),
         render_faults([Fault(name, reason, name)], {name: (1, 1)}, "s"),
         render_joined("s", {}, {name: reason}),
     ]

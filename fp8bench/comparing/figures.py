@@ -1,0 +1,106 @@
+"""The figures of a case that two sides have, made alike: as many rounds, calls and cells on both.
+
+The best case of more rounds is lower for that alone, and so is a sum over more stretches. So every run of a case counts
+with as many of its first rounds, and as many calls of each, as the run that has fewest; where the marks of a step
+changed, a step counts as one stretch on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from fp8bench import stats
+from fp8bench.analysis.verdicts import FINAL_LEVEL, cells
+from fp8bench.comparing.across import Estimate
+from fp8bench.comparing.sides import Sighting
+from fp8bench.model import Status, Timing
+
+TIME = "time"
+RELATIVE = "relative_time"
+# An emulated case gets so many; of fewer, the fastest three are any three.
+LEAST_ROUNDS = 8
+# More of these is better, or neither more nor less is. Other figures of the same tensors say what they would say.
+_NOT_LOWER_ENDS = ("_db",)
+_NOT_LOWER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnormal_percent"})
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run."""
+
+    metric: str
+    unit: str
+    before: tuple[Estimate, ...]
+    after: tuple[Estimate, ...]
+    few: bool = False
+
+
+@dataclass(frozen=True)
+class Values:
+    """One figure that a step comes to and no clock measures, on both sides, a value a run."""
+
+    metric: str
+    unit: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def timed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Figures]:
+    """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
+    timings = [_timings(side) for side in (before, after)]
+    if all(timings):
+        rounds = min(timing.num_rounds for side in timings for timing in side)
+        yield Figures(TIME, "s", *_best_cases(timings, rounds), few=rounds < LEAST_ROUNDS)
+    if len({one.reference for one in (*before, *after)}) == 1:
+        ratios = [tuple(_ratios(side)) for side in (before, after)]
+        if all(ratios):
+            yield Figures(RELATIVE, "x", ratios[0], ratios[1])
+
+
+def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Values]:
+    """Memory and errors: what both sides have, in the order of the second."""
+    names = dict.fromkeys(one.metric for sighting in reversed(after) for one in sighting.record.measurements)
+    for name in names:
+        if name.endswith(_NOT_LOWER_ENDS) or name in _NOT_LOWER:
+            continue
+        values = [[value for one in side for value in _samples(one, name)] for side in (before, after)]
+        if all(values):
+            unit = next(m.unit for one in after if (m := one.record.measurement(name)))
+            yield Values(name, unit, tuple(values[0]), tuple(values[1]))
+
+
+def _timings(side: Sequence[Sighting]) -> list[Timing]:
+    kept = [one.record.timing for one in side if one.record.status is Status.OK]
+    return [timing for timing in kept if timing is not None and timing.slots]
+
+
+def _samples(sighting: Sighting, metric: str) -> tuple[float, ...]:
+    found = sighting.record.measurement(metric)
+    return found.samples if found is not None and sighting.record.status is Status.OK else ()
+
+
+def _best_cases(sides: Sequence[Sequence[Timing]], rounds: int) -> tuple[tuple[Estimate, ...], tuple[Estimate, ...]]:
+    timings = [timing for side in sides for timing in side]
+    calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
+    alike = len({(timing.segments, timing.varying) for timing in timings}) == 1
+    before, after = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in sides)
+    return before, after
+
+
+def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate:
+    first = [slot.round for slot in timing.slots[:rounds]]
+    samples = cells(timing, calls, first)
+    best = stats.best_case(samples if alike else samples.sum(axis=1, keepdims=True))
+    return Estimate(best.point, best.error)
+
+
+def _ratios(side: Sequence[Sighting]) -> Iterator[Estimate]:
+    """The ratios to the reference, with the standard errors that their intervals stand for."""
+    reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+    for one in side:
+        ratio = one.finding.ratio if one.finding is not None else None
+        if ratio is not None and one.record.status is Status.OK and math.isfinite(ratio.half_width):
+            yield Estimate(math.log(ratio.point), ratio.half_width / reach)

@@ -1,0 +1,73 @@
+"""A gate's verdict as JUnit XML, which every build server reads: a test a figure, a suite of tests a suite."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+
+from fp8bench.gating.judging import Judged, Outcome
+from fp8bench.gating.verdict import Verdict
+from fp8bench.gating.words import detail, sentence
+
+_SKIPPED = (Outcome.NONE, Outcome.IGNORED)
+# What XML 1.0 has no way to write.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(verdict: Verdict) -> str:
+    """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
+    root = ET.Element("testsuites", name="fp8bench gate")
+    by_suite: dict[str, list[Judged]] = {}
+    for one in verdict.judged:
+        by_suite.setdefault(one.comparison.suite, []).append(one)
+    suites = [_suite(root, name, judged) for name, judged in by_suite.items()]
+    if verdict.problem:
+        suites.append(_problem(root, verdict))
+    for name in ("tests", "failures", "errors", "skipped"):
+        root.set(name, str(sum(int(suite.get(name, "0")) for suite in suites)))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(root: ET.Element, name: str, judged: Iterable[Judged]) -> ET.Element:
+    suite = ET.SubElement(root, "testsuite", name=_text(name))
+    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for one in judged:
+        counts["tests"] += 1
+        case = one.comparison
+        test = ET.SubElement(
+            suite, "testcase", classname=_text(name), name=_text(f"{case.case} {case.metric}"), time="0"
+        )
+        if one.outcome is Outcome.REGRESSION:
+            counts["failures"] += 1
+            _child(test, "failure", sentence(one), one)
+        elif one.outcome is Outcome.FAILED:
+            counts["errors"] += 1
+            _child(test, "error", sentence(one), one)
+        elif one.outcome in _SKIPPED:
+            counts["skipped"] += 1
+            ET.SubElement(test, "skipped", message=_text(one.why or one.outcome.value))
+        elif one.outcome is not Outcome.FINE:
+            ET.SubElement(test, "system-out").text = _text(f"{sentence(one)}\n{detail(one)}")
+    for key, count in counts.items():
+        suite.set(key, str(count))
+    return suite
+
+
+def _child(test: ET.Element, tag: str, message: str, one: Judged) -> None:
+    child = ET.SubElement(test, tag, message=_text(message), type=one.outcome.value)
+    child.text = _text(detail(one))
+
+
+def _problem(root: ET.Element, verdict: Verdict) -> ET.Element:
+    counts = {"name": "gate", "tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
+    suite = ET.SubElement(root, "testsuite", counts)
+    test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
+    error = ET.SubElement(test, "error", message=_text(verdict.headline), type="problem")
+    error.text = _text(verdict.problem)
+    return suite
+
+
+def _text(words: str) -> str:
+    return _FORBIDDEN.sub("?", words)

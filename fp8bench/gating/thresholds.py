@@ -1,0 +1,93 @@
+"""How much worse a figure must be to matter: by a share, and by how much at least.
+
+A figure of microseconds doubles and nobody cares; an error of 1e-7 varies by half. So both must be exceeded: the ratio
+and the difference. The defaults stand here; a file of rules may say otherwise for suites, cases and figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Comparison
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What is worse enough: the ratio beyond 1 + `relative` and the difference beyond `smallest`, in `unit`."""
+
+    relative: float
+    smallest: float
+    unit: str = ""
+    ignored: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a file: the figures it is for, by patterns with * and ?, and what it says of them.
+
+    None leaves the default. `place` is its file and line.
+    """
+
+    case: str
+    metric: str
+    relative: float | None = None
+    smallest: float | None = None
+    unit: str = ""
+    ignored: bool = False
+    place: str = ""
+
+    def fits(self, one: Comparison) -> bool:
+        """Whether it speaks of a figure: by the suite's name or the case's id, and the figure's name."""
+        return (_fits(self.case, one.suite) or _fits(self.case, one.case)) and _fits(self.metric, one.metric)
+
+
+# The first that fits. Beyond 5% a change in time is more than a new layout of memory does to it.
+DEFAULTS = (
+    Rule("*", "relative_time", 0.05, 0.005, "x"),
+    Rule("*", "time", 0.05, 5e-6, "s"),
+    Rule("*", "time_*", 0.05, 5e-6, "s"),
+    Rule("*", "peak_memory", 0.02, float(1 << 20), "B"),
+    Rule("*", "energy*", 0.05, 1e-3, "J"),
+    Rule("*", "*", 0.05, 0.0),
+)
+
+
+def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
+    """What is worse enough for a figure: the first rule that fits it, and the defaults for what that leaves open."""
+    default = next(rule for rule in DEFAULTS if rule.fits(one))
+    found = ruled_by(one, rules) or default
+    assert default.relative is not None and default.smallest is not None
+    if found.unit and found.unit != one.unit and found.smallest is not None and found.place:
+        raise UsageError(
+            f"{found.place}: smallest is in {found.unit}, and {one.metric} of {one.case} is in "
+            f"{one.unit or 'no unit'}. Give a number in its unit, or name other figures."
+        )
+    return Threshold(
+        default.relative if found.relative is None else found.relative,
+        default.smallest if found.smallest is None else found.smallest, one.unit, found.ignored,
+    )  # fmt: skip
+
+
+def ruled_by(one: Comparison, rules: tuple[Rule, ...]) -> Rule | None:
+    """The first of a file's rules that speaks of a figure."""
+    return next((rule for rule in rules if rule.fits(one)), None)
+
+
+def check_rules(rules: tuple[Rule, ...], comparisons: tuple[Comparison, ...], file: str) -> list[str]:
+    """What is strange about rules for these figures. Raises UsageError where none of them speaks of any."""
+    idle = [rule for rule in rules if not any(rule.fits(one) for one in comparisons)]
+    if rules and comparisons and len(idle) == len(rules):
+        some = comparisons[0]
+        raise UsageError(
+            f"{file}: none of its rules fits any of the {len(comparisons)} figures, so that it would change nothing. "
+            f"A pattern is a suite's name or one of case ids, with * and ?; a case is {some.case}, its suite "
+            f"{some.suite}, a figure {some.metric}."
+        )
+    return [f"{rule.place}: {rule.case!r} {rule.metric!r} fits no figure" for rule in idle]
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Case ids have brackets in them, which would be a class of letters."""
+    return fnmatchcase(name, pattern.replace("[", "[[]"))

@@ -1,0 +1,278 @@
+"""A store with a long history, quickly written, and how fast it is opened: for suites/harness.py.
+
+300 commits of a suite with 1,000 series, ten samples each: figures that spread by 2% from commit to commit, and a step
+of 5% in every tenth pair of cases. The files are byte for byte what a run would write. As a script it makes such a
+store in FOLDER and prints what opening it takes: `python -m suites.long_history FOLDER [COMMITS [PAIRS]]`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from fp8bench.history.writing import file_name, start_run
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    Environment,
+    Group,
+    Level,
+    Measurement,
+    Plan,
+    PlannedCase,
+    Record,
+    Request,
+    Run,
+    Scalar,
+    Segments,
+    SlotSample,
+    Status,
+    Support,
+    Timing,
+    Work,
+)
+
+COMMITS = 300
+# Of cases, fp32 and bf16, with eight series each.
+PAIRS = 125
+ROUNDS = 10
+SUITE = "long_history"
+_MACHINE = "long"
+_FIRST = datetime(2026, 1, 5, tzinfo=UTC)
+_CPU = DeviceFacts("cpu", 0, "a processor", 8 << 30, "2.13.0")
+_NATIVE = Support(Level.NATIVE, "torch's own kernels")
+_WORK = Work(flops=1e9)
+_MODULE = '''"""A suite whose grid is as large as it is told to be; nobody measures it."""
+
+from fp8bench.axes import Axis, whole_number
+from fp8bench.protocols import Grid, Workload
+from fp8bench.registry import workloads
+
+SIZES = tuple(str(size) for size in range(1, 1 + {pairs}))
+
+
+@workloads.register("{suite}")
+class LongHistory(Workload):
+    name = "{suite}"
+    summary = "a grid of many sizes"
+    history = Grid({{"size": SIZES}}, {{"size": ("1000000",)}}, dtypes=("fp32", "bf16"), phases=("cast", "gemm"))
+
+    def axes(self, facts):
+        return (Axis("size", "how large", SIZES, whole_number(low=1)),)
+
+    def work(self, params):
+        raise NotImplementedError
+
+    def prepare(self, setup):
+        raise NotImplementedError
+
+    def step(self, state, phase):
+        raise NotImplementedError
+'''
+_NUMBER = re.compile(r"\b7654321\b")
+_MARK = 7654321
+_REPEATS = 5
+
+
+def write_module(folder: Path, pairs: int = PAIRS) -> Path:
+    """The suite whose runs these are: for --import."""
+    path = folder / f"{SUITE}.py"
+    path.write_text(_MODULE.format(pairs=pairs, suite=SUITE))
+    return path
+
+
+def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
+    """A run for each commit, the same for the same seed, beginning with commit number `first`."""
+    chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
+    bases = [10 ** one.uniform(5, 8) for one in chance]
+    steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
+    head, *template = _template(pairs)
+    paths = []
+    for number in range(first, first + commits):
+        own = random.Random(-1 - 1000 * seed - number)
+        levels = [
+            base * own.gauss(1, 0.02) * (1.05 if number >= step else 1) for base, step in zip(bases, steps, strict=True)
+        ]
+        run = _run(number, ())
+        path = store / "runs" / _MACHINE / file_name(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        numbers = map(str, _numbers(levels, own))
+        lines = [_of_commit(head, run), *(_filled(line, numbers) for line in template)]
+        path.write_text("".join(f"{line}\n" for line in (*lines, '{"end":"finished"}')))
+        paths.append(path)
+    return paths
+
+
+def _filled(line: str, numbers: Iterator[str]) -> str:
+    """A line with the next numbers in the places of marks."""
+    return _NUMBER.sub(lambda _: next(numbers), line)
+
+
+def _numbers(levels: list[float], own: random.Random) -> Iterator[int]:
+    """Nanoseconds of every cell of every slot, in the order of the records."""
+    for level in levels:
+        for factor, cast in ((2.0, False), (1.0, True)):
+            for _ in range(ROUNDS):
+                spread = own.uniform(0.99, 1.01)
+                if cast:
+                    yield int(0.2 * level * spread)
+                yield int(factor * level * spread)
+
+
+def _of_commit(head: str, run: Run) -> str:
+    """The header with another run's id, start, commit and date."""
+    content = json.loads(head)
+    content["header"] |= {"id": run.id, "started": run.started}
+    content["header"]["environment"]["facts"] |= run.environment.facts
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _template(pairs: int) -> list[str]:
+    """The lines of a run as its writer makes them, with one number in the place of all times."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = _run(0, tuple(record for size in range(1, 1 + pairs) for record in _records(size)))
+        writer = start_run(run, Path(folder))
+        writer.append(run.records)
+        writer.close()
+        return writer.path.read_text().splitlines()
+
+
+def _run(number: int, records: tuple[Record, ...]) -> Run:
+    when = _FIRST + timedelta(hours=number)
+    commit = f"{number:08x}" * 5
+    facts: dict[str, Scalar | None] = {
+        "fp8bench": "0", "machine": _MACHINE, "commit": commit, "commit_date": int(when.timestamp() * 1000),
+        "dirty": False, "torch": "2.13.0", "python": "3.11.7", "imports_sha256": "0" * 64, "asv_machine": _MACHINE,
+        "asv_cpu": "a processor", "asv_os": "Linux", "asv_arch": "x86_64", "asv_num_cpu": "2", "asv_ram": "8589934592",
+        "asv_python": "/opt/venv/bin/python3",
+    }  # fmt: skip
+    groups = tuple(
+        Group(tuple(PlannedCase(one.case, _NATIVE, _WORK) for one in pair), 0)
+        for pair in zip(records[::2], records[1::2], strict=True)
+    )
+    return Run(
+        f"{number:08x}", (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"), f"fp8bench suite {SUITE}",
+        Request(SUITE), Plan(groups), Environment(facts), (_CPU,), records=records,
+    )  # fmt: skip
+
+
+def _records(size: int) -> tuple[Record, Record]:
+    """A size in fp32, the reference, and in bf16."""
+    plain = Segments(("gemm", "unattributed"), (0, 0))
+    found = []
+    for precision, segments in (("fp32", plain), ("bf16", Segments(("cast", *plain.phases), (0, 0, 0)))):
+        calls = ((*(_MARK for _ in segments.phases[1:]), 100),)
+        slots = tuple(SlotSample(number, calls, 1e-3, 1e-3) for number in range(ROUNDS))
+        case = Case(SUITE, (("size", size),), precision, "cpu")
+        memory = Measurement("peak_memory", "B", (4096.0 * size,))
+        timing = Timing(segments, slots)
+        found.append(
+            Record(case, _NATIVE, Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,))
+        )
+    lead, other = found
+    return lead, other
+
+
+class Cost(NamedTuple):
+    """What something took a process and its forks, beside its start: seconds of processors and of the clock.
+
+    `peak` is in bytes, of the largest of them.
+    """
+
+    cpu: float
+    wall: float
+    peak: int
+
+
+_MEASURED = """
+import resource, sys, time
+from pathlib import Path
+from fp8bench.index.memory import Memory
+from fp8bench.index.opening import keep_figures, open_history
+from fp8bench.registry import import_user_modules, workloads
+from fp8bench.regressions.changes import find_all_changes
+store = Path(".fp8bench")
+import_user_modules(("./long_history.py",))
+for name in workloads.names():
+    workloads.get(name)
+def used():
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in both)
+cpu, wall = used(), time.monotonic()
+history = open_history(store, lambda runs: None)
+{work}
+cpu, wall = used() - cpu, time.monotonic() - wall
+if history.read and not {reading}:
+    sys.exit(f"{{history.read}} runs were read")
+peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(cpu, wall, 1024 * max(peaks))
+"""
+_CHANGES = """
+found = find_all_changes(history, Memory(store).steps_of_many)
+if not found.changes:
+    sys.exit("no change was found")
+"""
+_WORKS = {
+    "from the runs": _CHANGES,
+    "first open": _CHANGES,
+    "show": "assert len(history.courses(history.names[0].__eq__).courses[0].figures) > 1",
+    "list": "assert len(history.endings(lambda name: True)) > 1",
+    "after a run": _CHANGES,
+    "after a run of all": _CHANGES,
+}
+WORKS = tuple(_WORKS)
+
+
+def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = PAIRS) -> Cost:
+    """What one of WORKS takes in a store that was made in a folder, the least of a few times. The store changes."""
+    store = folder / ".fp8bench"
+    index, kept = store / "index.sqlite", folder / "kept.sqlite"
+    if what == "from the runs":
+        shutil.rmtree(store / "figures", ignore_errors=True)
+        index.unlink(missing_ok=True)
+        return _cost(folder, what, environment)
+    _cost(folder, "from the runs", environment)  # which every run does at its end for its own commit
+    if what.startswith("after"):
+        shutil.copy(index, kept)
+        runs = len(list(store.glob("runs/*/*.jsonl")))
+        write_store(store, 1, pairs if what.endswith("all") else max(1, pairs // 10), first=runs)
+        _cost(folder, "from the runs", environment)
+    costs = []
+    for _ in range(_REPEATS):
+        index.unlink(missing_ok=True)
+        if what.startswith("after"):
+            shutil.copy(kept, index)
+        costs.append(_cost(folder, what, environment))
+    return min(costs)
+
+
+def _cost(folder: Path, what: str, environment: dict[str, str]) -> Cost:
+    script = _MEASURED.format(work=_WORKS[what], reading=what == "from the runs")
+    words = (sys.executable, "-c", script)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{what} was not measured: {done.stderr[-500:]}")
+    cpu, wall, peak = done.stdout.split()
+    return Cost(float(cpu), float(wall), int(peak))
+
+
+if __name__ == "__main__":
+    _folder = Path(sys.argv[1])
+    _folder.mkdir(parents=True, exist_ok=True)
+    _counts = [int(word) for word in sys.argv[2:]]
+    write_module(_folder, *_counts[1:])
+    write_store(_folder / ".fp8bench", *_counts)
+    for _what in WORKS:
+        _took = measure(_folder, _what, dict(os.environ), *_counts[1:])
+        print(f"{_what:<20} {_took.cpu:6.2f} s CPU {_took.wall:6.2f} s {_took.peak >> 20:5} MiB", flush=True)  # noqa: T201

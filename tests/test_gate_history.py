@@ -1,0 +1,169 @@
+"""`fp8bench gate --history`: steps that are open fail, what is known does not, and nothing is green for nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from junitparser import JUnitXml
+
+from fp8bench.cli import main
+from fp8bench.gate_sources import history as source
+from fp8bench.gating.judging import Outcome, first_look, second_look
+from fp8bench.model import Record, Run, Status
+from tests.histories import history, keep, records, run_at
+
+Say = Callable[..., tuple[int, str, str]]
+FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
+STEPPED = [*FLAT[:7], *(1.5 * one for one in FLAT[7:])]
+
+
+def bf16_at(milliseconds: float) -> tuple[Record, ...]:
+    """A bf16 of so many milliseconds beside an fp32 that stays as it was."""
+    usual, own = records(), records(milliseconds)
+    return tuple(one if one.is_reference else slow for one, slow in zip(usual, own, strict=True))
+
+
+def bf16_history(store: Path, *milliseconds: float) -> None:
+    for number, time in enumerate(milliseconds):
+        keep(store, run_at(number, records=bf16_at(time)))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory that is in no repository, and no job of GitHub's."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Path(".fp8bench")
+
+
+@pytest.fixture
+def say(store: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run a command; its exit code, stdout and stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def test_a_flat_history(store: Path, say: Say) -> None:
+    """Code 0."""
+    history(store, *FLAT)
+    code, out, _ = say("gate", "--history", "--junit", "out.xml")
+    assert code == 0 and "no regression" in out
+
+
+def test_a_step_fails_until_it_is_acknowledged(store: Path, say: Say) -> None:
+    """By the time over the reference's, once for a series, with the commits it lies between."""
+    bf16_history(store, *STEPPED)
+    code, out, _ = say("gate", "--history", "--no-rerun", "--junit", "out.xml", "--md", "out.md")
+    assert code == 1 and "bf16 relative_time" in out and "bf16 time " not in out
+    xml = JUnitXml.fromfile("out.xml")
+    failure = next(iter(next(case for suite in xml for case in suite if case.result).result))
+    assert "between 000000" in failure.text and xml.failures == 1
+    assert say("history", "ack", "*", "--because", "known")[0] == 0
+    code, out, _ = say("gate", "--history", "--no-rerun")
+    assert code == 0 and "acknowledged" in out
+
+
+def test_a_slower_reference_is_a_regression_of_its_own(store: Path, say: Say) -> None:
+    """What is held against it is as it was."""
+    history(store, *STEPPED)
+    code, out, _ = say("gate", "--history", "--no-rerun")
+    assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
+
+
+def test_a_step_that_cannot_be_measured_again_here(store: Path, say: Say) -> None:
+    """Of 50%: it fails, and says why nobody confirmed it."""
+    history(store, *STEPPED)
+    code, out, err = say("gate", "--history")
+    assert code == 1 and "not measured again" in out and "suspected" in err
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.45, Outcome.REGRESSION), (1.02, Outcome.CLEARED)])
+def test_a_second_look_must_lie_near_the_new_level(
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+) -> None:
+    """Whoever measures it: here a run by hand."""
+    bf16_history(store, *STEPPED)
+    again = run_at(99, records=bf16_at(times))
+    asked: list[set[str]] = []
+
+    def measured(run: Run, cases: set[str], _: Path) -> tuple[Run, str]:
+        asked.append(cases)
+        return again, ""
+
+    monkeypatch.setattr(source, "measured_again", measured)
+    found = source.of_history(store)
+    judged = first_look(found.comparisons)
+    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    assert suspects and found.confirm is not None
+    settled = second_look(judged, found.confirm(suspects))
+    assert {one.outcome for one in settled if one.comparison in suspects} == {outcome}
+    assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
+
+
+def failing(number: int) -> Run:
+    return run_at(number, records=tuple(records(status=Status.FAILED)))
+
+
+def test_a_case_that_fails_now(store: Path, say: Say) -> None:
+    """Code 3, the first time."""
+    history(store, *FLAT)
+    keep(store, failing(len(FLAT)))
+    assert say("gate", "--history")[0] == 3
+    keep(store, failing(len(FLAT) + 1))
+    assert say("gate", "--history")[0] == 0
+
+
+def test_a_night_that_was_cut_off(store: Path, say: Say) -> None:
+    """Half a run is not green."""
+    history(store, *FLAT)
+    cut = run_at(len(FLAT), finished=False)
+    keep(store, replace(cut, records=cut.records[:1]))
+    code, out, _ = say("gate", "--history")
+    assert code == 3 and "was cut off" in out
+
+
+def test_never_green_for_nothing(store: Path, say: Say) -> None:
+    """No store, no runs, no case measured, too few commits: each says so."""
+    code, _, err = say("gate", "--history")
+    assert code == 2 and "is not there" in err
+    (store / "runs").mkdir(parents=True)
+    assert say("gate", "--history")[0] == 3
+    history(store, 1.0, 1.0)
+    code, out, _ = say("gate", "--history", "--junit", "out.xml")
+    assert code == 4 and "nothing to hold against" in out and "too few" in out
+    assert JUnitXml.fromfile("out.xml").errors == 1
+    keep(store, replace(run_at(3), records=()))
+    code, out, _ = say("gate", "--history")
+    assert code == 3 and "came to a number" in out
+
+
+def test_a_night_that_measured_nothing_of_this_commit(store: Path, say: Say) -> None:
+    """The newest run is of the commit before: code 3, though all that is there is fine."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "x")
+    history(store, *FLAT[:-1])
+    keep(store, run_at(len(FLAT), facts={"commit": git("rev-parse", "HEAD")}))
+    assert say("gate", "--history")[0] == 0
+    git("commit", "-q", "--allow-empty", "-m", "x")
+    code, out, _ = say("gate", "--history")
+    assert code == 3 and "nothing was measured of" in out

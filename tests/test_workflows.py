@@ -1,0 +1,184 @@
+"""The workflows of .github: held against rules, and the shell of the history's branch run against a repository."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workflows import OF_STRANGERS, Flow, commands, faults, load, name_of, steps
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".github" / "workflows"
+CI, NIGHTLY = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
+def test_nothing_is_wrong(path: Path) -> None:
+    """By all rules."""
+    assert faults(load(path), path.read_text()) == []
+
+
+@pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
+def test_actionlint() -> None:
+    """The linter itself, where it is there."""
+    done = subprocess.run(["actionlint", str(CI), str(NIGHTLY)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_ci_does_what_readme_says() -> None:
+    """Its test command, on machines that are lent, with nothing that may be written."""
+    flow = load(CI)
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^pip install -c constraints\.txt -e .*pytest$", readme, re.MULTILINE)
+    assert command in {step.get("run", "").strip() for step in steps(flow)}
+    assert flow["permissions"] == {"contents": "read"} and set(flow["on"]) == {"push", "pull_request"}
+    assert not any("self-hosted" in str(job["runs-on"]) for job in flow["jobs"].values())
+    checkout = next(step for step in steps(flow) if "checkout" in step.get("uses", ""))
+    assert checkout["with"]["persist-credentials"] == "false"
+    matrix = flow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert set(matrix) == set(re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()))
+    torch = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert torch is not None and f"torch=={torch[1]} " in CI.read_text()
+
+
+def test_nobody_elses_code_runs_at_night() -> None:
+    """No event of a fork starts it, and a fork has not the variable that names the runner."""
+    flow = load(NIGHTLY)
+    (job,) = flow["jobs"].values()
+    assert set(flow["on"]) == {"schedule", "workflow_dispatch"} and not set(flow["on"]) & OF_STRANGERS
+    assert job["if"] == "${{ vars.FP8BENCH_GPU != '' }}"
+    assert job["runs-on"][0] == "self-hosted" and job["runs-on"][-1] == "${{ vars.FP8BENCH_GPU }}"
+    assert flow["concurrency"] == {"group": "gpu-nightly-${{ vars.FP8BENCH_GPU }}", "cancel-in-progress": "false"}
+    assert flow["permissions"] == {"contents": "write"}
+    assert all(re.fullmatch(r"[\d*/,-]+( [\d*/,-]+){4}", one["cron"]) for one in flow["on"]["schedule"])
+
+
+def test_the_order_of_the_night() -> None:
+    """Is the machine sound, measure, publish, judge, keep; what there is goes out whatever happened."""
+    names = [name_of(step) for step in steps(load(NIGHTLY))]
+    order = ["doctor", "measure", "publish", "gate", "keep what was measured", "artefacts"]
+    assert [name for name in names if name in order] == order and names[-1] == "artefacts"
+    by_name = {name_of(step): step for step in steps(load(NIGHTLY))}
+    assert by_name["artefacts"]["if"] == "${{ always() }}" and "always()" in by_name["keep what was measured"]["if"]
+    minutes = [int(step.get("timeout-minutes", 0)) for step in steps(load(NIGHTLY))]
+    assert sum(minutes) < int(load(NIGHTLY)["jobs"]["nightly"]["timeout-minutes"])
+    called = [words[0] for words in commands(load(NIGHTLY), "fp8bench")]
+    assert called == ["doctor", "selftest", "suite", "history", "gate"]
+    assert list(commands(load(NIGHTLY), "asv")) == [["publish"]]
+
+
+def _change(*keys: Any, value: Any) -> Callable[[Flow], None]:
+    def change(flow: Flow) -> None:
+        inside: Any = flow
+        for key in keys[:-1]:
+            inside = inside[key]
+        if value is None:
+            del inside[keys[-1]]
+        else:
+            inside[keys[-1]] = value
+
+    return change
+
+
+STEPS = ("jobs", "nightly", "steps")
+PLANTED = {
+    "an unknown key": (_change("concurency", value={}), "unknown key 'concurency'"),
+    "no permissions": (_change("permissions", value=None), "the key 'permissions' is missing"),
+    "all permissions": (_change("permissions", value="write-all"), "permissions are to be named one by one"),
+    "no timeout": (_change("jobs", "nightly", "timeout-minutes", value=None), "has no timeout-minutes"),
+    "a tag": (_change(*STEPS, 0, "uses", value="actions/checkout@v5"), "not pinned"),
+    "another commit": (_change(*STEPS, 0, "uses", value=f"actions/checkout@{'0' * 40}"), "no comment with its version"),
+    "broken shell": (_change(*STEPS, 1, "run", value="if true; then"), "syntax error"),
+    "an injection": (_change(*STEPS, 1, "run", value="echo ${{ inputs.suites }}"), "an expression within a script"),
+    "no pipefail": (_change("defaults", value=None), "without `shell: bash`"),
+    "a mistyped option": (_change(*STEPS, 4, "run", value="fp8bench suite gemm --grids"), "Did you mean --grid?"),
+    "a mistyped command": (_change(*STEPS, 4, "run", value="true && fp8bench gat a b"), "unknown command 'gat'"),
+    "an unknown step": (_change(*STEPS, 5, "if", value="${{ steps.docter.outcome }}"), "no step has the id 'docter'"),
+    "an unknown context": (_change(*STEPS, 5, "if", value="${{ job.ok }}"), "unknown context 'job'"),
+    "an unknown function": (_change(*STEPS, 5, "if", value="${{ allways() }}"), "unknown function 'allways'"),
+    "an open expression": (_change(*STEPS, 5, "if", value="${{ always()"), "is not closed"),
+    "both": (_change(*STEPS, 0, "run", value="true"), "one of run and uses"),
+    "an id twice": (_change(*STEPS, 4, "id", value="doctor"), "two steps are called doctor"),
+    "a key of a step": (_change(*STEPS, 4, "timeout_minutes", value="5"), "unknown key 'timeout_minutes'"),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), PLANTED.values(), ids=PLANTED)
+def test_planted_mistakes_are_found(change: Callable[[Flow], None], expected: str) -> None:
+    """A rule that cannot fail is none."""
+    flow = copy.deepcopy(load(NIGHTLY))
+    change(flow)
+    found = faults(flow, NIGHTLY.read_text())
+    assert any(expected in one for one in found), found
+
+
+def script(name: str) -> str:
+    return str(next(step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == name))
+
+
+def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As GitHub runs `shell: bash`."""
+    environment = {
+        **os.environ, "BRANCH": "fp8bench-history", "GITHUB_RUN_ID": "1", "GITHUB_SHA": "0" * 40,
+        "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text], cwd=folder, env=environment, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def night(folder: Path, number: int, keep: bool = True) -> None:
+    """The steps of a night that deal with the history; measuring is a file."""
+    git(folder, "clean", "-ffdxq")
+    done = shell(script("the history of the nights before"), folder)
+    assert done.returncode == 0, done.stderr
+    runs = folder / ".fp8bench" / "runs" / "box"
+    runs.mkdir(parents=True, exist_ok=True)
+    (runs / f"night{number}.jsonl").write_text(f"{number}\n")
+    (folder / ".fp8bench" / "figures").mkdir()
+    (folder / ".fp8bench" / "figures" / "cache").write_text("made again from the runs")
+    assert git(folder, "status", "--porcelain") == ""
+    if keep:
+        done = shell(script("keep what was measured"), folder / ".fp8bench")
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_branch_of_the_history(tmp_path: Path) -> None:
+    """Made on the first night, gone on with by others, by two machines at once, too; code and caches stay out of it."""
+    origin = tmp_path / "origin.git"
+    git(tmp_path, "init", "-q", "--bare", str(origin))
+    first = tmp_path / "first"
+    git(tmp_path, "clone", "-q", str(origin), str(first))
+    (first / "code.py").write_text("pass\n")
+    (first / ".gitignore").write_text(".fp8bench/\n")
+    git(first, "add", ".")
+    git(first, "commit", "-q", "-m", "code")
+    git(first, "push", "-q", "origin", "HEAD:refs/heads/main")
+    second = tmp_path / "second"
+    git(tmp_path, "clone", "-q", "-b", "main", str(origin), str(second))
+
+    night(first, 1)
+    night(first, 2)
+    night(second, 3, keep=False)
+    night(first, 4)
+    done = shell(script("keep what was measured"), second / ".fp8bench")
+    assert done.returncode == 0, done.stderr
+    kept = git(origin, "ls-tree", "-r", "--name-only", "fp8bench-history").split()
+    assert kept == [".gitattributes", *(f"runs/box/night{number}.jsonl" for number in (1, 2, 3, 4))]
+    assert git(origin, "ls-tree", "-r", "--name-only", "main").split() == [".gitignore", "code.py"]
+    again = shell(script("keep what was measured"), second / ".fp8bench")
+    assert again.returncode == 0 and git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
