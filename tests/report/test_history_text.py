@@ -180,11 +180,11 @@ def test_joules_of_another_source_do_not_compare() -> None:
     shown = render_course([course(*three, series=energy)], "x", ()).splitlines()
     assert [line.split()[-1] for line in shown if line.endswith(("x", " -"))] == ["-", "2.000x", "-"]
     assert "  energy_source counter -> instant" in shown
-    listed = render_courses([course(*three, series=energy)], "s", 3, 3, {})
+    listed = render_courses([course(*three, series=energy).ending], "s", 3, 3, {})
     assert "1.70 J" in listed and "new source\n" in listed
     assert "new source: joules were read elsewhere" in listed
     assert "median over windows" in listed and "the median over windows" in "\n".join(shown)
-    both = render_courses([course(*three, series=energy), course(*three)], "s", 3, 3, {})
+    both = render_courses([course(*three, series=energy).ending, course(*three).ending], "s", 3, 3, {})
     assert "median over rounds (of energy: windows)" in both
 
 
