@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8bench.model import CELL_PHASES, Capacity, OperatorTime, Record, Timing
+from fp8bench.model import CELL_PHASES, Capacity, MemoryUse, OperatorTime, Record, Timing
 
 _LONGEST_NS = 1 << 62
 _MOST = 1 << 62
@@ -21,6 +21,8 @@ def unsound(record: Record) -> str:
         return "its scales were renewed less than never"
     if record.capacity is not None and not _counts(record.capacity):
         return "its largest batch is no count"
+    if record.memory is not None and not _sums(record.memory):
+        return "its memory is no count, or what it is for does not sum to it"
     timings = (record.timing, record.control, record.paired_with)
     return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
 
@@ -32,6 +34,15 @@ def _is_share_of_a_step(one: OperatorTime) -> bool:
 def _counts(one: Capacity) -> bool:
     values = (one.limit, one.batch, one.grain, one.tokens, one.peak, one.beyond, one.attempts)
     return all(0 <= value < _MOST for value in values if value is not None) and one.grain > 0
+
+
+def _sums(one: MemoryUse) -> bool:
+    parts = [size for _, size in one.roles]
+    phases = [size for phase in one.phases for size in (phase.allocated, phase.reserved)]
+    counts = (one.peak, *parts, *phases, one.reserved, one.process, one.resident)
+    distinct = len(dict(one.roles)) == len(parts)
+    whole = distinct and (not parts or sum(parts) == one.peak)
+    return whole and all(0 <= count < _MOST for count in counts if count is not None)
 
 
 def _unsound(timing: Timing) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.history.soundness import unsound
-from fp8bench.model import Capacity, OperatorTime
+from fp8bench.model import Capacity, MemoryUse, OperatorTime, PhaseMemory
 from tests.runs import transformer
 
 RECORD = transformer()[0].records[0]
@@ -47,3 +47,26 @@ def test_a_largest_batch_is_a_count_or_unknown() -> None:
 def test_what_is_none_is_not(wrong: Capacity) -> None:
     """A report would divide one by another."""
     assert unsound(replace(RECORD, capacity=wrong)) == "its largest batch is no count"
+
+
+def test_memory_that_sums_is_sound() -> None:
+    """With roles, without, and with one that only a later version knows."""
+    told = (
+        MemoryUse(0), MemoryUse(3, (("of another time", 3),)),
+        MemoryUse(9, (("weights", 4), ("data", 5)), (PhaseMemory("gemm", 9, 512),), 512, 1 << 40, 1 << 30),
+    )  # fmt: skip
+    assert {unsound(replace(RECORD, memory=one)) for one in told} == {""}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        MemoryUse(-1), MemoryUse(10**400), MemoryUse(9, (("weights", 4),)), MemoryUse(4, (("data", 2), ("data", 2))),
+        MemoryUse(4, (("weights", 5), ("data", -1))), MemoryUse(4, phases=(PhaseMemory("gemm", -4),)),
+        MemoryUse(4, phases=(PhaseMemory("gemm", 4, -1),)), MemoryUse(4, reserved=-1), MemoryUse(4, process=1 << 63),
+        MemoryUse(4, resident=-5),
+    ],
+)  # fmt: skip
+def test_memory_that_is_no_count_is_not(wrong: MemoryUse) -> None:
+    """A report would draw it as parts of a whole."""
+    assert unsound(replace(RECORD, memory=wrong)) == "its memory is no count, or what it is for does not sum to it"

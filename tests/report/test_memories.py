@@ -197,6 +197,18 @@ def test_cases_far_apart_are_shown_as_shares() -> None:
     assert stacks.rows[1][1][stacks.parts.index("data")] == 75.0
 
 
+def test_a_case_of_which_nobody_knows_is_all_rest() -> None:
+    """Beside others that are known; its peak is measured all the same, and has no explanation."""
+    made = with_uses(use(FP32), MemoryUse(200 * MIB, why="nobody listened"), use(FP8))
+    (stacks,) = of_kind(part("memory", made), Stacks)
+    label, values = stacks.rows[1]
+    assert (label, values[-1], sum(values)) == ("fp16", 200 * MIB, 200 * MIB) and stacks.parts[-1] == "the rest"
+    assert said(*made)[0] == "fp16 takes 0.667x of bf16's memory."
+    assert " ".join(memory_table(panels_of(*made)[0], 120, painter(False))[3].split()) == (
+        "fp16 200 0.667x - - - - - - - - -"
+    )
+
+
 def test_every_role_has_a_title_and_words() -> None:
     """So that nobody meets an underscore."""
     from fp8bench.report.legend import MEMORY_TITLES, MEMORY_WORDS

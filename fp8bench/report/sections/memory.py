@@ -39,7 +39,7 @@ class Memory(Section):
 
     def build(self, material: Material) -> Part | None:
         panels = [(title, panel, _measured(panel)) for title, panel in timed_panels(material)]
-        known = {role for _, _, cases in panels for case in cases for role in roles_of(case.result)}
+        known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
         # The same parts everywhere, so that a role has one colour on the whole page.
         parts = [role for role in MemoryRole if role in known]
         elements = [one for title, panel, cases in panels if cases for one in _panel(title, panel, cases, parts)]
@@ -63,13 +63,23 @@ def _lead(material: Material) -> str:
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Sequence[MemoryRole]) -> Iterator[Element]:
     said = list(sentences(panel, cases))
-    known = all(roles_of(case.result) for case in cases)
+    known = _known(cases)
     text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
     yield _stacks(title, cases, parts, text) if known else _bars(title, cases, text)
     if known and said:
         yield Items(tuple(Text(one) for one in said))
     if any(use_of(case.result.record) for case in cases):
         yield _table(title, cases)
+
+
+def _known(cases: Sequence[NamedCase]) -> bool:
+    """Whether of any case it is known what its memory is for."""
+    return any(roles_of(case.result) for case in cases)
+
+
+def _parts(case: NamedCase) -> dict[MemoryRole, float]:
+    """Bytes by what they are for; all of them are the rest where that is not known."""
+    return {**roles_of(case.result)} or {MemoryRole.OTHER: peak_of(case.result) or 0.0}
 
 
 def _name(case: NamedCase) -> str:
@@ -81,7 +91,7 @@ def _stacks(title: str, cases: Sequence[NamedCase], parts: Sequence[MemoryRole],
     wide = max(peaks) > _WIDE * min(peaks)
     rows = []
     for case, peak in zip(cases, peaks, strict=True):
-        roles = roles_of(case.result)
+        roles = _parts(case)
         scale = 100 / peak if wide and peak else 1.0
         label = f"{_name(case)}, {units.size(peak)}" if wide else _name(case)
         rows.append((label, tuple(scale * roles.get(part, 0) for part in parts)))
