@@ -17,9 +17,12 @@ from fp8bench import model
 from fp8bench.codec import Malformed, decode, encode
 from fp8bench.model import (
     Case,
+    Comparison,
     Course,
     DeviceFacts,
+    Direction,
     Environment,
+    Evidence,
     Fault,
     Figure,
     Finding,
@@ -96,12 +99,16 @@ SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "n"
 POINT = Point(SERIES.name, ("fp8", 512), "1.1", (0.5, 0.25), Status.FAILED, "why", True)
 FIGURE = Figure("66fd6b5c", 1767268800000, "1.1", 2, 48, 0.5, 0.25, None, True, Status.SKIPPED, "why")
 COURSE = Course(SERIES, ("fp8", 512), {"machine": "box", "ram": None}, "/venv/bin/python", (FIGURE,))
+COMPARISON = Comparison(
+    "gemm[m=8]@cpu/fp8", "gemm", "time", "s", Direction.WORSE, Evidence.HISTORY, 1.0, 1.5, Interval(1.5, 1.25, 2, 0.99),
+    1e-3, ("noisy",), "why", "66fd6b5c", "76fd6b5c", True,
+)  # fmt: skip
 VALUES: list[Any] = [
     RUN, RECORD, PLAN, REQUEST, FACTS, TIMING, MEASUREMENT, STATISTICS, FINDING, CASE, SUPPORT, Work(), RESUMPTION,
     RUN.environment,
     Overheads(0.1, 0.2, 0.3), Interval(1, 2, 3, 0.99), Segments((), ()), SlotSample(0, (), 0.0, 0.0),
     PLAN.groups[0], PLAN.groups[0].cases[0], SERIES, POINT, FIGURE, COURSE, Fault("path", "what", "remedy", False),
-    RECORD.operators[0], RECORD.scales[0], CASE.static,
+    RECORD.operators[0], RECORD.scales[0], CASE.static, COMPARISON,
 ]  # fmt: skip
 
 
