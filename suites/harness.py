@@ -28,6 +28,7 @@ from fp8bench.samplers.absent import AbsentDevice
 from fp8bench.samplers.meter import Meter
 from fp8bench.samplers.readings import Unavailable
 from fp8bench.samplers.sources import Source, SourceKind
+from suites.gate import Setting, false_alarms, found
 from suites.long_history import WORKS, Cost, measure, write_module, write_store
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
 
@@ -304,6 +305,16 @@ def _opening_history(what: str) -> Cost:
         return measure(Path(folder), what, _environment())
 
 
+def track_gate_false_alarms() -> float:
+    """The share of builds of 100 cases that a gate fails for nothing: one run a side, 2% from run to run."""
+    return false_alarms(Setting(1, 1, 0.02), 500)
+
+
+def track_gate_missed() -> float:
+    """The share in which one case of 100 that takes 30% longer does not fail, by the same runs."""
+    return 1 - found(Setting(1, 1, 0.02), 1.3, 100)
+
+
 _UNITS: dict[Callable[..., float], str] = {
     track_help: "seconds",
     track_list: "seconds",
@@ -322,6 +333,8 @@ _UNITS: dict[Callable[..., float], str] = {
     track_quantiser_over_torchao: "ratio",
     track_cold_compile: "seconds",
     track_emulated_linear_over_product: "ratio",
+    track_gate_false_alarms: "share",
+    track_gate_missed: "share",
     track_history: "seconds",
     track_history_peak_bytes: "bytes",
 }

@@ -26,7 +26,7 @@ from fp8bench.analysis import verdicts
 from fp8bench.model import Interval, Timing, Verdict
 
 LEAST_ROUNDS = 5
-# So much is believed without an interval, if every process of one side is slower than every one of the other.
+# So much, between the nearest processes of different sides, is believed without an interval.
 BELIEVED = 0.10
 _MOST_DEALS = 4096
 _HALVINGS = 26
@@ -130,15 +130,17 @@ def _counted(processes: int) -> int:
 
 
 def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
-    """The verdict where chance cannot be told by dealing: processes are too few."""
-    beyond = math.log1p(BELIEVED)
+    """The verdict where chance cannot be told by dealing, because processes are too few.
+
+    The nearest ones of different sides must lie further apart than any two of one side, and than what noise is known
+    to do.
+    """
     if min(len(before), len(after)) < 2:
         return Verdict.UNSURE
-    if after.min() - before.max() > 0 and _low(after) - _low(before) > beyond:
+    least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
+    if after.min() - before.max() > least:
         return Verdict.SLOWER
-    if before.min() - after.max() > 0 and _low(before) - _low(after) > beyond:
-        return Verdict.FASTER
-    return Verdict.UNSURE
+    return Verdict.FASTER if before.min() - after.max() > least else Verdict.UNSURE
 
 
 class _Deals:

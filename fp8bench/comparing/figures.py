@@ -51,13 +51,15 @@ class Values:
 def timed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Figures]:
     """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
     timings = [_timings(side) for side in (before, after)]
-    if all(timings):
-        rounds = min(timing.num_rounds for side in timings for timing in side)
-        yield Figures(TIME, "s", *_best_cases(timings, rounds), few=rounds < LEAST_ROUNDS)
+    if not all(timings):
+        return
+    rounds = min(timing.num_rounds for side in timings for timing in side)
+    few = rounds < LEAST_ROUNDS
+    yield Figures(TIME, "s", *_best_cases(timings, rounds), few)
     if len({one.reference for one in (*before, *after)}) == 1:
         ratios = [tuple(_ratios(side)) for side in (before, after)]
         if all(ratios):
-            yield Figures(RELATIVE, "x", ratios[0], ratios[1])
+            yield Figures(RELATIVE, "x", ratios[0], ratios[1], few)
 
 
 def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Values]:

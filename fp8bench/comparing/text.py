@@ -10,8 +10,8 @@ from fp8bench.comparing.across import ALONE, BAND, LEAST_FREEDOM
 from fp8bench.comparing.compare import Compared
 from fp8bench.comparing.sides import Side
 from fp8bench.comparing.surroundings import Differing
-from fp8bench.model import Evidence
-from fp8bench.report.comparisons import counted, label_legend, reasons, rows, told
+from fp8bench.model import Comparison, Evidence
+from fp8bench.report.comparisons import counted, label_legend, own_labels, reasons, rows, shared_labels, told
 from fp8bench.report.layout import INDENT, Column, Paint, Tone, painter, table, wrap
 
 WIDTH = 100
@@ -43,7 +43,7 @@ def render(compared: Compared, color: bool = False, width: int = WIDTH) -> str:
     paragraphs = [list(_head(compared, width, paint)), list(_surroundings(compared.differing, width))]
     shown = told(found)
     if shown:
-        paragraphs.append(table(_COLUMNS, list(rows(shown)), width, paint))
+        paragraphs.append(list(_table(shown, width, paint)))
     paragraphs += [
         list(_listed("unsure, because", [f"{why} ({count})" for why, count in reasons(found).items()], width)),
         list(_listed("only in A", compared.only_before, width)),
@@ -76,6 +76,14 @@ def _head(compared: Compared, width: int, paint: Paint) -> Iterator[str]:
     hidden = len(compared.comparisons) - len(told(compared.comparisons))
     if hidden:
         yield from wrap(f"{hidden} of them, memory and errors that are the same on both sides, are not listed", width)
+
+
+def _table(shown: Sequence[Comparison], width: int, paint: Paint) -> Iterator[str]:
+    shared = shared_labels(shown)
+    if shared:
+        yield from wrap(f"all times: {', '.join(shared)}", width, hang=INDENT)
+    columns = _COLUMNS if own_labels(shown, shared) else _COLUMNS[:-1]
+    yield from table(columns, list(rows(shown)), width, paint)
 
 
 def _surroundings(found: Sequence[Differing], width: int) -> Iterator[str]:

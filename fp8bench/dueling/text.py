@@ -31,8 +31,8 @@ _HOW_APART = (
 )
 _HOW_VERDICT = (
     f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, same if it lies "
-    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sittings), only what is "
-    f"beyond {units.percent(BELIEVED, 0)} in all processes is told"
+    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sittings), only what "
+    f"lies beyond {units.percent(BELIEVED, 0)}, and further apart than processes of one side, is told"
 )
 _LEGEND = (_HOW_RATIO, _HOW_APART, _HOW_VERDICT)
 

@@ -35,8 +35,8 @@ _PAGE_TONES = {
     Outcome.BETTER: PageTone.GOOD,
 }  # fmt: skip
 _COLUMNS = (
-    Column("figure"), Column("A", right=True), Column("B", right=True), Column("B / A"), Column("again"),
-    Column("worse is"), Column("verdict"),
+    Column("figure"), Column("A", right=True), Column("B", right=True), Column("B / A"), Column("verdict"),
+    Column("again"), Column("worse is"),
 )  # fmt: skip
 AGAIN = "again: the same ratio when measured once more, in a fresh process"
 WORSE = "worse is: beyond both, the share and the difference"
@@ -112,24 +112,25 @@ def _cells(one: Judged) -> tuple[str, ...]:
     found, again = one.comparison, one.again
     return (
         value(found, found.before), value(found, found.after), ratio(found.ratio),
-        ratio(again.ratio if again is not None else None), limit(one), one.outcome.value,
+        one.outcome.value, ratio(again.ratio if again is not None else None), limit(one),
     )  # fmt: skip
 
 
 def _page_elements(name: Outcome, found: Sequence[Judged]) -> Iterator[Element]:
     titles = ("case", "figure", *(column.title for column in _COLUMNS[1:]), "why")
     rows = tuple(_fields(one) for one in found[:MOST_ROWS])
-    yield Table(name.value.replace(" ", "-"), "", tuple(map(PageColumn, titles)), rows)
+    caption = f"{len(found)} figure{'s' * (len(found) != 1)}"
+    yield Table(name.value.replace(" ", "-"), caption, tuple(map(PageColumn, titles)), rows)
     if len(found) > MOST_ROWS:
         yield Text(f"and {len(found) - MOST_ROWS} more")
 
 
 def _fields(one: Judged) -> tuple[Field, ...]:
-    *cells, outcome = _cells(one)
-    fields = [Field(one.comparison.case), Field(one.comparison.metric), *map(Field, cells)]
+    cells = _cells(one)
     tone = _PAGE_TONES.get(one.outcome, PageTone.PLAIN)
+    fields = [Field(cell, tone=tone if cell == one.outcome.value else PageTone.PLAIN) for cell in cells]
     why = "; ".join(filter(None, (", ".join(one.comparison.labels), one.why)))
-    return (*fields, Field(outcome, tone=tone), Field(why))
+    return (Field(one.comparison.case), Field(one.comparison.metric), *fields, Field(why))
 
 
 def _labels(shown: Iterable[Judged]) -> list[str]:

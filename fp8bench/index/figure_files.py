@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,9 +143,11 @@ def save_figures(
         "alike": _alike(pythons.values()), "runs": figures.runs, "left": figures.left,
         "tables": [{**one.said, "layout": len(one.layout), "rows": len(one.rows)} for one in figures.tables],
     }  # fmt: skip
-    parts = [json.dumps(head, separators=(",", ":")).encode(), b"\n"]
-    parts += [part for one in figures.tables for part in (one.layout, one.rows.tobytes())]
-    body = b"".join(parts)
+    _write(path, head, b"".join(part for one in figures.tables for part in (one.layout, one.rows.tobytes())))
+
+
+def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
+    body = b"".join((json.dumps(head, separators=(",", ":")).encode(), b"\n", tables))
     partial = path.with_name(f".{path.name}-{secrets.token_hex(8)}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -182,11 +184,16 @@ def load_figures(
     """
     try:
         head, body = _read(path)
-        if not _counts(head, store, runs, renamings):
+        before = [Stamp(*one) for one in head["sources"]]
+        sources = _as_they_are(store, runs, before)
+        if sources is None or not _counts(head, renamings):
             raise Stale
         changed = [name for name, before in head["suites"].items() if known[name] != before]
         if changed:
             raise Richer if all(known[name] == UNKNOWN for name in changed) else Stale
+        if sources != before:
+            with contextlib.suppress(OSError):
+                _write(path, {**head, "sources": sources}, body)
         return _figures(head, body)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Torn from error
@@ -206,28 +213,28 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview]:
     return json.loads(body[:end]), memoryview(body)[end + 1 :]
 
 
-def _counts(head: dict[str, Any], store: Path, runs: Sequence[Path], renamings: Renamings) -> bool:
-    """Whether the same runs, under the same names, would be read today."""
-    if head["schema"] != SCHEMA:
-        return False
-    sources = {name: (size, changed, digest) for name, size, changed, digest in head["sources"]}
-    if set(sources) != {_name(store, path) for path in runs}:
-        return False
-    if any(not _is_unchanged(path, *sources[_name(store, path)]) for path in runs):
-        return False
-    if any(renamings.name(python) != name for python, name in head["pythons"].items()):
+def _counts(head: dict[str, Any], renamings: Renamings) -> bool:
+    """Whether the runs would be read the same way today, under the same names."""
+    if head["schema"] != SCHEMA or any(renamings.name(python) != name for python, name in head["pythons"].items()):
         return False
     return bool(head["alike"] == _alike(head["pythons"].values()))
 
 
-def _is_unchanged(path: Path, size: int, changed_ns: int, digest: str) -> bool:
-    """A copy, or what git checked out again, has the content and another date."""
-    status = path.stat()
-    if status.st_size != size:
-        return False
-    if status.st_mtime_ns == changed_ns:
-        return True
-    return _digest(path) == digest
+def _as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
+    """The stamps with the dates of today, if the runs are the same; None if they are not.
+
+    A copy, or what git checked out again, has the content and another date.
+    """
+    if sorted(one.name for one in before) != sorted(_name(store, path) for path in runs):
+        return None
+    found = []
+    for one in before:
+        path = store / one.name
+        status = path.stat()
+        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and _digest(path) != one.digest):
+            return None
+        found.append(one._replace(changed_ns=status.st_mtime_ns))
+    return found
 
 
 def _figures(head: dict[str, Any], body: memoryview) -> CommitFigures:

@@ -64,8 +64,24 @@ def told(comparisons: Iterable[Comparison]) -> list[Comparison]:
     return [one for one in comparisons if one.metric in TIMES or one.direction is not Direction.SAME]
 
 
+def shared_labels(comparisons: Iterable[Comparison]) -> tuple[str, ...]:
+    """The labels that all times have: said once, they need no column."""
+    labels = [one.labels for one in comparisons if one.metric in TIMES and one.ratio is not None]
+    return tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
+
+
+def own_labels(comparisons: Iterable[Comparison], shared: Iterable[str]) -> bool:
+    """Whether any has a label beside those that all have."""
+    return any(set(one.labels) - set(shared) for one in comparisons)
+
+
 def rows(comparisons: Sequence[Comparison]) -> Iterator[Row | SectionRow]:
-    """A row for each, under a line for each setting. What has no numbers says why on lines of its own."""
+    """A row for each, under a line for each setting. What has no numbers says why on lines of its own.
+
+    The last cell is for labels that not all have; it is not there if there are none.
+    """
+    shared = shared_labels(comparisons)
+    labelled = own_labels(comparisons, shared)
     before = ""
     for one in comparisons:
         setting, mode = setting_of(one.case)
@@ -74,7 +90,7 @@ def rows(comparisons: Sequence[Comparison]) -> Iterator[Row | SectionRow]:
             before = setting
         cells = (
             f"{mode} {one.metric}", value(one, one.before), value(one, one.after), ratio(one.ratio), direction(one),
-            ", ".join(one.labels),
+            *([", ".join(label for label in one.labels if label not in shared) or units.NONE] if labelled else []),
         )  # fmt: skip
         tone = Tone.BAD if one.failed else TONES.get(one.direction)
         below = (one.why,) if one.direction is Direction.NONE and one.why else ()

@@ -124,6 +124,7 @@ def test_the_same_is_the_same() -> None:
         ((1.5e-3, 1.6e-3), (1e-3, 1.02e-3), Verdict.FASTER),
         ((1e-3, 1.02e-3), (1.05e-3, 1.06e-3), Verdict.UNSURE),  # not beyond 10%
         ((1e-3, 1.3e-3), (1.2e-3, 1.6e-3), Verdict.UNSURE),  # not in all processes
+        ((1e-3, 1.02e-3), (1.5e-3, 2.6e-3), Verdict.UNSURE),  # one side is as far apart as both are
         ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process a side
     ],
 )

@@ -229,9 +229,10 @@ def test_quick_runs_count_where_there_is_nothing_better() -> None:
 def test_a_few_rounds_have_no_interval() -> None:
     """The fastest three of three are all of them, in every resample."""
     short = timing(2e-3, 5, rounds=3)
-    one = of(held([run(1, timing=short)], [run(2, timing=short)]), "time")
-    assert one.direction is Direction.UNSURE and "few rounds" in one.why
-    assert one.ratio is not None and one.ratio.level == 0
+    compared = held([run(1, timing=short)], [run(2, timing=short)])
+    for one in (of(compared, "time"), of(compared, "relative_time")):
+        assert one.direction is Direction.UNSURE and "few rounds" in one.why
+        assert one.ratio is not None and one.ratio.level == 0
 
 
 def test_outputs_say_the_same() -> None:
