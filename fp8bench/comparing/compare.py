@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fp8bench.comparing.across import ALONE, LEAST_FREEDOM, Estimate, across, direction
-from fp8bench.comparing.figures import TIME, Figures, Values, counted, timed
+from fp8bench.comparing.figures import TIME, Figures, Values, counted, sensed, timed
 from fp8bench.comparing.sides import Side, Sighting
 from fp8bench.comparing.surroundings import Differing, differing
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label, Status
@@ -75,7 +75,7 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[
         yield _none(after[-1], f"{old.support.level} before and {new.support.level} now: not the same work")
         return
     kept = _whole(alike), _whole([one for one in after if one.version == version])
-    for figures in timed(*kept):
+    for figures in (*timed(*kept), *sensed(*kept)):
         case = after[-1].record.case
         yield of_times(figures, case.id, case.workload, _labels((*kept[0], *kept[1])))
     for values in counted(*kept):

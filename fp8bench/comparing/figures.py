@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, median, stdev
 
 from fp8bench import stats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells
@@ -24,6 +24,10 @@ RELATIVE = "relative_time"
 LEAST_ROUNDS = 8
 # More of these is better, or neither more nor less is. Other figures of the same tensors say what they would say.
 _NOT_LOWER_ENDS = ("_db",)
+# What a sensor or a clock says, once for each window: never the same twice.
+_NOISY_UNITS = frozenset({"s", "J", "W"})
+# The standard error of a median over that of a mean, of Gaussian samples.
+_MEDIANS = math.sqrt(math.pi / 2)
 _NOT_LOWER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnormal_percent"})
 
 
@@ -62,16 +66,36 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Fig
             yield Figures(RELATIVE, "x", ratios[0], ratios[1], few)
 
 
+def sensed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Figures]:
+    """Energy and its like: an estimate a run, whose error is that of the median of its samples."""
+    for name, unit in _names(after).items():
+        if unit in _NOISY_UNITS:
+            sides = [tuple(_sensed(side, name)) for side in (before, after)]
+            if all(sides):
+                yield Figures(name, unit, sides[0], sides[1])
+
+
 def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Values]:
     """Memory and errors: what both sides have, in the order of the second."""
-    names = dict.fromkeys(one.metric for sighting in reversed(after) for one in sighting.record.measurements)
-    for name in names:
-        if name.endswith(_NOT_LOWER_ENDS) or name in _NOT_LOWER:
-            continue
-        values = [[value for one in side for value in _samples(one, name)] for side in (before, after)]
-        if all(values):
-            unit = next(m.unit for one in after if (m := one.record.measurement(name)))
-            yield Values(name, unit, tuple(values[0]), tuple(values[1]))
+    for name, unit in _names(after).items():
+        if unit not in _NOISY_UNITS:
+            values = [[value for one in side for value in _samples(one, name)] for side in (before, after)]
+            if all(values):
+                yield Values(name, unit, tuple(values[0]), tuple(values[1]))
+
+
+def _names(after: Sequence[Sighting]) -> dict[str, str]:
+    """What was measured beside times, and in which unit, where less is better."""
+    found = {one.metric: one.unit for sighting in after for one in sighting.record.measurements}
+    return {name: unit for name, unit in found.items() if not name.endswith(_NOT_LOWER_ENDS) and name not in _NOT_LOWER}
+
+
+def _sensed(side: Sequence[Sighting], metric: str) -> Iterator[Estimate]:
+    for one in side:
+        logs = [math.log(value) for value in _samples(one, metric) if 0 < value < math.inf]
+        if logs:
+            error = _MEDIANS * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+            yield Estimate(median(logs), error)
 
 
 def _timings(side: Sequence[Sighting]) -> list[Timing]:

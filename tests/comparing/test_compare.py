@@ -146,6 +146,21 @@ def test_memory_and_errors_are_exact() -> None:
     assert (memory.before, memory.after, memory.unit) == (1e6, 1.01e6, "B")
 
 
+def test_energy_is_never_exact() -> None:
+    """A sensor's figure of one run against one other says nothing below 10%, however alike its samples are."""
+
+    def joules(number: int, factor: float) -> Run:
+        samples = tuple(factor * (1 + 0.001 * place) for place in range(5))
+        return run(number, measurements=(Measurement("energy", "J", samples),))
+
+    one = of(held([joules(1, 1.0)], [joules(2, 1.06)]), "energy")
+    assert one.direction is Direction.UNSURE and one.p_value is None and one.labels == ("cross-run",)
+    assert one.ratio is not None and one.ratio.low < one.ratio.point < one.ratio.high
+    assert of(held([joules(1, 1.0)], [joules(2, 1.3)]), "energy").direction is Direction.WORSE
+    several = held([joules(n, 1.0 + n / 1e4) for n in range(4)], [joules(n, 1.06 + n / 1e4) for n in range(5, 9)])
+    assert of(several, "energy").direction is Direction.WORSE
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
