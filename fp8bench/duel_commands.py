@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -27,7 +28,15 @@ from fp8bench.dueling.progress import DuelProgress
 from fp8bench.dueling.text import render
 from fp8bench.dueling.verdicts import TIME, comparisons
 from fp8bench.environment import command_line, gather
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, Fp8benchError, UsageError
+from fp8bench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    Fp8benchError,
+    StoreError,
+    UsageError,
+)
 from fp8bench.history.writing import check_store
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.bench import Settings
@@ -171,7 +180,8 @@ def _fought(meeting: Meeting, request: Request, store: Path, progress: DuelProgr
     except KeyboardInterrupt:
         with ignored():
             progress.close()
-            writer.finish("interrupted")
+            with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
+                writer.finish("interrupted")
             complain(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
         progress.close()
