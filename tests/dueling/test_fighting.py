@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,7 @@ from fp8bench.dueling.duel import Duel
 from fp8bench.dueling.keeping import DuelWriter, load_duel
 from fp8bench.dueling.opening import Ready, Sides
 from fp8bench.dueling.progress import DuelProgress
-from fp8bench.errors import StoreError, WorkerLost
+from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.measure.partner import PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import PlannedCase, Request
@@ -30,12 +31,16 @@ class Startable(FakeWorker):
 
     starts = 0
     last_start = 100
+    modules: Mapping[str, tuple[str, ...]] = {}
 
     def start(self) -> None:
         self.starts += 1
         if self.starts > self.last_start:
             raise WorkerLost("side B (python): the worker crashed")
         self.alive = True
+
+    def _modules_under(self, folder: str) -> tuple[str, ...]:
+        return self.modules.get(folder, ())
 
 
 def meeting(scripts: dict[str, Script], sittings: int = 3) -> duel_commands.Meeting:
@@ -137,6 +142,33 @@ def test_an_interrupt_keeps_what_was_finished(fight: Fight, capsys: pytest.Captu
     assert "interrupted; what was finished is kept in" in capsys.readouterr().err
     duel_commands.show(found, as_json=False)
     assert "2 of 2 cases have fewer sittings than were planned" in capsys.readouterr().out
+
+
+def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Meeting:
+    """A meeting of two working trees, '/old' and '/new', with what each side has loaded from below which."""
+    one = meeting({"fp32": Script()}, 1)
+    for place, worker in enumerate(workers_of(one)):
+        worker.modules = before if place < 2 else after
+    before_, after_ = replace(one.sides.before, tree=Path("/old")), replace(one.sides.after, tree=Path("/new"))
+    return replace(one, sides=Sides(before_, after_))
+
+
+def test_a_side_with_code_of_the_other_tree_ends_it(fight: Fight, tmp_path: Path) -> None:
+    """What is installed from this tree wins over the path: that would be no duel."""
+    with pytest.raises(UsageError, match=r"side A has loaded mylib, mylib.part from this tree and not"):
+        fight(of_two_trees({"/new": ("mylib", "mylib.part")}, {"/new": ("mylib",)}))
+    assert not list((tmp_path / "duels").iterdir())
+
+
+def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(fight: Fight) -> None:
+    """Where everything temporary is below the repository, say."""
+    found = fight(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}))
+    assert found.finished and found.notes == ()
+
+
+def test_sides_that_have_loaded_nothing_of_the_repository_are_told(fight: Fight) -> None:
+    """Nothing can differ between them."""
+    assert "neither side loaded any code of this repository" in fight(of_two_trees({}, {})).notes[0]
 
 
 def test_json_holds_samples_and_comparisons(fight: Fight, capsys: pytest.CaptureFixture[str]) -> None:
