@@ -33,13 +33,17 @@ _NOT_LOWER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnorm
 
 @dataclass(frozen=True)
 class Figures:
-    """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run."""
+    """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run.
+
+    `beside` are runs of neither side, which say how far runs lie apart.
+    """
 
     metric: str
     unit: str
     before: tuple[Estimate, ...]
     after: tuple[Estimate, ...]
     few: bool = False
+    beside: tuple[Estimate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,28 @@ class Values:
     after: tuple[float, ...]
 
 
-def timed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Figures]:
+def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
     """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
-    timings = [_timings(side) for side in (before, after)]
-    if not all(timings):
+    timings = [_timings(side) for side in (before, after, beside)]
+    if not all(timings[:2]):
         return
     rounds = min(timing.num_rounds for side in timings for timing in side)
     few = rounds < LEAST_ROUNDS
-    yield Figures(TIME, "s", *_best_cases(timings, rounds), few)
-    if len({one.reference for one in (*before, *after)}) == 1:
-        ratios = [tuple(_ratios(side)) for side in (before, after)]
-        if all(ratios):
-            yield Figures(RELATIVE, "x", ratios[0], ratios[1], few)
+    old, new, others = _best_cases(timings, rounds)
+    yield Figures(TIME, "s", old, new, few, others)
+    if len({one.reference for one in (*before, *after, *beside)}) == 1:
+        old, new, others = (tuple(_ratios(side)) for side in (before, after, beside))
+        if old and new:
+            yield Figures(RELATIVE, "x", old, new, few, others)
 
 
-def sensed(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Figures]:
+def sensed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
     """Energy and its like: an estimate a run, whose error is that of the median of its samples."""
     for name, unit in _names(after).items():
         if unit in _NOISY_UNITS:
-            sides = [tuple(_sensed(side, name)) for side in (before, after)]
-            if all(sides):
-                yield Figures(name, unit, sides[0], sides[1])
+            old, new, others = (tuple(_sensed(side, name)) for side in (before, after, beside))
+            if old and new:
+                yield Figures(name, unit, old, new, beside=others)
 
 
 def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Values]:
@@ -108,12 +113,11 @@ def _samples(sighting: Sighting, metric: str) -> tuple[float, ...]:
     return found.samples if found is not None and sighting.record.status is Status.OK else ()
 
 
-def _best_cases(sides: Sequence[Sequence[Timing]], rounds: int) -> tuple[tuple[Estimate, ...], tuple[Estimate, ...]]:
+def _best_cases(sides: Sequence[Sequence[Timing]], rounds: int) -> list[tuple[Estimate, ...]]:
     timings = [timing for side in sides for timing in side]
     calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in timings}) == 1
-    before, after = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in sides)
-    return before, after
+    return [tuple(_best_case(one, rounds, calls, alike) for one in side) for side in sides]
 
 
 def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate:

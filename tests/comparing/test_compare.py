@@ -113,6 +113,15 @@ def test_several_runs_each_find_less() -> None:
     assert of(compared, "time", "fp32").direction is Direction.SAME
 
 
+def test_runs_beside_tell_how_far_runs_lie_apart() -> None:
+    """One new run against four old ones: with four others beside them its 5% are no guess."""
+    before, again = [run(n) for n in range(4)], [run(20, 1.05)]
+    assert of(held(before, again), "time").direction is Direction.UNSURE
+    beside = side("first look", *(run(n, 1.05) for n in range(5, 9)))
+    one = of(compare(side("A", *before), side("again", *again), beside), "time")
+    assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 0.01
+
+
 def test_a_slower_machine_is_not_a_slower_case() -> None:
     """All times half as much again: the ratio to the reference stays."""
     compared = held([run(n) for n in range(4)], [run(n, 1.5, 3.0) for n in range(5, 9)])
