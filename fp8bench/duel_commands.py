@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -27,7 +28,15 @@ from fp8bench.dueling.progress import DuelProgress
 from fp8bench.dueling.text import render
 from fp8bench.dueling.verdicts import TIME, comparisons
 from fp8bench.environment import command_line, gather
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, Fp8benchError, UsageError
+from fp8bench.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_REGRESSION,
+    Fp8benchError,
+    StoreError,
+    UsageError,
+)
 from fp8bench.history.writing import check_store
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
@@ -171,7 +180,8 @@ def _fought(meeting: Meeting, request: Request, store: Path, progress: DuelProgr
     except KeyboardInterrupt:
         with ignored():
             progress.close()
-            writer.finish("interrupted")
+            with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
+                writer.finish("interrupted")
             complain(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
         progress.close()
@@ -195,12 +205,15 @@ def _sittings(
     referee = Referee(meeting.corners, request.seed, progress, Limits(request.case_timeout))
     for number in range(meeting.sittings):
         progress.starts()
+        began = time.monotonic()
         refresh(meeting.corners, request.seed, number)
+        # Half of the first sitting's workers were there. Those to come take their time out of the budget too.
+        starting = (time.monotonic() - began) * (1 if number else 2) * (meeting.sittings - 1 - number)
         for place, one in enumerate(contests):
             progress.sits(number, meeting.sittings, place, len(contests))
             alive, left = one.alive, (meeting.sittings - number) * len(contests) - place
             if alive:
-                referee.sit(one, number, _rule(request, _share(request.budget, start, left)))
+                referee.sit(one, number, _rule(request, _share(request.budget, start - starting, left)))
             if one.alive and number == 0:
                 _check_origins(meeting)  # more of the user's code may have been imported by now
                 referee.look(one)
@@ -217,7 +230,7 @@ def _keep(writer: DuelWriter, one: Contest, number: int, sat: bool) -> None:
 
 
 def _share(budget: float | None, start: float, left: int) -> float | None:
-    """One sitting's part of what is left of a budget, in seconds."""
+    """One sitting's part of what is left of a budget that began to run at `start`, in seconds."""
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
 
 

@@ -99,7 +99,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     start = time.monotonic()
     refuse_lost(run)
     refuse_elsewhere(run)
-    request = replace(run.request, trace=None)
+    request = replace(run.request, trace=None, isolation=True)
     corpus = _prepared(request, store)
     check_store(store)
     with _worker(request, corpus) as worker, Meters(request.energy) as meters:

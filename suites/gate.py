@@ -10,7 +10,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench.comparing.across import Estimate
@@ -73,7 +73,7 @@ def build(setting: Setting, draw: random.Random, planted: float = 1.0) -> tuple[
     judged = first_look(list(_comparisons(before, after)))
     suspects = {key_of(one.comparison) for one in judged if one.outcome is Outcome.TO_CONFIRM}
     if suspects:
-        again = _comparisons(before, [_run(setting, draw, planted)])
+        again = _comparisons(before, [_run(setting, draw, planted)], after)
         look = SecondLook({key_of(one): one for one in again if key_of(one) in suspects}, "again")
         judged = second_look(judged, look)
     return tuple(one.outcome for one in judged)
@@ -87,10 +87,14 @@ def _run(setting: Setting, draw: random.Random, planted: float = 1.0) -> list[fl
     return [logs[0] + math.log(planted), *logs[1:]]
 
 
-def _comparisons(before: list[list[float]], after: list[list[float]]) -> Iterator[Comparison]:
+def _comparisons(
+    before: list[list[float]], after: list[list[float]], beside: Sequence[list[float]] = ()
+) -> Iterator[Comparison]:
     for case in range(CASES):
-        sides = (tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after))
-        yield of_times(Figures(TIME, "s", *sides), f"made[case={case}]@cpu/bf16", "made", ())
+        old, new, others = (
+            tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
+        )
+        yield of_times(Figures(TIME, "s", old, new, beside=others), f"made[case={case}]@cpu/bf16", "made", ())
 
 
 def false_alarms(setting: Setting, builds: int, seed: int = 0) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from junitparser import JUnitXml
 
 from fp8bench.cli import main
 from fp8bench.gate_sources import history as source
-from fp8bench.gating.judging import Outcome, first_look, second_look
-from fp8bench.model import Record, Run, Status
+from fp8bench.gating.judging import Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.histories import history, keep, records, run_at
 
 Say = Callable[..., tuple[int, str, str]]
@@ -113,6 +113,38 @@ def test_a_second_look_must_lie_near_the_new_level(
     settled = second_look(judged, found.confirm(suspects))
     assert {one.outcome for one in settled if one.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
+
+
+@pytest.mark.parametrize(("times", "outcome"), [(1.4, Outcome.REGRESSION), (1.0, Outcome.CLEARED)])
+def test_a_duel_with_the_commit_before_the_step(
+    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: Outcome
+) -> None:
+    """Its case is the run's, and its time settles the time over the reference's."""
+    bf16_history(store, *STEPPED)
+    asked: list[tuple[str, list[str]]] = []
+
+    def duel_with(commit: str, _: object, __: Path, suspects: Sequence[Comparison]) -> SecondLook:
+        asked.append((commit, [one.case for one in suspects]))
+        where = Direction.WORSE if times > 1 else Direction.SAME
+        found = {
+            key_of(one): Comparison(
+                one.case, one.suite, "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
+                Interval(times, times * 0.99, times * 1.01, 0.99), 1e-6,
+            )
+            for one in suspects
+        }  # fmt: skip
+        return SecondLook(found, "in duel abc")
+
+    monkeypatch.setattr(source, "duel_with", duel_with)
+    found = source.of_history(store)
+    judged = first_look(found.comparisons)
+    suspects = [one.comparison for one in judged if one.outcome is Outcome.TO_CONFIRM]
+    assert found.confirm is not None
+    settled = second_look(judged, found.confirm(suspects))
+    one = next(one for one in settled if one.comparison.metric == "relative_time")
+    assert one.outcome is outcome and "in duel abc" in one.why
+    assert {commit for commit, _ in asked} == {one.since for one in suspects}
+    assert all("@cpu/bf16" in case for _, cases in asked for case in cases)
 
 
 def failing(number: int) -> Run:

@@ -29,7 +29,9 @@ LEAST_ROUNDS = 5
 # So much, between the nearest processes of different sides, is believed without an interval.
 BELIEVED = 0.10
 _MOST_DEALS = 4096
-_HALVINGS = 26
+_HALVINGS = 12
+# Shifts below this are none.
+_NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -165,22 +167,26 @@ class _Deals:
         return float((np.abs(apart) >= abs(own) - 1e-12).mean())
 
     def bounds(self, shift: float, chance: float) -> tuple[float, float]:
-        """The least and the greatest shift for which chance would do as much."""
-        reach = 2 * float(np.ptp(self._logs)) + abs(shift) + 1e-9
-        ends = []
-        for sign in (-1, 1):
-            inside, outside = 0.0, reach
-            if self.chance(shift + sign * outside) > chance:
-                ends.append(sign * math.inf)
-                continue
-            for _ in range(_HALVINGS):
-                middle = (inside + outside) / 2
-                if self.chance(shift + sign * middle) > chance:
-                    inside = middle
-                else:
-                    outside = middle
-            ends.append(shift + sign * outside)
-        return ends[0], ends[1]
+        """The least and the greatest shift for which chance would do as much.
+
+        Looked for from outside, in halves: further in there may be shifts that it would not do as much for.
+        """
+        reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
+        return self._bound(shift, -reach, chance), self._bound(shift, reach, chance)
+
+    def _bound(self, shift: float, outside: float, chance: float) -> float:
+        if self.chance(shift + outside) > chance:
+            return math.copysign(math.inf, outside)
+        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
+            outside /= 2
+        inside = outside / 2
+        for _ in range(_HALVINGS):
+            middle = (inside + outside) / 2
+            if self.chance(shift + middle) > chance:
+                inside = middle
+            else:
+                outside = middle
+        return shift + outside
 
     def distance(self, shift: float) -> float:
         """How many standard deviations of what chance does the sides are apart."""

@@ -45,14 +45,20 @@ class Difference:
         return self.p_value is None
 
 
-def across(before: Sequence[Estimate], after: Sequence[Estimate], level: float = FINAL_LEVEL) -> Difference:
-    """Hold the mean of one side's runs against that of the other's."""
+def across(
+    before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = (), level: float = FINAL_LEVEL
+) -> Difference:
+    """Hold the mean of one side's runs against that of the other's.
+
+    Runs `beside` them are of neither, and say no more than how far runs lie apart.
+    """
     point = fmean(one.log for one in after) - fmean(one.log for one in before)
     within = math.sqrt(sum(_mean_variance(side) for side in (before, after)))
-    freedom = len(before) + len(after) - 2
+    freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
         return Difference(_of_few(before, after, point, level), None)
-    between = math.sqrt(_pooled_variance(before, after) * (1 / len(before) + 1 / len(after)))
+    pooled = sum(map(_deviations, (before, after, beside))) / freedom
+    between = math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
     # Few runs may agree by chance, and are never surer than each of them is.
     error = max(between, within)
     statistic = abs(point) / error if error else math.inf if point else 0.0
@@ -94,9 +100,7 @@ def _mean_variance(side: Sequence[Estimate]) -> float:
     return sum(one.error**2 for one in side) / len(side) ** 2
 
 
-def _pooled_variance(before: Sequence[Estimate], after: Sequence[Estimate]) -> float:
-    total = 0.0
-    for side in (before, after):
-        mean = fmean(one.log for one in side)
-        total += sum((one.log - mean) ** 2 for one in side)
-    return total / (len(before) + len(after) - 2)
+def _deviations(side: Sequence[Estimate]) -> float:
+    """The sum of squares from the mean."""
+    mean = fmean(one.log for one in side) if side else 0.0
+    return sum((one.log - mean) ** 2 for one in side)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fp8bench.comparing.across import ALONE, LEAST_FREEDOM, Estimate, across, direction
-from fp8bench.comparing.figures import TIME, Figures, Values, counted, timed
+from fp8bench.comparing.figures import TIME, Figures, Values, counted, sensed, timed
 from fp8bench.comparing.sides import Side, Sighting
 from fp8bench.comparing.surroundings import Differing, differing
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label, Status
@@ -40,12 +40,16 @@ class Compared:
         return tuple(one for one in self.differing if one.hardware)
 
 
-def compare(before: Side, after: Side) -> Compared:
-    """Hold the sides against each other, in the order in which the second has its cases."""
+def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
+    """Hold the sides against each other, in the order in which the second has its cases.
+
+    Runs `beside` them say how far runs lie apart, and nothing else.
+    """
     found: list[Comparison] = []
+    others = beside.sightings if beside is not None else {}
     for name, seen in after.sightings.items():
         if name in before.sightings:
-            found += _of_case(before.sightings[name], seen)
+            found += _of_case(before.sightings[name], seen, others.get(name, ()))
     return Compared(
         before, after, tuple(found), _alone(before.sightings, after.sightings),
         _alone(after.sightings, before.sightings), differing(before.runs, after.runs),
@@ -59,7 +63,7 @@ def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Si
     )
 
 
-def _of_case(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Comparison]:
+def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting]) -> Iterator[Comparison]:
     old, new = before[-1].record, after[-1].record
     if old.status is new.status is Status.SKIPPED:
         return
@@ -75,7 +79,8 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[
         yield _none(after[-1], f"{old.support.level} before and {new.support.level} now: not the same work")
         return
     kept = _whole(alike), _whole([one for one in after if one.version == version])
-    for figures in timed(*kept):
+    others = _whole([one for one in beside if one.version == version])
+    for figures in (*timed(*kept, others), *sensed(*kept, others)):
         case = after[-1].record.case
         yield of_times(figures, case.id, case.workload, _labels((*kept[0], *kept[1])))
     for values in counted(*kept):
@@ -107,7 +112,7 @@ def _none(sighting: Sighting, why: str, failed: bool = False) -> Comparison:
 
 def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
     """What times of the runs of two sides come to."""
-    difference = across(figures.before, figures.after)
+    difference = across(figures.before, figures.after, figures.beside)
     where, why = direction(difference)
     ratio = difference.ratio
     if figures.few and difference.alone:

@@ -77,7 +77,7 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
     again, refused = measured_again(newest, {one.case for one in suspects}, store)
     if again is None:
         return SecondLook({}, refused=refused)
-    found = compare(compared.before, side_of("again", [(again, findings(again))]))
+    found = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after)
     return SecondLook({key_of(one): one for one in found.comparisons}, f"measured again in run {again.id}")
 
 

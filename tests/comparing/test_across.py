@@ -60,6 +60,17 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
     assert direction(across(side(1.0), side(2.9, 3.1)))[0] is Direction.WORSE
 
 
+def test_runs_beside_say_how_far_runs_lie_apart() -> None:
+    """As the pooled variance of three groups has it; what they came to says nothing."""
+    before, after, beside = (1.00, 1.02, 0.99, 1.01), (1.05,), (2.0, 2.04, 1.97, 2.02)
+    difference = across(side(*before), side(*after), side(*beside))
+    groups = [np.log(one) for one in (before, beside)]
+    pooled = sum(((one - one.mean()) ** 2).sum() for one in groups) / 6
+    statistic = (np.log(1.05) - groups[0].mean()) / math.sqrt(pooled * (1 / 4 + 1))
+    assert difference.p_value == pytest.approx(2 * stats.t.sf(statistic, 6), rel=1e-6)
+    assert across(side(*before), side(*after)).alone
+
+
 def test_same_needs_a_narrow_interval() -> None:
     """Else nobody knows."""
     tight = [1.0, 1.001, 0.999, 1.0]

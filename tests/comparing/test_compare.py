@@ -113,6 +113,15 @@ def test_several_runs_each_find_less() -> None:
     assert of(compared, "time", "fp32").direction is Direction.SAME
 
 
+def test_runs_beside_tell_how_far_runs_lie_apart() -> None:
+    """One new run against four old ones: with four others beside them its 5% are no guess."""
+    before, again = [run(n) for n in range(4)], [run(20, 1.05)]
+    assert of(held(before, again), "time").direction is Direction.UNSURE
+    beside = side("first look", *(run(n, 1.05) for n in range(5, 9)))
+    one = of(compare(side("A", *before), side("again", *again), beside), "time")
+    assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 0.01
+
+
 def test_a_slower_machine_is_not_a_slower_case() -> None:
     """All times half as much again: the ratio to the reference stays."""
     compared = held([run(n) for n in range(4)], [run(n, 1.5, 3.0) for n in range(5, 9)])
@@ -144,6 +153,21 @@ def test_memory_and_errors_are_exact() -> None:
     assert memory.direction is Direction.WORSE and error.direction is Direction.BETTER
     assert memory.ratio is not None and memory.ratio.low == memory.ratio.high == pytest.approx(1.01)
     assert (memory.before, memory.after, memory.unit) == (1e6, 1.01e6, "B")
+
+
+def test_energy_is_never_exact() -> None:
+    """A sensor's figure of one run against one other says nothing below 10%, however alike its samples are."""
+
+    def joules(number: int, factor: float) -> Run:
+        samples = tuple(factor * (1 + 0.001 * place) for place in range(5))
+        return run(number, measurements=(Measurement("energy", "J", samples),))
+
+    one = of(held([joules(1, 1.0)], [joules(2, 1.06)]), "energy")
+    assert one.direction is Direction.UNSURE and one.p_value is None and one.labels == ("cross-run",)
+    assert one.ratio is not None and one.ratio.low < one.ratio.point < one.ratio.high
+    assert of(held([joules(1, 1.0)], [joules(2, 1.3)]), "energy").direction is Direction.WORSE
+    several = held([joules(n, 1.0 + n / 1e4) for n in range(4)], [joules(n, 1.06 + n / 1e4) for n in range(5, 9)])
+    assert of(several, "energy").direction is Direction.WORSE
 
 
 @pytest.mark.parametrize(
