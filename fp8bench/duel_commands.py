@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fp8bench.analysis.two_sides import LEAST_ROUNDS
 from fp8bench.codec import SCHEMA, encode
+from fp8bench.comparing.figures import TIME
 from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.dueling.corner import Corner, corner, refresh
 from fp8bench.dueling.duel import Duel, Side
@@ -26,7 +27,7 @@ from fp8bench.dueling.measuring import Contest, Referee, contest
 from fp8bench.dueling.opening import Question, Ready, Sides, opened
 from fp8bench.dueling.progress import DuelProgress
 from fp8bench.dueling.text import render
-from fp8bench.dueling.verdicts import TIME, comparisons
+from fp8bench.dueling.verdicts import comparisons
 from fp8bench.environment import command_line, gather
 from fp8bench.errors import (
     EXIT_FAILED,

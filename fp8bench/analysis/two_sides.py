@@ -3,7 +3,8 @@
 Where its memory lies, how its allocator behaves: a process is faster or slower than its neighbour for reasons of its
 own, by a percent often and by half now and then. So what is compared are processes, not rounds: each gives one number,
 its best case. A side is the geometric mean of the faster three fifths of its processes: the slow modes that some fall
-into by chance stay out of it as a rule, and a smaller share gave wider intervals.
+into by chance stay out of it as a rule, and a smaller share gave wider intervals. What all processes of a sitting have
+in common (a neighbour, a clock) is taken out first: each counts by how far it is from the sitting's median.
 
 If nothing had changed, it would be chance alone which processes of a sitting were called A and which B. The interval
 holds those ratios that would not put the sides further apart than chance does, by all ways of dealing the names out
@@ -83,7 +84,7 @@ def judge(
     deals = _Deals(logs, is_after, [(len(one.before), len(one.after)) for one, _, _ in kept])
     rounds = min(rounds for _, _, rounds in kept)
     before, after = logs[~is_after], logs[is_after]
-    shift = _low(after) - _low(before)
+    shift = deals.shift
     chance = deals.chance(0.0)
     resolved = deals.finest <= 1 - level
     low, high = deals.bounds(shift, 1 - level) if resolved else (-math.inf, math.inf)
@@ -153,6 +154,7 @@ class _Deals:
     ) -> None:
         self._logs = logs
         self._is_after = is_after
+        self._sittings = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
         count = math.prod(math.comb(before + after, after) for before, after in sizes)
         self._named = _every(sizes) if count <= _MOST_DEALS else _some(sizes, is_after)
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
@@ -160,6 +162,11 @@ class _Deals:
         # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
         self._after = np.nonzero(self._named)[1].reshape(len(self._named), -1)
         self._before = np.nonzero(~self._named)[1].reshape(len(self._named), -1)
+
+    @property
+    def shift(self) -> float:
+        """How much slower B is, a logarithm."""
+        return self._apart(0.0)[1]
 
     def chance(self, shift: float) -> float:
         """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
@@ -197,6 +204,8 @@ class _Deals:
 
     def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - shift * self._is_after
+        for places in self._sittings:  # the same for every deal, since names do not change what sat there
+            logs[places] -= np.median(logs[places])
         before, after = (_low_rows(logs[places]) for places in (self._before, self._after))
         return after - before, _low(logs[self._is_after]) - _low(logs[~self._is_after])
 

@@ -92,7 +92,12 @@ def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[V
 def _names(after: Sequence[Sighting]) -> dict[str, str]:
     """What was measured beside times, and in which unit, where less is better."""
     found = {one.metric: one.unit for sighting in after for one in sighting.record.measurements}
-    return {name: unit for name, unit in found.items() if not name.endswith(_NOT_LOWER_ENDS) and name not in _NOT_LOWER}
+    return {name: unit for name, unit in found.items() if is_cost(name)}
+
+
+def is_cost(name: str) -> bool:
+    """Whether less of a figure is better, so that it can be compared at all."""
+    return not name.endswith(_NOT_LOWER_ENDS) and name not in _NOT_LOWER
 
 
 def _sensed(side: Sequence[Sighting], metric: str) -> Iterator[Estimate]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.analysis.two_sides import BELIEVED
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
+from fp8bench.comparing.figures import TIME
 from fp8bench.dueling.duel import Bout, Duel, Side
-from fp8bench.dueling.verdicts import TIME, compared, judged
+from fp8bench.dueling.verdicts import compared, judged
 from fp8bench.model import Comparison, Direction, Interval, Level, Status
 from fp8bench.report.blocks import show_params
 from fp8bench.report.comparisons import TONES, counted, direction, label_legend, ratio, value

@@ -15,6 +15,7 @@ from fp8bench.analysis.labels import labels_of
 from fp8bench.analysis.two_sides import Judged, SideTimings, judge, why_unsure
 from fp8bench.analysis.verdicts import best_phases
 from fp8bench.comparing import student
+from fp8bench.comparing.figures import TIME, is_cost
 from fp8bench.dueling.duel import AFTER, BEFORE, Bout, Duel
 from fp8bench.model import (
     Comparison,
@@ -28,10 +29,7 @@ from fp8bench.model import (
     Verdict,
 )
 
-TIME, SECONDS = "time", "s"
-# More of these is better, or neither more nor less is; errors of the same tensors say what they would say.
-_NOT_LOWER_ENDS = ("_db",)
-_NOT_LOWER = frozenset({"utilisation_percent", "dynamic_range_octaves", "subnormal_percent"})
+SECONDS = "s"
 # What another order of a few sums changes an error by.
 _SMALL = 1e-3
 # They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
@@ -57,7 +55,7 @@ def compared(bout: Bout) -> Iterator[Comparison]:
     yield _time(bout)
     names = dict.fromkeys(
         one.metric for record in (bout.before, bout.after) for one in record.measurements
-        if not one.metric.endswith(_NOT_LOWER_ENDS) and one.metric not in _NOT_LOWER
+        if is_cost(one.metric)
     )  # fmt: skip
     for name in names:
         yield _value(bout, name)

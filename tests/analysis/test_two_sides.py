@@ -48,7 +48,11 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     def low(values: Sequence[float]) -> float:
         return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
 
-    pools = [[*one, *other] for one, other in zip(before, after, strict=True)]
+    def centred(one: Sequence[float], other: Sequence[float]) -> list[float]:
+        logs = [math.log(value) for value in (*one, *other)]
+        return [value - statistics.median(logs) for value in logs]
+
+    pools = [centred(one, other) for one, other in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
         named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
@@ -56,10 +60,8 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
             pool[place] for pool, places in zip(pools, deal, strict=True)
             for place in range(len(pool)) if place not in places
         ]  # fmt: skip
-        apart.append(low([math.log(one) for one in named]) - low([math.log(one) for one in rest]))
-    own = low([math.log(one) for side in after for one in side]) - low(
-        [math.log(one) for side in before for one in side]
-    )
+        apart.append(low(named) - low(rest))
+    own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
     return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
 
 
