@@ -69,7 +69,8 @@ def metrics_of(grid: Grid) -> tuple[Metric, ...]:
         found.append(Metric(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
     found.append(Metric(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
     found.append(Metric(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
-    found.append(Metric(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
+    if grid.energy:
+        found.append(Metric(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
     found += [Metric(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]
     return tuple(found)
 

@@ -57,7 +57,7 @@ class Grid:
     `cpu` and `gpu` map axes to the values that are measured on that class of device; other axes have their defaults.
     Some axis has no value in common: a machine that loses its GPU must not go on in the GPU's series. `phases` and
     `errors` are those that a step has, beside its time; `per` is the count of Work that time is told per, if any:
-    'flops', 'tokens' or 'bytes'.
+    'flops', 'tokens' or 'bytes'. `energy` says whether joules of a step are told: not where nobody asks for its time.
     """
 
     cpu: Mapping[str, tuple[str, ...]]
@@ -66,6 +66,7 @@ class Grid:
     phases: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     per: str = ""
+    energy: bool = True
 
 
 class Workload(ABC):

@@ -71,6 +71,7 @@ class Numerics(Workload):
         gpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("4096",)},
         dtypes=("fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
         errors=("relative_error", "max_ulp", "underflow_percent", "saturation_percent"),
+        energy=False,
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
