@@ -14,7 +14,7 @@ from fp8bench.history.writing import start_run
 from fp8bench.index.opening import open_history
 from fp8bench.registry import import_user_modules, workloads
 from suites import long_history
-from suites.long_history import ROUNDS, SUITE, measure, write_module, write_store
+from suites.long_history import ROUNDS, measure, write_module, write_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Twelve commits of two pairs of cases, whose suite is known."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    if SUITE not in workloads.names():
-        import_user_modules((str(write_module(tmp_path, 2)),))
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    import_user_modules((str(write_module(tmp_path, 2)),))
     write_store(tmp_path / "store", 12, 2)
     return tmp_path / "store"
 
