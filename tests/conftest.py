@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,13 @@ settings.load_profile("house")
 
 # Compiling takes seconds a quantiser. Tests of compiling take it out of their environment.
 os.environ["FP8BENCH_QUANTISERS"] = "eager"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_here_stays() -> None:
+    """A bench in this process collects garbage between cases, as a worker does: seconds a time, once thousands of tests
+    have left millions of objects. A worker looks at none of what was there when it began, and neither does this."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
