@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8bench.api import findings, load, resume, run, table
+    from fp8bench.api import Run, findings, load, resume, run, table
     from fp8bench.errors import Fp8benchError
-    from fp8bench.model import Case, Finding, Label, Phase, Record, Run, Verdict
+    from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
 
 _HOME = {
     "Case": "model",
@@ -23,7 +23,7 @@ _HOME = {
     "Label": "model",
     "Phase": "model",
     "Record": "model",
-    "Run": "model",
+    "Run": "api",
     "Verdict": "model",
     "findings": "api",
     "load": "api",

@@ -9,7 +9,7 @@ def run() -> int:
     """The command line; an interrupt while it is being imported, or while the process ends, is one too."""
     code = 130
     with contextlib.suppress(KeyboardInterrupt):
-        from fp8bench.cli import main
+        from fp8bench.cli.main import main
 
         code = main()
     with contextlib.suppress(KeyboardInterrupt):

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fp8bench.arguments import DEFAULT_STORE
-from fp8bench.corpus import default_identity
+from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.followed import class_name, series_of
 from fp8bench.model import Cell, Request, Series
+from fp8bench.plan.corpus import default_identity
 from fp8bench.protocols import SilentObserver
-from fp8bench.registry import import_user_modules, workloads
+from fp8bench.registry import workloads
+from fp8bench.store.series import class_name, series_of
+from fp8bench.user_code import import_user_modules
 
 CONFIGURATIONS = ("asv.conf.json", "asv.conf.jsonc")
 # Options of `asv run` as its parser takes them: shortened, and short ones in one word.
@@ -72,7 +73,7 @@ class Suite:
     def measure(self) -> Measured:
         """Measure the grid, keep the run, and give what this commit has come to, this run included."""
         # pandas, numpy and all that measures: not for the many processes that only read.
-        from fp8bench.asv_measuring import Asked, measured_by_asv
+        from fp8bench.jobs.asv import Asked, measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
         request = Request(self.workload, quick=asked_to_be_quick(words), imports=_from_root(type(self)), grid=True)

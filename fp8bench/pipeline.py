@@ -16,31 +16,38 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.circumstances import circumstances
-from fp8bench.corpus import Corpus, prepare_corpus
-from fp8bench.environment import gather, load_in_words
 from fp8bench.errors import NotKept, StoreError, UsageError
-from fp8bench.history.runs import load_run, missing_groups, store_of
-from fp8bench.history.writing import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.energy import energy_rule_for
-from fp8bench.measure.group import GroupMeasurement
+from fp8bench.measure.environment import gather, load_in_words
+from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
+from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
-from fp8bench.measure.raw import Settings
-from fp8bench.measure.stopping import rule_for
-from fp8bench.measure.trace_files import trace_folder
-from fp8bench.model import DeviceFacts, Finding, Group, Plan, Record, Request, Resumption, Run
-from fp8bench.paths import check_folder
-from fp8bench.plan import check_names, make_plan, reads_corpus, searched_for_batches, with_batch
+from fp8bench.measure.sensors.device_state import device_state_of
+from fp8bench.measure.sensors.meter import Meters
+from fp8bench.model import DeviceFacts, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import rule_for
+from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.plan.make import (
+    check_names,
+    has_reference_added,
+    make_plan,
+    reads_corpus,
+    searched_for_batches,
+    with_batch,
+)
+from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
-from fp8bench.registry import import_user_modules, workloads
-from fp8bench.resuming import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
-from fp8bench.samplers.meters import Meters
+from fp8bench.registry import workloads
+from fp8bench.store.files import check_folder
+from fp8bench.store.runs.read import load_run, missing_groups, store_of
+from fp8bench.store.runs.write import RunWriter, check_store, reopen_run, running_beside, start_run
+from fp8bench.user_code import import_user_modules
 
 # The door of runs that hold some cases of another run once more.
 AGAIN = "gate"
@@ -57,8 +64,7 @@ def execute(
     """
     start = time.monotonic()
     corpus = _prepared(request, store)
-    check_store(store)
-    with _worker(request, corpus) as worker, Meters(request.energy) as meters:
+    with worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, worker, meters, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
@@ -80,11 +86,11 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     refuse_elsewhere(run)
     store = store_of(path) or store
     corpus = _prepared(run.request, store)
-    check_store(store)
-    with _worker(run.request, corpus) as worker, Meters(run.request.energy) as meters:
+    with worker_for(run.request, corpus) as worker, Meters(run.request.energy) as meters:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, run.request.threads, run.request.imports)
-        refuse_foreign(run, make_plan(run.request, facts, corpus.identity if corpus else None), facts, environment)
+        plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
+        refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(_now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
@@ -101,9 +107,9 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
     corpus = _prepared(request, store)
-    check_store(store)
-    with _worker(request, corpus) as worker, Meters(request.energy) as meters:
-        again = replace(_opened(request, corpus, worker, meters, command, None), origin=AGAIN)
+    with worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+        opened = _opened(request, corpus, worker, meters, command, None, has_reference_added(run.plan))
+        again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
             raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
@@ -117,18 +123,9 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
     corpus = _prepared(request, store, write=False)
-    with _worker(request, corpus) as worker:
+    with worker_for(request, corpus) as worker:
         facts = worker.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts
-
-
-def findings(run: Run) -> dict[str, Finding]:
-    """What the samples of a run say, by case id."""
-    groups: dict[str, list[Record]] = {}
-    for record in run.records:
-        groups.setdefault(record.case.setting, []).append(record)
-    overheads = dict(run.overheads)
-    return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
 
 
 def _measure(
@@ -172,13 +169,16 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
     quantisers_for(request.quick, os.environ)
     if request.trace is not None and write:
         check_folder("--trace", Path(request.trace))
+    if write:
+        check_store(store)  # before the text lies there: a store that is new is made as one
     if not reads_corpus(request):
         return None
     return prepare_corpus(request.data, store / "data", write)
 
 
 @contextmanager
-def _worker(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
+def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
+    """The worker that a request asks for, closed at the end, whatever happens."""
     settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
     worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:
@@ -189,16 +189,17 @@ def _worker(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
 
 
 def _opened(
-    request: Request, corpus: Corpus | None, worker: Worker, meters: Meters, command: str, folder: Path | None
-) -> Run:
+    request: Request, corpus: Corpus | None, worker: Worker, meters: Meters, command: str, folder: Path | None,
+    compares: bool = True,
+) -> Run:  # fmt: skip
     """The run with its header, before anything is measured but the cost of looking."""
     facts = worker.probe()
-    plan = make_plan(request, facts, corpus.identity if corpus else None)
+    plan = make_plan(request, facts, corpus.identity if corpus else None, compares)
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for one in facts:
         if one.key in used:
-            environment = environment.also(circumstances(one, meters.of(one)))
+            environment = environment.also(device_state_of(one, meters.of(one)))
     return Run(
         id=secrets.token_hex(4),
         started=_now(),
@@ -237,20 +238,23 @@ def _group(
     observer: Observer,
     quantisers: Quantisers,
 ) -> tuple[Record, ...]:
-    rule = rule_for(run.request.quick, run.request.rounds, budget)
-    facts = {one.key: one for one in run.devices}
-    limits = Limits(run.request.case_timeout)
-    traces = trace_folder(run)
-    seed = run.request.seed
-    energy = energy_rule_for(run.request.quick, run.request.budget) if run.request.energy else None
+    request, facts = run.request, {one.key: one for one in run.devices}
+    energy = energy_rule_for(request.quick, request.budget) if request.energy else None
     if not workloads.get(group.cases[0].case.workload).fused:
         energy, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
+    method = Method(
+        rule=rule_for(request.quick, request.rounds, budget),
+        judge=decided,
+        seed=request.seed,
+        limits=Limits(request.case_timeout),
+        quantisers=quantisers,
+        energy=energy,
+        capacity=_capacity_rule(group, run),
+        traces=trace_folder(run),
+    )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(
-        group, facts, worker, rule, decided, seed, observer, limits, traces, quantisers, meter, energy,
-        _capacity_rule(group, run),
-    ).run()  # fmt: skip
+    return GroupMeasurement(group, facts, worker, observer, method, meter).run()
 
 
 def _capacity_rule(group: Group, run: Run) -> CapacityRule | None:

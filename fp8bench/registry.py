@@ -5,19 +5,12 @@ This is the one place that imports leaves. Names starting with an underscore are
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.util
-import os
 import pkgutil
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from fp8bench.errors import Fp8benchError, ImportFailed, UnknownName, UsageError
+from fp8bench.errors import Fp8benchError, UnknownName, UsageError
 from fp8bench.model import Scalar
 from fp8bench.protocols import Device, Precision, Workload
 
@@ -178,112 +171,3 @@ def _address(leaf: type) -> str:
 workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary", "version"))
 precisions = PrecisionRegistry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
 devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))
-
-
-def import_user_modules(names: Iterable[str]) -> None:
-    """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output."""
-    for name in names:
-        for registry in (workloads, precisions, devices):
-            registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
-        try:
-            with _stdout_to_stderr():
-                _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # foreign code may raise anything
-            raise ImportFailed(
-                f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
-                "registers workloads, precisions or devices."
-            ) from error
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """What the body prints goes to stderr, also what its child processes do and what C code writes.
-
-    The descriptor is left alone where it is not stdout's: in a notebook, under a test that captures, closed.
-    """
-    out, kept = sys.stdout, -1
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if out.fileno() == 1:
-            out.flush()
-            kept = os.dup(1)
-    try:
-        if kept >= 0:
-            _point_at_stderr(1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if kept >= 0:
-            with contextlib.suppress(OSError, ValueError):
-                out.flush()  # what was written past the redirection must not wait until stdout is stdout again
-            os.dup2(kept, 1)
-            os.close(kept)
-
-
-def _point_at_stderr(descriptor: int) -> None:
-    """Where stderr is closed its number may be anybody's file: then what is printed goes nowhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(sys.stderr.fileno(), descriptor)
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def digest_of(names: Iterable[str]) -> str | None:
-    """One SHA-256 over the code of imported modules and files, a package with all its files; None for no code.
-
-    Where they lie is not part of it: the same code somewhere else is the same code.
-    """
-    import hashlib
-
-    whole = hashlib.sha256()
-    files = [file for name in names for file in _files_of(name)]
-    for file in files:
-        whole.update(hashlib.sha256(file.read_bytes()).digest())
-    return whole.hexdigest() if files else None
-
-
-def _files_of(name: str) -> list[Path]:
-    file = getattr(sys.modules.get(user_module(name) if name.endswith(".py") else name), "__file__", None)
-    if not isinstance(file, str) or not Path(file).is_file():
-        return []
-    return sorted(Path(file).parent.rglob("*.py")) if Path(file).name == "__init__.py" else [Path(file)]
-
-
-def own_words(error: BaseException) -> str:
-    """What foreign code raised, in one line: kind, text, and the line of theirs that led to it."""
-    text = " ".join(str(error).split())[:300].rstrip(".")
-    kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
-    words = ": ".join(part for part in (kind, text) if part)
-    ours = (f"{Path(__file__).parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
-    theirs = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(ours)]
-    return f"{words} ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else words
-
-
-def user_module(file: str) -> str:
-    """The module name of a user's file: two files of one name in different folders are two modules."""
-    import hashlib
-
-    path = Path(file).resolve()
-    return f"fp8bench_user_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
-
-
-def _import_file(path: Path) -> None:
-    path = path.resolve()
-    name = user_module(str(path))
-    if name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise

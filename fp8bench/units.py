@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
-_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_ENERGY = ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ"), (1e-9, "nJ"))
+_PREFIXED = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
+    "J": ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ"), (1e-9, "nJ")),
+}
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
 # What the end of a metric's name says of its unit.
 _ENDS = {"_db": "dB", "_percent": "%", "_ulp": "ulp", "_octaves": "octaves"}
+_ERROR_END, _SHARE_END = "_error", "_vanished"
+# Units as asv knows them, in which series are kept.
+_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
 # The SQNR of what has lost nothing, and the most that any is told as: an error of 1e-10.
 EXACT_DB = 200.0
 
@@ -26,6 +31,21 @@ EXACT_DB = 200.0
 def unit_of(metric: str) -> str:
     """The unit of a workload's number by the end of its name: 'sqnr_db' is in dB; a plain ratio if it says nothing."""
     return next((unit for end, unit in _ENDS.items() if metric.endswith(end)), RATIO)
+
+
+def symbol(unit: str) -> str:
+    """A unit as it is shown, however it is kept: 'joules' -> 'J'."""
+    return _SYMBOLS.get(unit, unit)
+
+
+def written() -> dict[str, tuple[float, str]]:
+    """Every unit that a person may write a number in, with what it is of the one that figures are in."""
+    named = [
+        (name, scale, base)
+        for base, scales in {**_PREFIXED, "B": (*_BINARY, (1, "B"))}.items()
+        for scale, name in scales
+    ]
+    return {name: (float(scale), base) for name, scale, base in (*named, ("x", 1.0, "x"), ("", 1.0, ""))}
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -47,24 +67,23 @@ def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) ->
     return next((one for one in scales if abs(value) >= one[0] * just_one), scales[-1])
 
 
-def seconds(value: float | None, digits: int = 3) -> str:
-    """A duration: 0.0243 -> '24.3 ms'."""
+def _prefixed(value: float | None, base: str, digits: int) -> str:
     if value is None:
         return NONE
-    if value == 0 or math.isnan(value):
-        return f"{significant(value)} s"
-    scale, unit = _scale_of(value, digits, _TIME)
+    if value == 0 or not math.isfinite(value):
+        return f"{significant(value)} {base}"
+    scale, unit = _scale_of(value, digits, _PREFIXED[base])
     return f"{significant(value / scale, digits)} {unit}"
+
+
+def seconds(value: float | None, digits: int = 3) -> str:
+    """A duration: 0.0243 -> '24.3 ms'."""
+    return _prefixed(value, "s", digits)
 
 
 def joules(value: float | None, digits: int = 3) -> str:
     """An energy: 0.0191 -> '19.1 mJ'."""
-    if value is None:
-        return NONE
-    if value == 0 or not math.isfinite(value):
-        return f"{significant(value)} J"
-    scale, unit = _scale_of(value, digits, _ENERGY)
-    return f"{significant(value / scale, digits)} {unit}"
+    return _prefixed(value, "J", digits)
 
 
 def clock(value: float) -> str:
@@ -151,6 +170,20 @@ def ratio(value: float | None) -> str:
     return f"{significant(value, 3 if abs(value) < 0.1 else 4)}x"
 
 
+def change(ratio: float | None) -> str:
+    """How far a figure moved, after over before: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'; 'x12.3' from ten times up."""
+    if ratio is None:
+        return NONE
+    if math.isnan(ratio) or ratio >= 10:
+        return f"x{significant(ratio)}"
+    share = 100 * (ratio - 1)
+    for decimals in (1, 2):
+        text = f"{share:+.{decimals}f}%"
+        if float(text[:-1]):
+            return text
+    return "0%" if share == 0 else f"{'+' if share > 0 else '-'}<0.01%"
+
+
 def speed_up(value: float | None) -> str:
     """How many times as fast: 1.6197 -> '1.62x'; as many digits as one reads in a sentence."""
     return NONE if value is None else f"{significant(value)}x"
@@ -160,7 +193,7 @@ def percentage(value: float | None) -> str:
     """What is counted in percent already: 0.64 -> '0.64%', 0 -> '0%', a trace of it '<0.01%'."""
     if value is None:
         return NONE
-    return share(value / 100) if value else "0%"
+    return f"{'-' * (value < 0)}{share(abs(value) / 100)}" if value else "0%"
 
 
 def decibels(value: float | None) -> str:
@@ -170,11 +203,21 @@ def decibels(value: float | None) -> str:
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0: never '-0.0 dB'
 
 
-def measured(value: float | None, unit: str) -> str:
-    """A number in a unit that a measurement may have."""
+def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> str:
+    """A number in the unit of its metric, whose name tells of a plain ratio whether it is a share or an error.
+
+    `digits` are those of times and energies.
+    """
     if value is None:
         return NONE
-    known = {"s": seconds, "B": size, "J": joules, "dB": decibels, "%": percentage}
+    unit = symbol(unit)
+    if unit in _PREFIXED:
+        return _prefixed(value, unit, digits)
+    if metric.endswith(_SHARE_END):
+        return share(value) if value else "0%"
+    if unit == RATIO or metric.endswith(_ERROR_END):
+        return relative_error(value)
+    known: dict[str, Callable[[float], str]] = {"B": size, "x": ratio, "dB": decibels, "%": percentage, "": significant}
     return known[unit](value) if unit in known else count(value, unit)
 
 

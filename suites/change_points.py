@@ -1,6 +1,6 @@
 """How often change points are found, and how often where there are none: `python -m suites.change_points`.
 
-Seeded Monte Carlo over made series. It is what the constants of fp8bench/analysis/change_points.py were chosen by, and
+Seeded Monte Carlo over made series. The constants of fp8bench/analysis/steps/change_points.py were chosen by it, and
 `--calibrate` shows the choice: the first row of its table that keeps both promises (of series of 60 values with 2%
 noise, at most 1% of the flat ones alarm; a step of 5% is found within 3 commits of its place in 60% of the series when
 3 commits lie after it, and in 90% when 5 do) with room on either side.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8bench.analysis.change_points import DEVIATIONS, Step, steps_of_many
-from fp8bench.stats import Floats
+from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.steps.change_points import DEVIATIONS, Step, steps_of_many
 
 NOISE = 0.02
 LENGTH = 60

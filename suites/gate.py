@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.comparing.across import Estimate
-from fp8bench.comparing.compare import of_times
-from fp8bench.comparing.figures import TIME, Figures
-from fp8bench.gating.judging import Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.analysis.compare.compare import of_times
+from fp8bench.analysis.compare.interval import Estimate
+from fp8bench.analysis.compare.matched_figures import TIME, Figures
+from fp8bench.analysis.gate.judging import Outcome, SecondLook, first_look, key_of, second_look
 from fp8bench.model import Comparison
 
 CASES = 100

@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fp8bench
-from fp8bench.corpus import prepare_corpus
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.measure.raw import Settings
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
 from fp8bench.model import Request
-from fp8bench.plan import make_plan
-from fp8bench.samplers.absent import AbsentDevice
-from fp8bench.samplers.meter import Meter
-from fp8bench.samplers.readings import Unavailable
-from fp8bench.samplers.sources import Source, SourceKind
+from fp8bench.model.raw import Settings
+from fp8bench.model.readings import Unavailable
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import make_plan
 from suites.gate import Setting, false_alarms, found
 from suites.long_history import WORKS, Cost, measure, write_module, write_store
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
@@ -42,10 +42,10 @@ _MISSION = ("suite", "transformer", "--dtypes", "fp8,bf16")
 _BARE = """
 import sys
 from pathlib import Path
-from fp8bench.corpus import prepare_corpus
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.raw import Settings
-from fp8bench.plan import make_plan
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.worker.bench import Bench
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import make_plan
 from fp8bench.model import Request
 from fp8bench.protocols import SilentPhases
 corpus = prepare_corpus(None, Path(sys.argv[1]))
@@ -65,7 +65,7 @@ _RUNS = """
 import secrets, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
-from fp8bench.history.writing import start_run
+from fp8bench.store.runs.write import start_run
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
 from fp8bench.protocols import SilentObserver
@@ -82,8 +82,8 @@ for number in range(1, int(sys.argv[2])):
 _VIEW = """
 import sys, time
 from pathlib import Path
-from fp8bench.history.runs import load_run, run_files
-from fp8bench.view import update_view
+from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.asv.view import update_view
 store = Path(sys.argv[1]) / "store"
 run = load_run(sorted(run_files(store))[-1])
 start = time.process_time()
@@ -142,8 +142,8 @@ def track_bad_usage() -> float:
 
 
 def _overheads() -> tuple[float, float]:
-    from fp8bench.measure.calibration import calibrate
     from fp8bench.registry import devices
+    from fp8bench.worker.clock import calibrate
 
     cost = calibrate(devices.get("cpu"), 0)
     return cost.marker_on, cost.marker_off

@@ -26,18 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.history.runs import load_run, missing_groups, run_files
 from fp8bench.model import Run, Status
+from fp8bench.store.runs.read import load_run, missing_groups, run_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
 SUITE = """
 import time
 
-from fp8bench.axes import Axis, whole_number
-from fp8bench.model import Work
-from fp8bench.protocols import Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
 
 
 @workloads.register("nap")

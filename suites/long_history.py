@@ -21,7 +21,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.history.writing import file_name, start_run
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -42,6 +41,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.store.runs.write import file_name, start_run
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eight series each.
@@ -55,9 +55,7 @@ _NATIVE = Support(Level.NATIVE, "torch's own kernels")
 _WORK = Work(flops=1e9)
 _MODULE = '''"""A suite whose grid is as large as it is told to be; nobody measures it."""
 
-from fp8bench.axes import Axis, whole_number
-from fp8bench.protocols import Grid, Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Axis, Grid, Workload, whole_number, workloads
 
 SIZES = tuple(str(size) for size in range(1, 1 + {pairs}))
 
@@ -198,10 +196,12 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys, time
 from pathlib import Path
-from fp8bench.index.memory import Memory
-from fp8bench.index.opening import keep_figures, open_history
-from fp8bench.registry import import_user_modules, workloads
-from fp8bench.regressions.changes import find_all_changes
+from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index.history import keep_figures, open_history
+from fp8bench.registry import workloads
+from fp8bench.user_code import import_user_modules
+from fp8bench.analysis.steps.changes import changes_of
+from fp8bench.jobs.history import stretches
 store = Path(".fp8bench")
 import_user_modules(("./long_history.py",))
 for name in workloads.names():
@@ -219,7 +219,7 @@ peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, res
 print(cpu, wall, 1024 * max(peaks))
 """
 _CHANGES = """
-found = find_all_changes(history, Memory(store).steps_of_many)
+found = changes_of(stretches(history), Memory(store).steps_of_many)
 if not found.changes:
     sys.exit("no change was found")
 """

@@ -1,12 +1,23 @@
-"""What holds for all tests: no deadlines, nothing compiled unasked; those that need a GPU are skipped without one."""
+"""What holds for all tests: which run unasked, no deadlines, nothing compiled unasked; and fixtures of many rooms."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.commands import Say
+
+if TYPE_CHECKING:  # the tests of what is light load nothing heavy for this
+    from fp8bench.plan.corpus import Corpus
+    from fp8bench.worker.bench import Bench
 
 # A loaded machine is slow, not wrong. CI looks at the same examples each time; elsewhere new ones are tried.
 settings.register_profile(
@@ -14,8 +25,104 @@ settings.register_profile(
 )
 settings.load_profile("house")
 
+# Threads of one process would wait for those of the other: tensors of tests are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Every command line and worker that tests start would translate all of fp8bench again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Compiling takes seconds a quantiser. Tests of compiling take it out of their environment.
 os.environ["FP8BENCH_QUANTISERS"] = "eager"
+# Texts are as wide as without a terminal, whatever the tests run in.
+os.environ["COLUMNS"] = "100"
+
+
+def _are_named(config: pytest.Config) -> bool:
+    return any("::" in word for word in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes share the tests, a file each, so that fixtures of a module are made once.
+
+    One is enough for tests that are named, and for a debugger; -n gives another number, and -n 0 this process alone.
+    """
+    option = config.option
+    may_share = "PYTEST_XDIST_WORKER" not in os.environ and not option.usepdb and not _are_named(config)
+    if may_share and getattr(option, "numprocesses", 0) is None:
+        option.numprocesses, option.dist = 2, "loadfile" if option.dist == "no" else option.dist
+        option.loadscopereorder = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Slow tests run where they are asked for: by a marker, or by their own name.
+
+    Started in the background or under nohup, this process is told to ignore SIGINT or SIGHUP, and so would be all that
+    tests start. A handler is not handed down, so that theirs are the default ones while this one goes on.
+    """
+    if not config.option.markexpr and not _are_named(config):
+        config.option.markexpr = "not slow and not nightly"
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+# Files of few tests that take long. Where one of them came last, one process would wait for the other.
+_LONG = ("faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "report/test_stored_runs.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the order of the others stays."""
+    places = tuple(str(Path(__file__).parent / name) for name in _LONG)
+    items.sort(key=lambda item: not str(item.path).startswith(places))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store of an empty working directory in no repository, of a person without a home or a job of GitHub's."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return Path(".fp8bench")
+
+
+@pytest.fixture
+def fp8bench(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run a command line in this process: its exit code, stdout and stderr."""
+    from fp8bench.cli.main import main
+
+    def say(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return say
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The text that runs use which are given none."""
+    from fp8bench.plan.corpus import prepare_corpus
+
+    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def bench(corpus: Corpus) -> Iterator[Bench]:
+    """The worker's side, in this process."""
+    import torch
+
+    from fp8bench.model.raw import Settings
+    from fp8bench.worker.bench import Bench
+
+    before = torch.get_num_threads()
+    yield Bench(Settings(corpus=corpus.path))
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

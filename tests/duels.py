@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.dueling.duel import Bout, Duel, Side, Sitting
 from fp8bench.model import Environment, Request, Status
+from fp8bench.model.duel import CaseResult, Duel, Session, Side
 from tests.fakes import CPU, record, steady
 
 FACTS = Environment({"python": "3.11.7", "torch": "2.13.0", "numpy": None})
-SITTING = Sitting((steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1101, 5)), "time was up after 5 rounds")
+SESSION = Session((steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1101, 5)), "time was up after 5 rounds")
 
 
 def side(name: str) -> Side:
@@ -17,14 +17,14 @@ def side(name: str) -> Side:
     return Side(name, f"side {name}", "/usr/bin/python", "", FACTS, (CPU,))
 
 
-def bout(precision: str, *sittings: Sitting, status: Status = Status.OK) -> Bout:
-    """A case that came to so many sittings."""
-    return Bout(record(None, precision), record(None, precision, status=status), sittings)
+def result(precision: str, *sessions: Session, status: Status = Status.OK) -> CaseResult:
+    """A case that came to so many sessions."""
+    return CaseResult(record(None, precision), record(None, precision, status=status), sessions)
 
 
 def header(**changes: object) -> Duel:
     """A duel that has just begun."""
-    cases = tuple(bout(one).after.case.id for one in ("fp32", "bf16"))
+    cases = tuple(result(one).after.case.id for one in ("fp32", "bf16"))
     begun = Duel(
         "0a1b2c3d", "2026-01-02T03:04:05.678+00:00", "fp8bench duel", Request("gemm"), side("A"), side("B"), cases, 2
     )

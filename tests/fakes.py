@@ -12,7 +12,6 @@ from typing import Any
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.measure.rounds import Arm
 from fp8bench.model import (
     CELL_PHASES,
@@ -33,6 +32,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.model.raw import RawSlot, RawStep
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
 PARAMS = (("m", 64), ("n", 64), ("k", 64))

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fp8bench.followed import cells_of
-from fp8bench.history.runs import load_run
-from fp8bench.history.writing import start_run
-from fp8bench.model import Case, Environment, Record, Request, Run, Scalar, Segments, SlotSample, Status, Timing, Work
+from fp8bench.model import (
+    Case,
+    Cell,
+    Course,
+    Environment,
+    Figure,
+    Record,
+    Request,
+    Run,
+    Scalar,
+    Segments,
+    SlotSample,
+    Status,
+    Timing,
+    Work,
+)
 from fp8bench.registry import workloads
+from fp8bench.store.commit_runs import by_place, files_by_commit, read_runs
+from fp8bench.store.index.tables import Courses, Home, home_of, order, placed
+from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.write import start_run
+from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
 
 FIRST = datetime(2026, 1, 5, 12, tzinfo=UTC)
@@ -95,3 +114,45 @@ def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, but for what can be made again: what a command that only reads must leave alone."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".figures"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@dataclass
+class _Line:
+    """A course that is being read: its newest shape, its rank among the metrics, figures with when they belong."""
+
+    course: Course
+    rank: int
+    newest: str = ""
+    figures: list[tuple[float, Figure]] = field(default_factory=list)
+
+
+def read_courses(store: Path, wanted: Callable[[str], bool]) -> Courses:
+    """All courses whose name is wanted, sorted, by reading every run: what an opened history must say too."""
+    lines: dict[tuple[Home, str, Cell], _Line] = {}
+    homes: list[Home] = []
+    left: Counter[str] = Counter()
+    runs = commits = 0
+    for paths in files_by_commit(store).values():
+        read = read_runs(paths)
+        left.update(one.why for one in read.left)
+        runs += len(read.runs)
+        commits += bool(read.runs)
+        for members in by_place(read.runs):
+            place = placed(members, wanted)
+            home = home_of(place.home, homes)
+            for rank, values, figure in place.figures:
+                course = Course(place.series[rank], values, place.machine, home.python, ())
+                line = lines.setdefault((home, course.series.name, values), _Line(course, rank))
+                if place.newest > line.newest:
+                    line.course, line.rank, line.newest = course, rank, place.newest
+                line.figures.append((place.when, figure))
+    found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.course, one.rank))
+    return Courses(tuple(map(_in_order, found)), runs, commits, left)
+
+
+def _in_order(line: _Line) -> Course:
+    return replace(line.course, figures=tuple(one for _, one in sorted(line.figures, key=lambda pair: pair[0])))
+
+
+def _tells(line: _Line) -> bool:
+    return any(one.value is not None or one.status is Status.FAILED for _, one in line.figures)

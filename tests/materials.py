@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
 from fp8bench.model import Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
-from fp8bench.report.elements import Element, Part
-from fp8bench.report.entries import material_of
-from fp8bench.report.material import Material, PastSeries
-from fp8bench.report.section import sections
+from fp8bench.report.elements import Element, Page, Part
+from fp8bench.report.material import Material, PastSeries, material_of
+from fp8bench.report.page.section import sections
+from fp8bench.report.terminal import layout
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples
 
 Made = tuple[Run, dict[str, Finding]]
@@ -37,6 +38,12 @@ def part(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part:
 def of_kind(found: Part, kind: type[T]) -> list[T]:
     """The elements of one kind."""
     return [element for element in found.elements if isinstance(element, kind)]
+
+
+def told(elements: Iterable[Element], width: int = 120) -> list[str]:
+    """The lines that a terminal makes of them."""
+    lines = layout.render(Page("", "", (Part("", "title", tuple(elements)),)), width=width).splitlines()
+    return [line for line in lines[1:] if line]
 
 
 def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, ...] = ()) -> Made:

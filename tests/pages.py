@@ -24,6 +24,8 @@ from fp8bench.report.elements import (
     Table,
     Text,
     Tone,
+    Verdicts,
+    Waterfall,
 )
 
 SCRIPT = "<script>alert(1)</script>"
@@ -101,7 +103,7 @@ def _bar(dtype: str, width: int, place: int) -> Mark:
     return Mark(dtype, value, value - 0.05, value + 0.05, tone, hint)
 
 
-def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips, ...]:
+def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall, ...]:
     """One of each kind."""
     seconds, ratio = Axis("time", "s"), Axis("speed-up", "x")
     points = [
@@ -116,6 +118,7 @@ def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips, ...]:
         ("none", (), Tone.PLAIN),
     )
     shapes = ((0.9, 1.2), (None, 1.9))
+    gains = (Mark("cast", 0.001, tone=Tone.BAD), Mark("gemm", -0.013, tone=Tone.GOOD, hint="half of it"))
     history = (("fp8", (then, None)), ("bf16", (None, now)))
     return (
         bars(),
@@ -127,6 +130,7 @@ def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips, ...]:
         Heat("shapes", "Shapes", "Large ones gain.", ("m=256", "m=1024"), ("n=256", "n=1024"), shapes, ratio),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), seconds, history),
         Strips("samples", "Samples", "All samples.", seconds, strips),
+        Waterfall("gains", "From bf16", "It saves.", seconds, ("bf16", 0.024), gains, ("fp8", 0.012), folded=True),
     )  # fmt: skip
 
 
@@ -135,7 +139,9 @@ def whole_page(num_rows: int = 60) -> Page:
     columns = (Column("case"), Column("gemm", number=True), Column("cast", number=True))
     dominated = Field("60.0%", 0.6, Tone.STRONG, "quantising dominates")
     shares = ((Field("bf16"), Field("50.0%", 0.5), Field("-")), (Field("fp8"), Field("20.0%", 0.2), dominated))
+    strip = (("fp8", (Field("faster", tone=Tone.GOOD, hint="1.90x"), Field("rough", hint="3e-2"))),)
     verdicts = (
+        Verdicts(("speed", "accuracy"), strip),
         Text("fp8 pays: 1.9 times as fast as bf16 at the width of 1024.", Tone.GOOD),
         Text("mxfp8 does not: 0.8 times.", Tone.BAD),
         Text("nvfp4 is emulated here, so its time says nothing about speed.", Tone.DOUBT),
@@ -170,5 +176,6 @@ def _hostile_part(name: str) -> Part:
     columns = (Column(name, hint=name), Column(name, number=True, hint=name, unit=name))
     rows = ((Field(name, hint=name), Field(name, math.inf)), (Field(name), Field("nan", math.nan)))
     chart = Bars(name, name, name, Axis(name), ((name, (Mark(name, 1.0, hint=name),)),))
-    texts = (Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
+    strip = Verdicts((name,), ((name, (Field(name, hint=name),)),))
+    texts = (strip, Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
     return Part(name, name, (*texts, Table(name, name, columns, rows, main=True), chart), name)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fp8bench.analysis.trust import CAN_BE_HARD
+from fp8bench.analysis.findings import findings as findings_of
+from fp8bench.analysis.labels import CAN_BE_HARD
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -36,7 +37,6 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
-from fp8bench.pipeline import findings as findings_of
 
 Make = Callable[[], tuple[Run, dict[str, Finding]]]
 CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")

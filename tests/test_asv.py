@@ -26,14 +26,15 @@ import pytest
 from asv import results as asv_results
 from asv import runner as asv_runner
 
-from fp8bench.corpus import default_identity
-from fp8bench.followed import followed_names, series_of
-from fp8bench.history.asv_lists import load_benchmarks
-from fp8bench.history.runs import load_run, run_files
-from fp8bench.measure.stopping import QUICK_ROUNDS
 from fp8bench.model import Run
+from fp8bench.model.stopping import QUICK_ROUNDS
+from fp8bench.plan.corpus import default_identity
 from fp8bench.registry import workloads
-from fp8bench.view import define, results_of
+from fp8bench.store.asv.files import load_benchmarks
+from fp8bench.store.asv.view import define, results_of
+from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.series import followed_names, series_of
+from tests.counts import SLOW
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -42,10 +43,7 @@ WHOLE = 24  # rounds, which are enough not to be hasty
 PATIENCE = 300.0
 # Three workloads of a millisecond: the calls of shorter ones fill files. Each is wrong by as much as its name says.
 MY_WORK = """
-from fp8bench.axes import Axis, whole_number
-from fp8bench.model import Work
-from fp8bench.protocols import Grid, Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
 
 
 class Counting(Workload):
@@ -222,7 +220,7 @@ def make_place(folder: Path) -> Place:
     return place
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """Everything that costs time, once. A command that ends with an error is every test's error."""
     story = Story(make_place(tmp_path_factory.mktemp("asv")))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from asv import util
 
-from fp8bench import asv_bridge, asv_measuring
+from fp8bench import asv_bridge
 from fp8bench.asv_bridge import (
     CaseFailed,
     asked_to_append,
@@ -27,17 +27,19 @@ from fp8bench.asv_bridge import (
     root_of,
     store_of_project,
 )
-from fp8bench.asv_measuring import Asked, measured_by_asv
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
-from fp8bench.followed import series_of
-from fp8bench.history.asv_results import ResultsFile, save_results
-from fp8bench.history.asv_rows import Row
-from fp8bench.history.runs import load_run
-from fp8bench.history.writing import start_run
+from fp8bench.jobs import asv as asv_measuring
+from fp8bench.jobs.asv import Asked, measured_by_asv
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.view import results_of, tell
+from fp8bench.store.asv.results import ResultsFile, save_results
+from fp8bench.store.asv.rows import Row
+from fp8bench.store.asv.view import results_of
+from fp8bench.store.commit_runs import tracked_run
+from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.write import start_run
+from fp8bench.store.series import series_of
 from tests.fakes import steady
 from tests.runs import NATIVE, case, error, run_of
 
@@ -54,10 +56,7 @@ class Gemm(asv_bridge.Suite):
         return self.measure()
 """
 MINE = """
-from fp8bench.axes import Axis, whole_number
-from fp8bench.model import Work
-from fp8bench.protocols import Grid, Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
 
 @workloads.register("mine")
 class Mine(Workload):
@@ -140,7 +139,7 @@ REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
                        "no such file"),
     "a grid that cannot be followed": (
         "mine", GEMM.replace("Gemm", "Mine").replace('"gemm"\n', '"mine"\n    imports = ("broken.py",)\n'), UsageError,
-        "the grid that suite 'mine' declares cannot be followed: its dtypes are none"),
+        "the grid that suite 'mine' declares cannot be tracked: its dtypes are none"),
 }  # fmt: skip
 
 
@@ -439,7 +438,7 @@ def test_where_asv_appends_it_is_not_given_what_it_has(
         places = list(itertools.product(*series.params))
         samples = tuple((0.002,) if recorded and place == CELL else None for place in places)
         row = Row(texts, series.version, (0.002,) * len(places), (None,) * len(places), samples)
-        told = tell(first)
+        told = tracked_run(first)
         assert told is not None
         path = results_of(tmp_path) / "box" / told.identity.file_name(COMMIT)
         content = ResultsFile(COMMIT, told.identity.env_name, 0, told.identity.params, "", {}, {}, {TIME: row})

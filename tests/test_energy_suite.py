@@ -14,7 +14,7 @@ import pytest
 from fp8bench import units
 from fp8bench.api import load
 from fp8bench.model import EnergyUse, Run
-from tests.samplers.nvml.library import Simulation, build, uuid_of, why_not
+from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 
 GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--no-report")
 
@@ -43,6 +43,7 @@ def energies(run: Run) -> list[EnergyUse]:
     return [one for one in found if one is not None]
 
 
+@pytest.mark.slow
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
     """At a constant power every window is that power times its length; the state of the device is there too."""
     simulation.reset().reasons = 0x4
@@ -61,6 +62,7 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
         assert all(slot.thread_seconds and slot.preemptions is not None for slot in record.timing.slots)
 
 
+@pytest.mark.slow
 def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulation, tmp_path: Path) -> None:
     """Throttling matters for times, too; the counter is not asked once."""
     simulation.reset().reasons = 0x40
@@ -70,6 +72,7 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
     assert all(record.watch is not None and record.watch.throttle == 0x40 for record in run.records)
 
 
+@pytest.mark.slow
 def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: Path) -> None:
     """The run goes on, with exit code 0 and no number."""
     simulation.reset()
@@ -83,6 +86,7 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
     assert "verdict" in text
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path) -> None:
     """It is waited for a few seconds once, and left alone from then on; the process ends although a call never does."""
     simulation.reset()
@@ -94,6 +98,7 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
     assert all(window.joules > 0 for use in uses for window in use.windows)
 
 
+@pytest.mark.slow
 def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> None:
     """The table, the rows, the frame of windows and the page: all of the same windows, at 300 W."""
     simulation.reset()
@@ -123,6 +128,7 @@ def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> Non
     assert 'id="energy"' in page and "gemm: energy of a step" in page and 'id="energy-windows-gemm"' in page
 
 
+@pytest.mark.slow
 def test_the_run_as_json_has_it_all(simulation: Simulation, tmp_path: Path) -> None:
     """Raw windows, for whoever wants to judge for themselves."""
     simulation.reset()

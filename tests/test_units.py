@@ -46,7 +46,7 @@ def test_seconds(value: float | None, text: str) -> None:
     ],
 )  # fmt: skip
 def test_joules(value: float | None, text: str) -> None:
-    assert units.joules(value) == units.measured(value, "J") == text
+    assert units.joules(value) == units.shown(value, "J") == text
 
 
 @pytest.mark.parametrize(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
@@ -170,13 +170,29 @@ def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
     [
         (31.5567, "dB", "31.6 dB"), (-0.04, "dB", "0.0 dB"), (-3.0, "dB", "-3.0 dB"), (200.0, "dB", "exact"),
         (math.inf, "dB", "exact"), (None, "dB", "-"),
-        (0.6412, "%", "0.64%"), (0.0, "%", "0%"), (1e-5, "%", "<0.01%"), (12.34, "%", "12.3%"), (None, "%", "-"),
+        (0.6412, "%", "0.64%"), (0.0, "%", "0%"), (1e-5, "%", "<0.01%"), (12.34, "%", "12.3%"),
+        (-2.456, "%", "-2.5%"), (-1e-5, "%", "-<0.01%"), (None, "%", "-"),
         (0.5, "ulp", "0.500 ulp"), (2.5, "octaves", "2.50 octaves"), (0.024, "s", "24.0 ms"), (2048.0, "B", "2.00 KiB"),
-        (None, "ulp", "-"),
+        (None, "ulp", "-"), (0.0191, "J", "19.1 mJ"), (0.0191, "joules", "19.1 mJ"), (0.024, "seconds", "24.0 ms"),
+        (1.5, "x", "1.500x"), (1.2e-3, "ratio", "1.2e-03"), (1234.0, "", "1230"), (2.5e12, "FLOP/s", "2.50 TFLOP/s"),
     ],
 )  # fmt: skip
 def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: str, text: str) -> None:
-    assert units.measured(value, unit) == text
+    assert units.shown(value, unit) == text
+
+
+def test_a_plain_ratio_is_shown_by_its_metric() -> None:
+    assert units.shown(0.25, "ratio", "gradient_vanished") == "25.0%"
+    assert units.shown(0.0, "ratio", "gradient_vanished") == "0%"
+    assert units.shown(0.25, "ratio", "gradient_error") == units.shown(0.25, "", "gradient_error") == "2.5e-01"
+
+
+def test_units_that_a_person_writes() -> None:
+    """Each prefix of what figures are in; a number alone is in the figure's own."""
+    known = units.written()
+    assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
+        (1e-3, "J"), (1e-6, "s"), (float(1 << 20), "B"), (1.0, "x"), (1.0, ""),
+    )  # fmt: skip
 
 
 def test_unknown_is_never_a_number() -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 import fp8bench
-from fp8bench import doctor, pipeline
-from fp8bench.arguments import DEFAULT_STORE
+from fp8bench import pipeline
 from fp8bench.asv_bridge import root_of, store_of_project
-from fp8bench.cli import main
-from fp8bench.history.runs import load_run, run_files
+from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.main import main
+from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status
 from fp8bench.registry import devices, precisions, workloads
+from fp8bench.store.runs.read import load_run, run_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "user-suites.md").read_text()
@@ -56,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "way",
-    [("./my_suite.py",), ("routing", "--import", "./my_suite.py")],
+    [("./my_suite.py",), pytest.param(("routing", "--import", "./my_suite.py"), marks=pytest.mark.slow)],
     ids=["as a suite", "imported"],
 )
 def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     (tmp_path / "my_suite.py").write_text(example())
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fp8bench", "suite", *way, "--quick", "--set", "experts=64",
-         "--dtypes", "fp8,bf16", "--store", "kept", "--no-report"],
+         "--dtypes", "fp8,bf16", "--store", "kept", "--no-report", "--explain"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -76,7 +77,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     assert run.finished and not run.troubles
     errors = {record.case.precision: record.measurement("routing_error") for record in run.records}
     assert 0 < errors["bf16"].samples[0] < errors["fp8"].samples[0] < 0.2  # type: ignore[union-attr]
-    assert [record.status for record in run.records] == [Status.OK] * 2
+    assert [record.status for record in run.records] == [Status.OK] * 3
     for found in fp8bench.findings(run).values():
         assert found.best_seconds and dict(found.phases)[UNATTRIBUTED] < 0.05 * found.best_seconds
 
@@ -140,10 +141,7 @@ def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
 
 
 SUITE = """
-from fp8bench.axes import Axis, whole_number
-from fp8bench.model import Work
-from fp8bench.protocols import Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
 
 print("a word of the file's own")
 
@@ -196,7 +194,7 @@ WRONG = {
     "two_names.py": (SUITE.replace('name = "counting"', 'name = "adding"'), "registers as 'counting' and has name ="),
     "no_base.py": (SUITE.replace("(Workload)", ""), "the suite 'counting' is no Workload"),
     "axes.py": (SUITE.replace("return (Axis", "return 1 + (Axis"), "cannot be planned: TypeError"),
-    "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 18)"),
+    "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 15)"),
 }  # fmt: skip
 
 

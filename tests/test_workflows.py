@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import git
 from tests.workflows import OF_STRANGERS, Flow, commands, faults, load, name_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,11 +135,6 @@ def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text], cwd=folder, env=environment, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
-
-
-def git(folder: Path, *words: str) -> str:
-    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 def night(folder: Path, number: int, keep: bool = True) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench import units
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record, Work
+from fp8bench.model.consumed import CHOSEN, reasons_in
 
 # Fewer windows on either side say nothing of how far windows of the same code lie apart.
 LEAST_WINDOWS = 3
@@ -146,7 +147,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
 def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, known: bool, labels: frozenset[Label]) -> str:
     """Why nothing can be said as a fact, whatever the windows are; '' if it can."""
     if not known:
-        return "nobody knows how far its sensor of power can be off"
+        return "it is unknown how far its power sensor can be off"
     fewest = min(len(own.windows), len(base.windows))
     if fewest < LEAST_WINDOWS:
         return "one window is too few to compare" if fewest == 1 else f"{fewest} windows are too few to compare"
@@ -212,3 +213,54 @@ def _phases(joules: float, finding: Finding | None) -> Iterable[tuple[str, float
     for phase, seconds in finding.phases:
         if 0 < seconds < math.inf:
             yield phase, joules * seconds / finding.best_seconds
+
+
+NO_SOURCE = "none"
+MOST_UNCERTAIN = 0.01
+# Of joules a step, from the lowest window to the highest, as a share of the middle one.
+MOST_APART = 0.05
+
+
+def why_unresolved(energy: EnergyUse | None) -> str:
+    """'' if it is resolved, if nobody asked for it, and if the device has no source: nothing was promised then.
+
+    A sensor of power is never resolved: nobody knows how far it is off. A missing idle power alone leaves the gross
+    energy as good as it is.
+    """
+    return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_reasons(energy))
+
+
+def _reasons(energy: EnergyUse) -> Iterator[str]:
+    windows = energy.windows
+    if not windows:
+        yield energy.why or "no window was measured"
+        return
+    if energy.why and energy.idle_before is not None and energy.idle_after is not None:
+        yield energy.why
+    if any(window.uncertainty is None for window in windows):
+        yield f"error unknown, source {energy.source}"
+    worst = max(window.uncertainty or 0.0 for window in windows)
+    if worst > MOST_UNCERTAIN:
+        yield f"a window is sure to +-{units.percent(worst)} only"
+    yield from _disagreement(windows)
+    held = [name for name in reasons_in(_seen(windows)) if name not in CHOSEN]
+    if held:
+        yield f"clocks were held back in its windows: {', '.join(held)}"
+
+
+def _disagreement(windows: Sequence[EnergyWindow]) -> Iterator[str]:
+    joules = [window.joules / window.steps for window in windows if window.steps > 0]
+    if len(joules) < len(windows) or not all(0 < one < math.inf for one in joules):
+        yield "a window has no energy"
+        return
+    apart = (max(joules) - min(joules)) / statistics.median(joules)
+    if apart > MOST_APART:
+        yield f"its windows are {units.percent(apart)} apart"
+
+
+def _seen(windows: Sequence[EnergyWindow]) -> int:
+    """All bits of all windows."""
+    mask = 0
+    for window in windows:
+        mask |= window.throttle or 0
+    return mask

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8bench import stats
-from fp8bench.analysis.labels import hard_labels, labels_of
-from fp8bench.analysis.trust import Labelled
+from fp8bench.analysis import stats
+from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.verdicts import BAND, LEAST_FOR_VERDICT, best_phases, conclude, noise, totals
-from fp8bench.model import Finding, Interval, Level, Overheads, Record, Status, Timing, Verdict
+from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
 
@@ -29,6 +28,15 @@ class _Standard:
     control: Timing | None = None
     emulated: bool = False
     hard: tuple[Labelled, ...] = ()
+
+
+def findings(run: Run) -> dict[str, Finding]:
+    """What the samples of a run say, by case id."""
+    groups: dict[str, list[Record]] = {}
+    for record in run.records:
+        groups.setdefault(record.case.setting, []).append(record)
+    overheads = dict(run.overheads)
+    return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
 
 
 def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Finding]:

@@ -1,18 +1,86 @@
-"""What is to be said of a case beside its verdict, read off its samples and off what its device said meanwhile."""
+"""What is to be said of a case beside its verdict, read off its samples and off what its device said meanwhile.
+
+A label may be so grave that it takes the verdict away. Whether other processes took the CPU, the
+clocks of its slots tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fp8bench import stats, units
-from fp8bench.analysis.contention import AHEAD, FAR_AHEAD, contended, disturbed_slots
-from fp8bench.analysis.resolution import why_unresolved
-from fp8bench.analysis.throttles import clock_of, power_capped, throttle_reasons, throttled_by_hardware
-from fp8bench.analysis.trust import Labelled
+from fp8bench import units
+from fp8bench.analysis import stats
+from fp8bench.analysis.energy import why_unresolved
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME
-from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Timing
+from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
+from fp8bench.model.consumed import BITS, CHOSEN, POWER_CAP, capped_by_power, reasons_in, slowed_by_hardware
+
+# Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
+CAN_BE_HARD = frozenset({Label.AA_FAILED, Label.CONTENDED, Label.THROTTLED})
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A label, what there is to say of it here, and whether it is so grave that no verdict can be given."""
+
+    label: Label
+    reason: str = ""
+    hard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hard and self.label not in CAN_BE_HARD:
+            raise ValueError(f"{self.label} takes no verdict away: {', '.join(sorted(CAN_BE_HARD))} can")
+
+
+# What a driver counts for a shorter share of the time is no matter.
+HELD_SHARE = 0.005
+_POWER_CAP = BITS[POWER_CAP]
+_OF_HARDWARE = frozenset({"hw-thermal", "hw-power-brake"})
+# The wall clock over the processor time. At the lower one a case is contended, at the higher one it got less than a
+# fifth of a core, and its fastest rounds need not be undisturbed ones.
+AHEAD = 1.1
+FAR_AHEAD = 5.0
+# In more than so many of the slots.
+SHARE = 0.5
+# What a hypervisor took explains a delay if it comes to this share of it.
+_STOLEN_SHARE = 0.5
+
+
+def disturbed_slots(timing: Timing, ahead: float) -> int:
+    """In how many slots the wall clock ran so far ahead of the processor time.
+
+    The processor time of the process is all there is to say with one thread. With several it hides a delay, because
+    threads that wait for a late one spin and count as busy. There the thread that runs the steps is asked, whose own
+    time keeps up with the wall clock as long as nobody takes its core. It falls behind too where it sleeps until the
+    others are done, so that it counts only if the system says that somebody took a core meanwhile.
+    """
+    process = [slot for slot in timing.slots if slot.wall_seconds > ahead * slot.cpu_seconds]
+    thread = [slot for slot in timing.slots if _thread_behind(slot, ahead)]
+    return max(len(process), len(thread) if _taken(thread) else 0)
+
+
+def contended(timing: Timing, ahead: float = AHEAD) -> bool:
+    """Whether that was so in most slots."""
+    return disturbed_slots(timing, ahead) > SHARE * len(timing.slots)
+
+
+def _thread_behind(slot: SlotSample, ahead: float) -> bool:
+    return slot.thread_seconds is not None and slot.wall_seconds > ahead * slot.thread_seconds
+
+
+def _taken(slots: Sequence[SlotSample]) -> bool:
+    """Whether somebody took a core: once a slot on average, or for about as long as the thread was late.
+
+    All slots together, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
+    """
+    preempted = sum(slot.preemptions or 0 for slot in slots)
+    stolen = sum(slot.stolen_seconds or 0.0 for slot in slots)
+    late = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
+    return bool(slots) and (preempted >= len(slots) or stolen >= _STOLEN_SHARE * late)
+
 
 NOISY_FLOOR = 0.03
 DRIFT_CORRELATION = 0.6
@@ -129,3 +197,48 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     third = len(ratios) // 3
     moved = abs(float(np.median(ratios[-third:]) - np.median(ratios[:third])))
     return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE
+
+
+def throttle_reasons(watch: DeviceWatch | None) -> tuple[str, ...]:
+    """'hw-thermal', 'sw-thermal 12% of the time': by the bits that were seen, and by what the driver counted."""
+    if watch is None:
+        return ()
+    held = _held(watch)
+    if held.keys() & {"sw-thermal", "hw-thermal"}:  # 'thermal' is what is in them, without saying which
+        held.pop("thermal", None)
+    names = dict.fromkeys([*reasons_in(watch.throttle or 0), *held])
+    return tuple(f"{name}{_how_long(held.get(name))}" for name in names if name not in CHOSEN)
+
+
+def throttled_by_hardware(watch: DeviceWatch | None) -> bool:
+    """Whether the hardware slowed itself down to survive; heat that no software limit accounts for counts as that."""
+    if watch is None:
+        return False
+    held = _held(watch)
+    heat = held.get("thermal", 0.0) - dict(_held_shares(watch)).get("sw-thermal", 0.0)
+    return slowed_by_hardware(watch.throttle or 0) or bool(held.keys() & _OF_HARDWARE) or heat > HELD_SHARE
+
+
+def power_capped(watch: DeviceWatch | None) -> bool:
+    """Whether the clocks were those that the power cap allows."""
+    return watch is not None and (capped_by_power(watch.throttle or 0) or _POWER_CAP in _held(watch))
+
+
+def clock_of(watch: DeviceWatch | None) -> str:
+    """'SM clock 1.41 GHz', the middle one; '' where it is not known."""
+    hertz = watch.sm_clock if watch is not None else None
+    return f"SM clock {units.count(hertz, 'Hz')}" if hertz is not None and 0 < hertz < math.inf else ""
+
+
+def _held_shares(watch: DeviceWatch) -> list[tuple[str, float]]:
+    """For which share of the time each limit held the clocks back."""
+    return [(name, min(1.0, seconds / watch.seconds)) for name, seconds in watch.held] if watch.seconds > 0 else []
+
+
+def _held(watch: DeviceWatch) -> dict[str, float]:
+    """The same of those that did so for long enough to matter."""
+    return {name: share for name, share in _held_shares(watch) if share > HELD_SHARE}
+
+
+def _how_long(share: float | None) -> str:
+    return f" {units.percent(share, 0 if share >= 0.01 else 1)} of the time" if share is not None else ""

@@ -11,9 +11,9 @@ import math
 
 import numpy as np
 
+from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import cells
 from fp8bench.model import Level, Record, Timing
-from fp8bench.stats import Floats
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
@@ -46,6 +46,24 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     own = _by_round(record.timing)
     common = [number for number in own if all(one.get(number) for one in by_round)]  # a clock may not see a step
     return tuple(own[number] / math.prod(one[number] for one in by_round) ** (1 / len(by_round)) for number in common)
+
+
+def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
+    """For each phase of the step: the median over all calls of its seconds, and of its share of the call.
+
+    Medians of parts do not sum to the median of the whole, as best cases do.
+    """
+    calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.float64)
+    if not len(calls):
+        return {}
+    totals = calls.sum(axis=1)
+    phases = np.array(timing.segments.phases)
+    medians = {}
+    for phase in dict.fromkeys(timing.segments.phases):
+        seconds = calls[:, phases == phase].sum(axis=1)
+        shares = np.divide(seconds, totals, out=np.zeros_like(totals), where=totals > 0)
+        medians[phase] = float(np.median(seconds)) * 1e-9, float(np.median(shares))
+    return medians
 
 
 def _by_round(timing: Timing) -> dict[int, float]:

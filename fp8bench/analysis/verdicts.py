@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from fp8bench import stats
+from fp8bench.analysis import stats
 from fp8bench.model import CELL_PHASES, Interval, Timing, Verdict
 
 BAND = 0.005

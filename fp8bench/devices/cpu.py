@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole
-from fp8bench.profiler.allocations import Turn, Word, course
-from fp8bench.profiler.stream import AllocationStream
+from fp8bench.profiler.allocations import AllocationStream, Begun, Said, course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
@@ -45,10 +44,10 @@ class ProfilerMeter(MemoryMeter):
         self._stream.start()
 
     def enter(self, phase: str) -> None:
-        self._stream.note(Turn(phase))
+        self._stream.note(Begun(phase))
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        self._stream.note(Word(tuple(addresses), role))
+        self._stream.note(Said(tuple(addresses), role))
 
     def stop(self) -> MemoryCourse | None:
         events = self._stream.stop()

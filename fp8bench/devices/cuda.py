@@ -11,15 +11,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.profiler.allocations import Change, Event, Turn, Word, course
-from fp8bench.profiler.stream import AllocationStream
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized, course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 if TYPE_CHECKING:
     import torch
 
-_END = Turn("the end")
+_END = Begun("the end")
 _UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
@@ -27,7 +26,8 @@ _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 class EventStamper(Stamper):
     """Stamps are CUDA events from a pool: making one costs more than recording it.
 
-    An event is recorded on the stream that is current for the calling thread; autograd sets it on its own threads.
+    Every event is recorded on the stream that was current when `source` was called, from autograd's threads too. To ask
+    for the current stream at each stamp costs more than all the rest of it.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,11 @@ class EventStamper(Stamper):
         import torch
 
         event_type, free, keep = torch.cuda.Event, self._free, self._used.append
+        stream = torch.cuda.current_stream()
 
         def stamp() -> torch.cuda.Event:
             event = free.pop() if free else event_type(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(stream)
             keep(event)
             return event
 
@@ -94,10 +95,10 @@ class AllocatorMeter(MemoryMeter):
         self._leave()
         torch.cuda.reset_peak_memory_stats(self._index)
         self._phase = phase
-        self._stream.note(Turn(phase))
+        self._stream.note(Begun(phase))
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        self._stream.note(Word(tuple(addresses), role))
+        self._stream.note(Said(tuple(addresses), role))
 
     def stop(self) -> MemoryCourse | None:
         import torch
@@ -137,7 +138,7 @@ def _seen(events: Sequence[Event]) -> MemoryCourse | None:
     """What is held at the highest point; what goes after the end has been the workspace of products."""
     end = events.index(_END) if _END in events else len(events)
     found = course(events[:end])
-    gone = {event.address for event in events[end:] if isinstance(event, Change)}
+    gone = {event.address for event in events[end:] if isinstance(event, Sized)}
     if found is None:
         return None
     workspace = (MemoryRole.WORKSPACE,)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8bench.formats import quantise, scaled
 from fp8bench.formats.fused import Compiled, Kernel, compiled
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
-from fp8bench.formats.placing import Place, Quantisation, factor_of, place
+from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
 from fp8bench.formats.quantise import check_input, check_output, checked_overflow
 from fp8bench.formats.random_bits import check_seed, key_of
 from fp8bench.formats.scaled import check_scaling
@@ -202,7 +202,7 @@ def _run(
     """What an operator does, on every device."""
     scaling = _read(rows, columns, scale_format, rounding)
     what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
-    found = place(x, out, what)
+    found = layout_of(x, out, what)
     kernel = _KERNELS.get(found.kernel) if found else None
     if found is not None and kernel is not None:
         _run_fused(kernel, found, x, out, factor_of(x, what, found, scale), seed)
@@ -213,7 +213,7 @@ def _run(
 
 
 def _run_fused(
-    kernel: Compiled, found: Place, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
+    kernel: Compiled, found: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
     direct = found.takes(out)
     written = found.empty(out.device) if not direct else out.t() if found.turned else out

@@ -2,17 +2,18 @@
 
 torch's kernels for processors take what its kernels for GPUs refuse, so that no processor can be asked: the rules are
 written down here, each with whose it is. They were read off torch 2.13 (scaled_mm for CUDA and ROCm in ScaledBlas.cpp,
-its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9.
+its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9; Transformer
+Engine's own checks off 2.20 (pytorch/quantization.py, utils.py and its quantisers' is_quantizable).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8bench.formats.device_classes import B200, H100, MI300X, MI350X, DeviceClass
 from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.formats.hardware import B200, H100, MI300X, MI350X, DeviceClass
 from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scaled_products import FNUZ, FP8, MX, Objection, Product, Scheme, Sides, Source, uneven
+from fp8bench.formats.scaled_products import FNUZ, FP8, MX, Objection, Product, RuleSource, Scheme, Sides, uneven
 
 ADA = (8, 9)
 BLACKWELL = (10, 0)
@@ -23,12 +24,12 @@ def missing(product: Product, device: DeviceClass) -> Objection | None:
     scheme = product.scheme
     if scheme is None:
         pair = " and ".join(dict.fromkeys(_words(one) for one in (product.a, product.b)))
-        return Objection(Source.HARDWARE, f"no units multiply {pair}")
+        return Objection(RuleSource.HARDWARE, f"no units multiply {pair}")
     without = _without_units(scheme, device) or _other_formats(product, device)
     if without:
-        return Objection(Source.HARDWARE, without)
+        return Objection(RuleSource.HARDWARE, without)
     lacking = _lacking_in_torch(scheme, device)
-    return Objection(Source.TORCH, lacking) if lacking else None
+    return Objection(RuleSource.TORCH, lacking) if lacking else None
 
 
 def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
@@ -63,7 +64,7 @@ def _words(treatment: Treatment) -> str:
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:
     """Why no unit of the device multiplies so; '' if some do."""
     if not device.is_nvidia and not device.is_amd:
-        return "no processor has units for it: emulated, in any shape"
+        return "no CPU has units for it: emulated, in any shape"
     if scheme in FP8:
         return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
     if device.is_amd and scheme is Scheme.NVFP4:
@@ -99,14 +100,14 @@ def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
 def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
     """Layout and types: what padding does not mend."""
     if product.row_major:
-        yield Objection(Source.TORCH, "the second operand lies row by row, and its contraction must be innermost")
+        yield Objection(RuleSource.TORCH, "the second operand lies row by row, and its contraction must be innermost")
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
         # A restriction of cuBLASLt's that torch asks for; AMD's libraries do not have it.
-        yield Objection(Source.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
+        yield Objection(RuleSource.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
     if product.scheme is Scheme.ROW:
         yield from _of_rows(product, device)
     if product.scheme in MX and device.is_amd and product.output == "fp32":
-        yield Objection(Source.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
+        yield Objection(RuleSource.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
 
 
 def _of_rows(product: Product, device: DeviceClass) -> Iterator[Objection]:
@@ -114,9 +115,11 @@ def _of_rows(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if device is H100:
         return
     if product.b.fmt not in (E4M3, FNUZ[0]):
-        yield Objection(Source.TORCH, f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}")
+        yield Objection(RuleSource.TORCH, f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}")
     if product.output not in _row_outputs(device).split(" or "):
-        yield Objection(Source.TORCH, f"with a scale a row the output is {_row_outputs(device)}, not {product.output}")
+        yield Objection(
+            RuleSource.TORCH, f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
+        )
 
 
 def _row_outputs(device: DeviceClass) -> str:
@@ -134,13 +137,51 @@ def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
                 yield objection
 
 
-def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[tuple[Source, Sides]]:
+def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[tuple[RuleSource, Sides]]:
     if scheme in MX and device.is_amd:
         # scaled_mm asks for 32s; hipBLASLt's kernels go by 128 along K, as torch's tests and its older entry say.
-        yield Source.TORCH, (32, 32, 128)
+        yield RuleSource.TORCH, (32, 32, 128)
     elif scheme in MX:
-        yield Source.HARDWARE, (1, 1, 32)  # a block is multiplied as a whole: torch tests no other
+        yield RuleSource.HARDWARE, (1, 1, 32)  # a block is multiplied as a whole: torch tests no other
     elif scheme is Scheme.NVFP4:
-        yield Source.CUBLAS, (1, 1, 32)  # two codes a byte, and rows begin at 16 bytes
+        yield RuleSource.CUBLAS, (1, 1, 32)  # two codes a byte, and rows begin at 16 bytes
     # Of every scaled product: cuBLASLt wants the rows of both operands and of the output to begin at 16 bytes.
-    yield Source.TORCH, (1, 16, 16)
+    yield RuleSource.TORCH, (1, 16, 16)
+
+
+HOPPER = (9, 0)
+BLACKWELL_FOR_THE_DESK = (12, 0)
+# Transformer Engine's recipes. Of every FP8 tensor that is cast the rows come in 8s and the columns in 16s; MXFP8 and
+# NVFP4 tensors are cast along both of their sides, in whole blocks.
+TE_MULTIPLES = {
+    Scheme.TENSOR: (8, 8, 16),
+    Scheme.BLOCK: (8, 8, 16),
+    Scheme.MXFP8: (32, 32, 32),
+    Scheme.NVFP4: (16, 16, 16),
+}
+
+
+def te_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...] | None:
+    """What Transformer Engine has against a product; None where it has no recipe for it, or is not for the device."""
+    scheme = product.scheme
+    if scheme not in TE_MULTIPLES or not device.is_nvidia:
+        return None
+    refusal = _te_refusal(scheme, device)
+    if not refusal and product.a.fmt is E5M2 and product.b.fmt is E5M2:
+        refusal = "it has no recipe with E5M2 in every role"
+    if refusal:
+        return (Objection(RuleSource.TE, refusal),)
+    return tuple(uneven(product, RuleSource.TE, TE_MULTIPLES[scheme]))
+
+
+def _te_refusal(scheme: Scheme, device: DeviceClass) -> str:
+    """What it says to a device (check_mxfp8_support and its neighbours); '' where it refuses nothing."""
+    if not device.at_least(ADA):
+        return "its FP8 begins at compute capability 8.9"
+    if scheme is Scheme.BLOCK and not device.at_least(HOPPER):
+        return "its blocks of 128 begin at compute capability 9.0, with CUDA 12.9"
+    if scheme is Scheme.MXFP8 and device.at_least(BLACKWELL_FOR_THE_DESK):
+        return "it refuses MXFP8 from compute capability 12.0 on, where not every layout of a product is there"
+    if scheme in (Scheme.MXFP8, Scheme.NVFP4) and not device.at_least(BLACKWELL):
+        return f"its {scheme} begins at compute capability 10.0"
+    return ""

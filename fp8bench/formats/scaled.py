@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.block_kernels import RECTANGLE_DIMENSIONS, block_elements, block_values
+from fp8bench.formats.blocks import (
+    RECTANGLE_DIMENSIONS,
+    block_elements,
+    block_values,
+    float_factor,
+    nvfp4_tensor_scale,
+)
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, check_output, round_to
 from fp8bench.formats.random_bits import random_bits
-from fp8bench.formats.scales import float_factor, nvfp4_tensor_scale
 from fp8bench.formats.scalings import Scaling
 
 

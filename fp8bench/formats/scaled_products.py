@@ -17,7 +17,7 @@ OUTPUTS = ("bf16", "fp16", "fp32")
 Sides = tuple[int, int, int]
 
 
-class Source(StrEnum):
+class RuleSource(StrEnum):
     """Whose rule it is."""
 
     HARDWARE = "hardware"
@@ -84,12 +84,12 @@ class Objection:
     `multiples` of M, N and K that would do; None where no padding helps.
     """
 
-    source: Source
+    source: RuleSource
     why: str
     multiples: Sides | None = None
 
 
-def uneven(product: Product, source: Source, multiples: Sides) -> Iterator[Objection]:
+def uneven(product: Product, source: RuleSource, multiples: Sides) -> Iterator[Objection]:
     """An objection for every side that is no such multiple."""
     for place, (length, multiple) in enumerate(zip(product.sides, multiples, strict=True)):
         if length % multiple:

@@ -1,19 +1,102 @@
-"""The largest batch that fits, case by case: what is asked of the worker, and what its answers mean."""
+"""The largest batch that fits, case by case: what is asked of the worker, and what its answers mean.
+
+The search knows of batches and memory only that more need more. What attempts take is close to a line in the number:
+two of them say where it meets the room there is, and the answer and its neighbour are tried there. Where it is no line,
+doubling and halving end the search all the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.largest import Attempt, Search
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.outcome import Outcome, exhausted
+from fp8bench.measure.passes import CaseOutcome, exhausted
 from fp8bench.model import Capacity, DeviceFacts, Level, PlannedCase
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
+
+# So many guesses by the line between what fits and what does not; then halving.
+_MOST_INTERPOLATIONS = 4
+# A line is not followed further than so many times as far as anything that was tried; a third of the way comes first.
+_FAR = 8
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One number that was tried: whether it fitted, what it took if somebody counted, why it did not fit."""
+
+    number: int
+    fits: bool
+    taken: int | None = None
+    why: str = ""
+
+
+@dataclass
+class Search:
+    """From `start` up to `top`; `room` is where attempts are expected to stop fitting, None where nobody knows."""
+
+    start: int
+    top: int
+    room: int | None
+    attempts: list[Attempt] = field(default_factory=list)
+    _stride: int = 1
+    _interpolated: int = 0
+
+    @property
+    def fitting(self) -> Attempt | None:
+        """The largest that has fitted."""
+        return max((one for one in self.attempts if one.fits), key=lambda one: one.number, default=None)
+
+    @property
+    def failing(self) -> Attempt | None:
+        """The smallest that has not."""
+        return min((one for one in self.attempts if not one.fits), key=lambda one: one.number, default=None)
+
+    def run(self, attempt: Callable[[int], Attempt]) -> None:
+        """Attempts until what fits and what does not are neighbours, or the smallest fails, or the top fits."""
+        number: int | None = self.start
+        while number is not None:
+            self.attempts.append(attempt(number))
+            number = self._next()
+
+    def _next(self) -> int | None:
+        low, high = self.fitting, self.failing
+        if high is None:
+            assert low is not None
+            return self._further(low.number) if low.number < self.top else None
+        floor = low.number if low is not None else 0
+        if high.number - floor <= 1:
+            return None
+        guess = self._guess()
+        if guess is None or guess >= high.number or self._interpolated >= _MOST_INTERPOLATIONS:
+            return (floor + high.number) // 2
+        self._interpolated += 1
+        return max(guess, floor + 1)
+
+    def _further(self, low: int) -> int:
+        """Nothing has failed yet: where the line ends; twice as far where there is none; past its end in strides."""
+        guess = self._guess()
+        if guess is None:
+            return min(2 * low, self.top)
+        if guess <= low:
+            guess = low + self._stride
+            self._stride *= 2
+        return min(guess if guess <= _FAR * low else guess // 3, self.top)
+
+    def _guess(self) -> int | None:
+        """The largest number that fits by the line through the two largest that somebody counted; None without one."""
+        counted = sorted((one.number, one.taken) for one in self.attempts if one.taken is not None)
+        if self.room is None or len(counted) < 2:
+            return None
+        (first, less), (second, more) = counted[-2:]
+        if more <= less:
+            return None
+        return second + (self.room - more) * (second - first) // (more - less)
+
 
 LARGEST_BATCH = 1 << 20
 # Batches of native precisions may have to be multiples of something; of no more than this.
@@ -49,7 +132,7 @@ class CapacityPass:
         self._observer = observer
         self._rule = rule
 
-    def search(self, outcomes: Sequence[Outcome]) -> None:
+    def search(self, outcomes: Sequence[CaseOutcome]) -> None:
         """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
             outcome.capacity = self._searched(outcome.planned)
@@ -92,7 +175,7 @@ class CapacityPass:
             raise NoSearch(f"the suite does not take {batch}")
         self._observer.working(planned.case, f"trying a batch of {batch}", 1.0)
         try:
-            taken = self._worker.fill(tried.case, facts, self._rule.limit, self._limits.numbers(tried.work))
+            taken = self._worker.try_batch(tried.case, facts, self._rule.limit, self._limits.numbers(tried.work))
         except WorkerError as cause:
             if exhausted(cause):
                 return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")

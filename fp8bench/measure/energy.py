@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.rounds import Arm
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import EnergyUse, EnergyWindow
-from fp8bench.samplers.energy import Energy
-from fp8bench.samplers.meter import Meter
-from fp8bench.samplers.readings import Reading, Unavailable
-from fp8bench.samplers.sources import SourceKind
+from fp8bench.model.readings import Reading, Unavailable
 
 # So many steps are asked for at a time that the worker is away for about as long.
 _CHUNK_SECONDS = 0.25

@@ -1,4 +1,4 @@
-"""One group from plan to records: who sits together, what a fault costs, and the passes after the timing.
+"""One group from plan to records: what is measured together, what a fault costs, and the passes after the timing.
 
 A case that fails becomes a record and leaves; the others go on. If the worker itself is lost, the group starts again
 in a fresh one without the culprit. Cases that do not fit into memory together are measured with the reference one by
@@ -10,24 +10,37 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
-from fp8bench.measure.outcome import OUT_OF_MEMORY, Outcome, exhausted
-from fp8bench.measure.passes import Passes
+from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Sitting
-from fp8bench.measure.stopping import StoppingRule
-from fp8bench.measure.trace_files import TraceFolder
-from fp8bench.measure.watch import Watch
-from fp8bench.model import DeviceFacts, Group, Level, Record, Status
+from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.throttle_watch import Watch
+from fp8bench.model import DeviceFacts, Group, Level, Record
+from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
-from fp8bench.samplers.absent import AbsentDevice
-from fp8bench.samplers.meter import Meter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times."""
+
+    rule: StoppingRule
+    judge: Judge
+    seed: int
+    limits: Limits = USUAL
+    quantisers: Quantisers | None = None
+    energy: EnergyRule | None = None
+    capacity: CapacityRule | None = None
+    traces: TraceFolder | None = None
 
 
 class GroupMeasurement:
@@ -38,33 +51,20 @@ class GroupMeasurement:
         group: Group,
         facts: Mapping[str, DeviceFacts],
         worker: Worker,
-        rule: StoppingRule,
-        judge: Judge,
-        seed: int,
         observer: Observer,
-        limits: Limits = USUAL,
-        traces: TraceFolder | None = None,
-        quantisers: Quantisers | None = None,
+        method: Method,
         meter: Meter | None = None,
-        energy: EnergyRule | None = None,
-        capacity: CapacityRule | None = None,
     ) -> None:
         self._group = group
         self._facts = facts
         self._worker = worker
-        self._rule = rule
-        self._judge = judge
-        # The order of rounds depends on the group, but not on its place in the run.
-        self._seed = random.Random(f"{seed}:{group.setting}").getrandbits(32)
-        self._start = time.monotonic()
         self._observer = observer
-        self._limits = limits
-        self._traces = traces
-        self._quantisers = quantisers
+        self._method = method
         self._meter = meter
-        self._energy = energy
-        self._capacity = capacity
-        self._outcomes = [Outcome(planned) for planned in group.cases]
+        # The order of rounds depends on the group, but not on its place in the run.
+        self._seed = random.Random(f"{method.seed}:{group.setting}").getrandbits(32)
+        self._start = time.monotonic()
+        self._outcomes = [CaseOutcome(planned) for planned in group.cases]
 
     def run(self) -> tuple[Record, ...]:
         """Measure, then the passes that look at what was measured, then records in the order of the plan."""
@@ -72,7 +72,7 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.forget()
         led = self._reference()
-        passes = Passes(self._worker, self._facts, self._limits, self._observer)
+        passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
         passes.errors(self._alive())
         reference = self._reference()
         if reference is not led:
@@ -80,24 +80,26 @@ class GroupMeasurement:
         if reference is not None:
             passes.statistics(reference)
         passes.memory(self._alive(), self._meter)
-        if self._capacity is not None:
-            searching = CapacityPass(self._worker, self._facts, self._limits, self._observer, self._capacity)
+        if self._method.capacity is not None:
+            searching = CapacityPass(
+                self._worker, self._facts, self._method.limits, self._observer, self._method.capacity
+            )
             searching.search([one for one in self._outcomes if one.may_fit])
-        if self._traces is not None:
-            passes.traces(self._alive(), self._traces)
-        return tuple(self._record(outcome, outcome is reference) for outcome in self._outcomes)
+        if self._method.traces is not None:
+            passes.traces(self._alive(), self._method.traces)
+        return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
 
     def _unpair(self) -> None:
-        """The reference failed by its numbers: where not all sat together, nobody shared rounds with the next one."""
+        """The reference failed by its numbers: where not all shared a session, nobody shared rounds with the next."""
         if all(one.paired and one.paired_with is None for one in self._outcomes):
             return
         for one in self._outcomes:
             one.paired, one.paired_with, one.control = False, None, None
 
-    def _alive(self) -> list[Outcome]:
+    def _alive(self) -> list[CaseOutcome]:
         return [one for one in self._outcomes if one.planned.runs and not one.failure]
 
-    def _reference(self) -> Outcome | None:
+    def _reference(self) -> CaseOutcome | None:
         """The planned reference, or the highest precision left where it cannot run."""
         planned = self._outcomes[self._group.reference]
         alive = self._alive()
@@ -107,24 +109,24 @@ class GroupMeasurement:
         return min(native or alive, key=lambda one: precisions.get(one.planned.case.precision).rank)
 
     def _time(self) -> str:
-        """All sittings of the group; 'again' if a fault means that it must start over."""
+        """All sessions of the group; 'again' if a fault means that it must start over."""
         reference = self._reference()
         if reference is None:
             return "done"
         others = [one for one in self._alive() if one is not reference]
-        waiting: list[tuple[Outcome | None, bool, list[Outcome]]] = [(reference, True, others)]
+        waiting: list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]] = [(reference, True, others)]
         while waiting:
             leader, with_control, candidates = waiting.pop(0)
-            sitting = self._sitting(leader, with_control, candidates)
+            session = self._session(leader, with_control, candidates)
             failed: ArmFailed | None = None
             try:
-                self._sit(sitting, leader, candidates, len(waiting) + 1)
+                self._measure_session(session, leader, candidates, len(waiting) + 1)
             except ArmFailed as raised:
                 failed = raised
             except CompilingFailed:
                 return "again"  # in a fresh worker, and without compiling
             finally:
-                left_over = self._release(sitting)
+                left_over = self._release(session)
             failed = failed or left_over
             if failed is None:
                 continue
@@ -135,69 +137,72 @@ class GroupMeasurement:
             waiting[:0] = smaller
         return "done"
 
-    def _sitting(self, leader: Outcome | None, with_control: bool, candidates: list[Outcome]) -> Sitting:
-        def arm(outcome: Outcome, suffix: str = "") -> Arm:
+    def _session(self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]) -> Session:
+        def arm(outcome: CaseOutcome, suffix: str = "") -> Arm:
             case = outcome.planned.case
-            return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._limits)
+            return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
 
         control = leader is not None and with_control and leader.planned.support.level is Level.NATIVE
-        return Sitting(
+        return Session(
             arm(leader) if leader is not None else None,
             arm(leader, "'") if leader is not None and control else None,
             [arm(one) for one in candidates],
         )
 
-    def _sit(self, sitting: Sitting, leader: Outcome | None, candidates: list[Outcome], sittings: int) -> None:
-        for arm in sitting.arms:
+    def _measure_session(
+        self, session: Session, leader: CaseOutcome | None, candidates: list[CaseOutcome], sessions: int
+    ) -> None:
+        for arm in session.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
-        sitting.prepare(
-            self._worker, self._quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
+        method = self._method
+        session.prepare(
+            self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
-        watch = self._watch(sitting)
-        stopped = sitting.run(
-            self._worker, self._rule.after(time.monotonic() - self._start, sittings), self._judge, self._seed,
+        watch = self._watch(session)
+        stopped = session.run(
+            self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
             after=watch.look if watch is not None else None,
         )  # fmt: skip
         if watch is not None:
             watch.end()
-        sitting.check(self._worker)
-        reference = sitting.reference.timing() if sitting.reference else None
-        control = sitting.control.timing() if sitting.control else None
+        session.check(self._worker)
+        reference = session.reference.timing() if session.reference else None
+        control = session.control.timing() if session.control else None
         shared = leader is None or leader.timing is None
         if leader is not None and leader.timing is None:
             leader.timing, leader.control, leader.stopped = reference, control, stopped
-            leader.scales = sitting.reference.scales if sitting.reference else ()
-        for outcome, arm in zip(candidates, sitting.candidates, strict=True):
+            leader.scales = session.reference.scales if session.reference else ()
+        for outcome, arm in zip(candidates, session.candidates, strict=True):
             outcome.timing, outcome.stopped, outcome.scales = arm.timing(), stopped, arm.scales
             outcome.paired = leader is not None
-            if not shared:  # a sitting of its own: its reference samples belong to this comparison
+            if not shared:  # a session of its own: its reference samples belong to this comparison
                 outcome.paired_with, outcome.control = reference, control
-        self._look_beside(sitting, leader, candidates, watch)
+        self._look_beside(session, leader, candidates, watch)
 
-    def _watch(self, sitting: Sitting) -> Watch | None:
+    def _watch(self, session: Session) -> Watch | None:
         """Who looks at the device between slots: nobody at a processor that has nothing to say of itself."""
-        if self._meter is None or not sitting.arms:
+        if self._meter is None or not session.arms:
             return None
-        silent = isinstance(self._meter.device, AbsentDevice) and not sitting.arms[0].facts.accelerated
+        silent = isinstance(self._meter.device, AbsentDevice) and not session.arms[0].facts.accelerated
         return None if silent else Watch(self._meter.device)
 
     def _look_beside(
-        self, sitting: Sitting, leader: Outcome | None, candidates: list[Outcome], watch: Watch | None
+        self, session: Session, leader: CaseOutcome | None, candidates: list[CaseOutcome], watch: Watch | None
     ) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
-        sat = list(zip(candidates, sitting.candidates, strict=True))
-        if leader is not None and sitting.reference is not None:
-            sat.insert(0, (leader, sitting.reference))
-        for outcome, arm in sat:
+        measured = list(zip(candidates, session.candidates, strict=True))
+        if leader is not None and session.reference is not None:
+            measured.insert(0, (leader, session.reference))
+        for outcome, arm in measured:
             if watch is not None and outcome.watch is None:
                 outcome.watch = watch.seen(arm.key)
-        if self._meter is None or self._energy is None:
+        if self._meter is None or self._method.energy is None:
             return
-        due = [(outcome, arm) for outcome, arm in sat if outcome.energy is None]
+        due = [(outcome, arm) for outcome, arm in measured if outcome.energy is None]
         windows = EnergyPass(
-            self._meter, self._energy, self._seed,
+            self._meter, self._method.energy, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring energy", share),
         )  # fmt: skip
         found = windows.measure([arm for _, arm in due], self._worker)
@@ -205,9 +210,9 @@ class GroupMeasurement:
             outcome.energy = found[arm.key]
 
     def _smaller(
-        self, leader: Outcome | None, with_control: bool, candidates: list[Outcome]
-    ) -> list[tuple[Outcome | None, bool, list[Outcome]]]:
-        """The next smaller sittings to try when memory did not suffice; empty when there is none."""
+        self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]
+    ) -> list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]]:
+        """The next smaller sessions to try when memory did not suffice; empty when there is none."""
         if leader is None:
             return []
         if len(candidates) > 1:
@@ -226,10 +231,10 @@ class GroupMeasurement:
         outcome.failure = OUT_OF_MEMORY if exhausted(cause) else str(cause)
         outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
 
-    def _release(self, sitting: Sitting) -> ArmFailed | None:
+    def _release(self, session: Session) -> ArmFailed | None:
         """Give the states back; what a case leaves running spoils everything that comes after it in that process."""
         try:
-            culprit = sitting.release(self._worker)
+            culprit = session.release(self._worker)
         except WorkerError:
             self._worker.restart()
             return None
@@ -239,15 +244,3 @@ class GroupMeasurement:
         names = ", ".join(left[:5])
         why = f"{len(left)} started while preparing still run after the state was given back ({names})"
         return ArmFailed(arm, WorkerFault("ThreadsLeft", why))
-
-    def _record(self, outcome: Outcome, is_reference: bool) -> Record:
-        planned = outcome.planned
-        status = Status.SKIPPED if planned.skip else Status.FAILED if outcome.failure else Status.OK
-        return Record(
-            planned.case, planned.support, status, planned.work, is_reference, planned.skip or outcome.failure,
-            outcome.detail, outcome.timing if status is Status.OK else None, outcome.control,
-            outcome.paired_with, outcome.paired, tuple(outcome.measurements), outcome.stopped, outcome.statistics,
-            outcome.trace, outcome.operators, outcome.scales if status is Status.OK else (),
-            outcome.energy if status is Status.OK else None, outcome.watch if status is Status.OK else None,
-            outcome.memory, capacity=outcome.capacity,
-        )  # fmt: skip

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.faults import described, recovered
 from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.measure.raw import RawSlot, Settings
 from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.worker.bench import Bench, described, recovered
 
 START_SECONDS = 300.0
 
@@ -91,9 +90,9 @@ class Worker(ABC):
         """What a step's memory is made of, or why nobody can say. With a key its state stays until it is released."""
         return cast("MemoryUse | str", self.ask(limit, "memory", case, facts, key))
 
-    def fill(self, case: Case, facts: DeviceFacts, memory_limit: int | None, limit: float) -> int | None:
+    def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None, limit: float) -> int | None:
         """Prepare a case and run two steps in so many bytes; those of its tensors at the highest point."""
-        return cast("int | None", self.ask(limit, "fill", case, facts, memory_limit))
+        return cast("int | None", self.ask(limit, "try_batch", case, facts, memory_limit))
 
     def trace(self, case: Case, facts: DeviceFacts, file: Path, limit: float) -> tuple[OperatorTime, ...]:
         return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))

@@ -23,15 +23,11 @@ class Limits:
 
     def first(self, work: Work) -> float:
         """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling."""
-        if self.case_timeout is not None:
-            return self.case_timeout
-        return max(HANG_SECONDS, work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES) + work.setup_seconds
+        return self._given(max(HANG_SECONDS, _slowest(work)) + work.setup_seconds)
 
     def steps(self, work: Work, count: int) -> float:
         """For preparing a state and so many steps that nobody has timed."""
-        if self.case_timeout is not None:
-            return self.case_timeout
-        return self.first(work) + count * (work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES)
+        return self._given(self.first(work) + count * _slowest(work))
 
     def compiling(self, work: Work, count: int) -> float:
         """For compiling so many quantisers, which is no matter of the case, and for a step that nobody has timed."""
@@ -39,13 +35,18 @@ class Limits:
 
     def slot(self, step_seconds: float, calls: int) -> float:
         """For a slot of so many calls of a step whose time is known: 60 s, or 20 times that."""
-        if self.case_timeout is not None:
-            return self.case_timeout
-        return max(HANG_SECONDS, HANG_STEPS * step_seconds * calls)
+        return self._given(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
 
     def numbers(self, work: Work) -> float:
         """For the passes after the timing: a reference in fp64 may run, or two steps while their memory is counted."""
-        return self.case_timeout if self.case_timeout is not None else 4 * self.first(work)
+        return self._given(4 * self.first(work))
+
+    def _given(self, seconds: float) -> float:
+        return seconds if self.case_timeout is None else self.case_timeout
+
+
+def _slowest(work: Work) -> float:
+    return work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
 
 
 USUAL = Limits()

@@ -38,7 +38,7 @@ class WorkerProcess:
         self._connection = Connection(ours.detach())
         try:
             self._popen = subprocess.Popen(
-                [python, "-P", "-m", "fp8bench.measure.worker", str(theirs.fileno()), str(lifeline_read)],
+                [python, "-P", "-m", "fp8bench.worker.main", str(theirs.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
                 pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
             )  # fmt: skip
@@ -134,7 +134,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Knows the frozen values that requests are answered with, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("fp8bench.model.") or module == "fp8bench.measure.raw":
+        if module.startswith("fp8bench.model.") or module == "fp8bench.model.raw":
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 

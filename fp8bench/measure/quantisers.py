@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
+from fp8bench.model.raw import QUANTISERS_VARIABLE
 
-# 'eager' in it turns compiling off on purpose.
-QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
 _EAGER, _COMPILED = "eager", "compiled"
 
 

@@ -19,10 +19,10 @@ from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.raw import RawSlot, RawStep
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
-from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
+from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
@@ -220,7 +220,7 @@ class ArmFailed(Exception):
 
 
 @dataclass
-class Sitting:
+class Session:
     """Arms that are in memory together and take turns.
 
     `reference` and `control` are None where memory did not admit them; candidates are judged against the reference.

@@ -1,11 +1,14 @@
-"""What a case took beside time: energy, memory, and the state its device was in. Joules, watts, bytes, hertz, degrees.
+"""What a case took beside time: energy, memory, the largest batch, and the state its device was in.
 
-None means that nobody could say; then `why` says why. Nothing is 0 because it is not known.
+Joules, watts, bytes, hertz, degrees. None means that nobody could say; then `why` says why. Nothing is 0 because it is
+not known. Why a GPU's clocks are lower than they could be is NVML's mask, whose bits have their names here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fp8bench.model.words import MemoryRole
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class EnergyUse:
 class DeviceWatch:
     """What a device said of itself while a case was timed, looked at between its slots, `looks` times.
 
-    `throttle` has every bit that was set in any look (`fp8bench.throttling` names them). `held` says for how many of
-    the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
+    `throttle` has every bit that was set in any look (`fp8bench.model.consumed` names them). `held` says for how many
+    of the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
     """
 
     looks: int
@@ -86,3 +89,116 @@ class MemoryUse:
     process: int | None = None
     resident: int | None = None
     why: str = ""
+
+
+@dataclass(frozen=True)
+class HeldBlock:
+    """One allocation that was held at the highest point.
+
+    `phase` is what the step was at when it was made, '' before the stretch; `backward` says that a backward pass made
+    it, `awaited` that a forward pass did and that it was still held when a backward pass began, `brief` that it went
+    within the piece of a phase (in backward: the node of autograd's graph) that had made it, `lasting` that it was
+    there at the end. `said` is what was said of its address meanwhile.
+    """
+
+    address: int
+    size: int
+    phase: str = ""
+    backward: bool = False
+    awaited: bool = False
+    brief: bool = False
+    lasting: bool = False
+    said: tuple[MemoryRole, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryCourse:
+    """The highest point of a stretch, what was held there, and the highest points of its phases.
+
+    `held` are () where nobody could see single allocations; then `why` says why. They may sum to less than `peak`.
+    """
+
+    peak: int
+    held: tuple[HeldBlock, ...] = ()
+    phases: tuple[PhaseMemory, ...] = ()
+    reserved: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The largest batch of which a state and two steps fit: by runs of it, and of the next one, which does not.
+
+    `axis` is the parameter that was varied, in steps of `grain`. `batch` is None where no search came to an answer, and
+    0 where not even the smallest fits; `why` says why, or why `beyond`, the next batch, does not fit. `beyond` is None
+    where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where the notion does not
+    apply; `peak` are the bytes of its tensors at the highest point of preparing and two steps, `limit` those that were
+    allowed: None for as many as the device gives. `attempts` counts what was run.
+    """
+
+    axis: str
+    limit: int | None = None
+    batch: int | None = None
+    grain: int = 1
+    tokens: int = 0
+    peak: int | None = None
+    beyond: int | None = None
+    why: str = ""
+    attempts: int = 0
+
+
+# nvmlClocksEventReason*, called nvmlClocksThrottleReason* by older drivers; the bits are the same.
+BITS: dict[int, str] = {
+    0x1: "idle",
+    0x2: "application-clocks",
+    0x4: "power-cap",
+    0x8: "hw-slowdown",
+    0x10: "sync-boost",
+    0x20: "sw-thermal",
+    0x40: "hw-thermal",
+    0x80: "hw-power-brake",
+    0x100: "display-clocks",
+    0x200: "board-limit",
+    0x400: "reliability",
+}
+# The hardware slows itself down to survive: what was measured meanwhile is not this device's speed.
+HARDWARE = 0x8 | 0x40 | 0x80
+THERMAL = 0x20 | 0x40
+# Usual for large products on current GPUs.
+POWER_CAP = 0x4
+# Clocks that somebody chose, or that the cap allows, are the device's own.
+CHOSEN = frozenset({"idle", "application-clocks", "sync-boost", "display-clocks", BITS[POWER_CAP]})
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A limit whose time NVML counts, in nanoseconds: by a policy of nvmlDeviceGetViolationStatus or by a field."""
+
+    name: str
+    policy: int | None = None
+    field: int | None = None
+
+
+VIOLATIONS: tuple[Violation, ...] = (
+    Violation("power-cap", policy=0),
+    Violation("thermal", policy=1),
+    Violation("sw-thermal", field=269),
+    Violation("hw-thermal", field=270),
+    Violation("hw-power-brake", field=271),
+)
+
+
+def reasons_in(mask: int) -> tuple[str, ...]:
+    """The reasons of a mask by name, 'bit 0x800' for one that has none yet; idling is none."""
+    bits = [1 << number for number in range(mask.bit_length()) if mask & 1 << number]
+    return tuple(BITS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)
+
+
+def slowed_by_hardware(mask: int) -> bool:
+    """Whether the hardware slowed itself down (heat, a power brake): a case measured so has no verdict."""
+    return bool(mask & HARDWARE)
+
+
+def capped_by_power(mask: int) -> bool:
+    """Whether the clocks are those that the power cap allows."""
+    return bool(mask & POWER_CAP)

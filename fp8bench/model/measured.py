@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fp8bench.model.capacity import Capacity
-from fp8bench.model.consumed import DeviceWatch, EnergyUse, MemoryUse
-from fp8bench.model.planned import Case, DeviceFacts, Plan, Request, Scalar, Support, Work
+from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse
+from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar, Support, Work
+from fp8bench.model.request import Request
 from fp8bench.model.words import Label, Provenance, Status, Verdict
 
 
@@ -132,7 +132,7 @@ class Record:
     """What became of one case.
 
     `control` is the second entry of the reference in the same rounds (the A/A control). `paired_with` holds the
-    reference's samples where this case sat with the reference apart from the rest of its group; None means the
+    reference's samples where this case was measured with the reference apart from the rest of its group; None means the
     samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
     `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
     depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
@@ -193,6 +193,17 @@ class Interval:
         """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
         return max(0.0, self.low - 1, 1 - self.high)
 
+    @property
+    def inverse(self) -> Interval:
+        """The same the other way round: a speed-up, above 1 is faster."""
+        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
+
+
+def _inverse(bound: float) -> float:
+    if math.isnan(bound):
+        return bound
+    return 1 / bound if bound > 0 else math.inf
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -217,6 +228,17 @@ class Finding:
     why: str = ""
     label_reasons: tuple[tuple[Label, str], ...] = ()
     hard: tuple[Label, ...] = ()
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether a label forbids showing the verdict as a plain fact."""
+        return any(label.casts_doubt for label in self.labels)
+
+    @property
+    def verdict_words(self) -> str:
+        """The verdict as everyone is told it: 'faster', 'perhaps faster' where a label casts doubt on it."""
+        judged = self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
+        return f"perhaps {self.verdict}" if judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)
@@ -274,6 +296,11 @@ class Run:
     notes: tuple[str, ...] = ()
     resumptions: tuple[Resumption, ...] = ()
     origin: str = "suite"
+
+    def __repr__(self) -> str:
+        """On one line: all the samples would fill pages."""
+        state = "finished" if self.finished else "unfinished"
+        return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
 
     @property
     def ok(self) -> bool:

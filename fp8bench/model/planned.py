@@ -1,10 +1,11 @@
-"""What is asked and what will run."""
+"""What will run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fp8bench.model.request import StaticScales
 from fp8bench.model.words import Level
 
 Scalar = int | float | str | bool
@@ -64,26 +65,6 @@ class DeviceFacts:
     def accelerated(self) -> bool:
         """Whether it is a GPU, where workloads get their real sizes."""
         return self.kind != "cpu"
-
-
-@dataclass(frozen=True)
-class StaticScales:
-    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes of `batches` untimed steps.
-
-    They are renewed in every `refresh`-th step (0: never), and a tensor's whenever more than the share `bound` of its
-    values would saturate (None: nobody looks).
-    """
-
-    batches: int
-    refresh: int = 0
-    bound: float | None = None
-
-    @property
-    def words(self) -> str:
-        """'static=8', 'static=8:refresh=100:bound=0.001'."""
-        refresh = f":refresh={self.refresh}" if self.refresh else ""
-        bound = f":bound={self.bound:g}" if self.bound is not None else ""
-        return f"static={self.batches}{refresh}{bound}"
 
 
 @dataclass(frozen=True)
@@ -171,41 +152,3 @@ class Plan:
     @property
     def num_cases(self) -> int:
         return sum(len(group.cases) for group in self.groups)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, as given: nothing here depends on the machine.
-
-    `suite` is a suite's name, several with commas, 'all', or a file that registers some. `case_timeout` is the most
-    seconds that a worker may take to prepare a case or to run one slot of it. `grid` asks for the cases whose history
-    is kept, instead of the axes' defaults. `trace` is the folder that a trace of every case goes to. `static_scales` is
-    the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
-    `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
-    measured where a device can tell it. `max_batch` asks for the largest batch that fits, `memory_limit` is the memory
-    that it has to fit into, in bytes.
-    """
-
-    suite: str
-    dtypes: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    reference: str | None = None
-    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    precision_map: tuple[tuple[str, str], ...] = ()
-    data: str | None = None
-    quick: bool = False
-    budget: float | None = None
-    rounds: int | None = None
-    seed: int = 0
-    threads: int = 1
-    imports: tuple[str, ...] = ()
-    isolation: bool = True
-    case_timeout: float | None = None
-    grid: bool = False
-    trace: str | None = None
-    static_scales: int | None = None
-    refresh_scales: int | None = None
-    saturation_bound: float | None = None
-    energy: bool = True
-    max_batch: bool = False
-    memory_limit: int | None = None

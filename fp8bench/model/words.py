@@ -66,6 +66,15 @@ class Label(StrEnum):
     ENERGY_UNRESOLVED = "energy-unresolved"
     CROSS_RUN = "cross-run"
 
+    @property
+    def casts_doubt(self) -> bool:
+        """Whether a verdict beside this label is no plain fact."""
+        return self not in REMARKS
+
+
+# Facts about a case that are no doubt about its speed.
+REMARKS = frozenset({Label.LAUNCH_BOUND, Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED})
+
 
 class MemoryRole(StrEnum):
     """What bytes of a step's memory are for."""

@@ -1,4 +1,4 @@
-"""The arithmetics that several precisions share. Imports torch: precisions import it inside their methods."""
+"""The arithmetics that several precisions share, and one that counts what it casts. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8bench.numerics.products import values_product
-from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.numerics.products import in_dtype, values_product
+from fp8bench.numerics.ranges import Ledger
+from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 Quantise = Callable[[Tensor, Role], Tensor]
 
 
 class PlainArithmetic(Arithmetic):
     """torch's own products of one dtype."""
+
+    plain = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.carrier = dtype
@@ -24,7 +27,7 @@ class PlainArithmetic(Arithmetic):
         return Operand(tensor.detach().to(self.carrier))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return torch.mm(a.data, b.data.t()).to(dtype)
+        return in_dtype(torch.mm(a.data, b.data.t()), dtype)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return Operand(operand.data.t())
@@ -55,3 +58,16 @@ class EmulatedArithmetic(Arithmetic):
         if self.keeps_source:
             return self.cast(source.t(), role)
         return Operand(operand.data.t())
+
+
+def counted(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
+    """Another arithmetic, whose operands are entered into a ledger under a layer kind. Never for timing.
+
+    What is turned are values that were counted already.
+    """
+
+    def count(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
+        assert source is not None
+        ledger.add(kind, role.value, source)
+
+    return WatchedArithmetic(inner, count, turned=False)

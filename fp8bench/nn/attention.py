@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.linear import Choose, Linear
-from fp8bench.nn.region import region
+from fp8bench.nn.linear import Choose, Linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.linear import Choose, linear
-from fp8bench.nn.region import region
+from fp8bench.nn.linear import Choose, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 WINDOW = 3

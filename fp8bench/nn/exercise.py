@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole
-from fp8bench.numerics.errors import joint_relative_frobenius, relative_frobenius
+from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
 

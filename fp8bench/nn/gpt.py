@@ -3,12 +3,16 @@
 Which arithmetic a layer takes comes from the caller by its name, which is its path in the model: `blocks.0.attn.qkv`,
 `blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Embedding, norms, attention scores,
 softmax and loss stay in high precision: the residual stream has the carrier's dtype, norms and loss are computed in
-fp32 (fp64 for the reference).
+fp32 (fp64 for the reference). The operations between products are also here one by one, and `compiled` is a model
+through torch.compile: as one graph, or an exception that says why not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType, MethodType
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Markers, Phases
 
 
 class Norm(nn.Module):
@@ -118,3 +122,89 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x), phase)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))
+
+
+class Between(nn.Module):
+    """One of these operations by name, on (tokens, width), as a layer that takes the phases and marks none."""
+
+    def __init__(self, operation: str, tokens: int, width: int) -> None:
+        super().__init__()
+        self.function = OPERATIONS[operation](tokens, width)
+
+    def forward(self, *inputs_and_phase: Tensor | Phases) -> Tensor:
+        *inputs, _ = inputs_and_phase
+        return self.function(*inputs)
+
+
+class CrossEntropy(nn.Module):
+    """The loss of random targets, in at least fp32; summed, because gradients of a mean would vanish in fp16."""
+
+    targets: Tensor
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("targets", torch.randint(width, (tokens,)))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.to(_wide(logits)), self.targets, reduction="sum")
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's activation."""
+    return F.gelu(x, approximate="tanh")
+
+
+def silu_gate(gate: Tensor, value: Tensor) -> Tensor:
+    """Llama's activation."""
+    return F.silu(gate) * value
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Along the width, in at least fp32, handed back in the input's dtype."""
+    return torch.softmax(x, -1, dtype=_wide(x)).to(x.dtype)
+
+
+OPERATIONS: dict[str, Callable[[int, int], Callable[..., Tensor]]] = {
+    "layer_norm": lambda tokens, width: Norm(width, root_mean_square=False),
+    "rms_norm": lambda tokens, width: Norm(width, root_mean_square=True),
+    "gelu": lambda tokens, width: gelu,
+    "silu_gate": lambda tokens, width: silu_gate,
+    "softmax": lambda tokens, width: softmax,
+    "residual": lambda tokens, width: torch.add,
+    "cross_entropy": CrossEntropy,
+}
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+Forward = Callable[[Tensor, Tensor, Phases], Tensor]
+
+
+def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
+    """The model's loss as a compiled function, forward and backward compiled by a first call for tensors like these.
+
+    Inside a compiled graph the parts of a step are fused and reordered, so it is given no phases. Its code object is
+    its own: torch keeps compiled graphs by code object, for at most eight models, and without a word shares or
+    replaces them.
+    """
+    from torch._dynamo.utils import counters  # it imports the compiler, which most models do without
+
+    method = type(model).forward
+    assert isinstance(method, FunctionType) and method.__closure__ is None
+    own = FunctionType(method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__)
+    graph = torch.compile(MethodType(own, model), fullgraph=True, dynamic=False)
+    unmarked = Markers(lambda name: nullcontext())  # the one context manager that torch.compile can look into
+    before = counters["stats"]["unique_graphs"]
+    graph(tokens, targets, unmarked).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    if counters["stats"]["unique_graphs"] != before + 1:
+        raise RuntimeError("torch.compile compiled nothing: is it switched off by TORCH_COMPILE_DISABLE?")
+
+    def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        loss: Tensor = graph(tokens, targets, unmarked)
+        return loss
+
+    return forward

@@ -1,8 +1,13 @@
-"""A linear layer whose three products run in a chosen arithmetic, with its casts and products under their phases.
+"""Products and phase regions that mark their own backward, and the linear layer made of them.
 
-Forward contracts inputs and weights over the input features, the input gradient contracts gradients and weights over
-the output features, the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along
-the dimension of its product; the master weight stays fp32 and is cast in every forward, as autocast does.
+A linear layer's three products run in a chosen arithmetic, its casts and products under their phases. Forward contracts
+inputs and weights over the input features, the input gradient contracts gradients and weights over the output features,
+the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the dimension of its
+product; the master weight stays fp32 and is cast in every forward, as autocast does.
+
+A region is a phase around operators that torch differentiates itself. Identity Functions stand before and after it: the
+one after it fires first in backward and opens the phase, the one before it closes it. If no input needs a gradient the
+closing one would never fire, so that is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +21,53 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
+
+Marker = AbstractContextManager[None]
+
+
+class _Before(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, marker: Marker, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.marker = marker
+        marker.__enter__()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.marker.__exit__(None, None, None)
+        return (None, *gradients)
+
+
+class _After(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, marker: Marker, tensor: Tensor) -> Tensor:
+        ctx.marker = marker
+        marker.__exit__(None, None, None)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.marker.__enter__()
+        return (None, *gradients)
+
+
+def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+    """function(*tensors, **options) under `marker`, its backward included.
+
+    A null context marks nothing; in a graph that is being compiled no marker reaches the backward pass.
+    """
+    if torch.compiler.is_compiling() or isinstance(marker, nullcontext) or not torch.is_grad_enabled():
+        with marker:
+            return function(*tensors, **options)
+    if not all(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "a phase region was given a tensor that needs no gradient: its backward marker would never fire. Pass "
+            "such tensors as options, or run the region under torch.no_grad()."
+        )
+    inside = _Before.apply(marker, *tensors)  # type: ignore[no-untyped-call]
+    result: Tensor = _After.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
+    return result
+
 
 # Gives each layer of a model its arithmetic, by its name.
 Choose = Callable[[str], Arithmetic]

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import FP16
 from fp8bench.formats.scaled import factor
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.formats.torch_codes import torch_codes
 from fp8bench.model import MemoryRole
-from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role
 
 LEARNING_RATE = 3e-4
@@ -70,10 +69,10 @@ def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
     has the precision's own format and the second is scaled fp16, as in FP8-LM, unless it is to be the `same`: a second
     moment that a short range flushes to zero divides the update by epsilon.
     """
-    if isinstance(arithmetic, PlainArithmetic) and arithmetic.carrier is torch.float16:
+    if arithmetic.plain and arithmetic.carrier is torch.float16:
         return scaled_half(), scaled_half()
     own = in_arithmetic(arithmetic)
-    return own, own if same or isinstance(arithmetic, PlainArithmetic) else scaled_half()
+    return own, own if same or arithmetic.plain else scaled_half()
 
 
 class Bucket:

@@ -1,4 +1,4 @@
-"""The arithmetic of a recipe, emulated: operands as the values that it leaves of them, products in float32."""
+"""The arithmetic of a recipe: emulated, as the values that it leaves of operands, and native, as float8 codes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fp8bench.formats import hadamard
+from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.operators import round_to, values
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.nn.accumulators import short_product
-from fp8bench.nn.delayed import DelayedScale, backward_is_running
-from fp8bench.nn.static_scale import kept_scales
-from fp8bench.numerics.products import values_product
+from fp8bench.formats.scaled import factor
+from fp8bench.nn.explicit_products import rotated, short_product
+from fp8bench.nn.tensor_scales import DelayedScale, backward_is_running, kept_scales
+from fp8bench.numerics.products import in_dtype, values_product
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook
 
 
@@ -70,7 +71,7 @@ class RecipeArithmetic(Arithmetic):
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
             return Operand(source.detach().to(self.carrier))
         if role is not Role.WEIGHT and self.recipe.hadamard:
-            source = hadamard.turned(source, self._signs)
+            source = rotated(source, self._signs)
         return self.operand(source, role, again=False)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
@@ -83,10 +84,10 @@ class RecipeArithmetic(Arithmetic):
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:  # the weight gradient, where it is left alone
-            return torch.mm(a.data, b.data.t()).to(dtype)
+            return in_dtype(torch.mm(a.data, b.data.t()), dtype)
         if self.recipe.accumulator is Accumulator.FP32:
             return values_product(a.data, b.data, dtype)
-        return short_product(a.data, b.data, self.recipe.accumulator).to(dtype)
+        return in_dtype(short_product(a.data, b.data, self.recipe.accumulator), dtype)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(round_to(tensor, self.treatments[role].fmt))
@@ -125,3 +126,50 @@ class _Draws:
 def _number(name: str) -> int:
     """A number of 63 bits that a name stands for, on every machine the same."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+class ScaledArithmetic(RecipeArithmetic):
+    """One float32 scale a tensor, current or delayed, or one a row.
+
+    CUDA wants the first operand row-major and the second column-major, so both orientations of an operand are kept
+    contiguous along the contraction. Forward products accumulate fast; those with a gradient do not, as in
+    Transformer Engine and torchao.
+    """
+
+    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+        one = self.treatments[role]
+        assert one.scaling is not None
+        if role in self.scales:
+            scale = self.scales[role].next(tensor, again)
+            inverse = scale.reciprocal()
+        else:
+            scale, inverse = factor(tensor, one.fmt, one.scaling)
+        return Operand(torch_codes(tensor, one.fmt, scale), inverse, role is Role.GRADIENT)
+
+    def transposed(self, operand: Operand) -> Operand:
+        return Operand(operand.data.t().contiguous(), operand.scale, operand.gradient)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(torch_codes(tensor, self.treatments[role].fmt))
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        if a.data.dtype == b.data.dtype == self.carrier:
+            return super().product(a, b, dtype)
+        if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+            raise ValueError("CUDA has no product of two E5M2 tensors; one of them must not be a gradient")
+        if a.scale is None or b.scale is None:
+            raise ValueError("float8 operands need their scales")
+        kind = functional.ScalingType.TensorWise if self.recipe.per_tensor else functional.ScalingType.RowWise
+        found: Tensor = functional.scaled_mm(
+            a.data,
+            b.data.t(),
+            a.scale,
+            kind,
+            # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
+            b.scale if self.recipe.per_tensor else b.scale.t(),
+            kind,
+            # With a scale a row CUDA gives bfloat16 only.
+            output_dtype=dtype if self.recipe.per_tensor else torch.bfloat16,
+            use_fast_accum=not (a.gradient or b.gradient),
+        )
+        return in_dtype(found, dtype)

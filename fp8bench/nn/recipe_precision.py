@@ -9,13 +9,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from fp8bench.axes import Option, one_of
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.hardware import recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
+from fp8bench.protocols.axes import Option, one_of
 
 HIGH_WEIGHT_GRADIENT = Option(
     "weight-gradient", "low, or bf16: the product of gradients and inputs is left in bf16", "low",
@@ -53,7 +53,7 @@ def stochastic_option(default: str) -> Option:
 
 def hadamard_option(default: str) -> Option:
     """Whether the weight gradient's operands are rotated."""
-    words = "on: the weight gradient's operands are turned by random Hadamard matrices of 16"
+    words = "on: the weight gradient's operands are rotated by random Hadamard matrices of 16"
     return Option("hadamard", words, default, one_of("on", "off"))
 
 
@@ -91,8 +91,7 @@ class RecipePrecision(Precision):
         return recipe_support(self.recipe, self.words, facts)
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
-        from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
+        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 
         native = self.support(facts).level is Level.NATIVE
         return ScaledArithmetic(self.recipe) if native else RecipeArithmetic(self.recipe)

@@ -1,8 +1,13 @@
-"""Sizes of the models that workloads train, and their FLOPs. No torch here: plans read it."""
+"""Sizes of models that workloads train, linear layers of named models, and the tensors captured from a training.
+
+No torch here: plans read it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fp8bench.protocols import Role
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,112 @@ SIZES = {
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024),
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True),
 }
+
+
+# (output features, input features), by layer.
+Features = dict[str, tuple[int, int]]
+
+# The layers of a block. Attention's input products are fused, as are gate and up.
+MODELS: dict[str, Features] = {
+    "gpt2": {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)},
+    "llama3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "llama3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "deepseek-v3": {
+        "q_a_kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512), "out": (7168, 16384),
+        "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048),
+    },
+}  # fmt: skip
+# The layer above all blocks: (ids of the vocabulary, width).
+HEADS: dict[str, tuple[int, int]] = {
+    "gpt2": (50257, 768), "llama3-8b": (128256, 4096), "llama3-70b": (128256, 8192), "deepseek-v3": (129280, 7168),
+}  # fmt: skip
+PRODUCTS: dict[str, tuple[Role, Role]] = {
+    "forward": (Role.INPUT, Role.WEIGHT),
+    "input-gradient": (Role.GRADIENT, Role.WEIGHT),
+    "weight-gradient": (Role.GRADIENT, Role.INPUT),
+}
+
+
+def sides_of(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+    """M, N, K of a linear layer's product."""
+    if product == "forward":
+        return tokens, outputs, inputs
+    if product == "input-gradient":
+        return tokens, inputs, outputs
+    return outputs, inputs, tokens
+
+
+def models() -> tuple[str, ...]:
+    """Every model whose layers are known, the trained ones too."""
+    return (*MODELS, *SIZES)
+
+
+def features_of(model: str) -> Features:
+    """All linear layers of a model, its head the last."""
+    if model in SIZES:
+        return of_config(SIZES[model])
+    return {**MODELS[model], "head": HEADS[model]}
+
+
+def usual_tokens(model: str) -> int:
+    """Rows of activations in a step of a model: a trained one's own batch, else what the suite gemm takes on a GPU."""
+    return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
+
+
+def of_config(config: GPTConfig) -> Features:
+    """The linear layers of a trained model, those of one block and its head."""
+    width = config.width
+    return {
+        "qkv": (width + 2 * config.key_heads * config.head_width, width),
+        "out": (width, width),
+        "up": (config.hidden * (2 if config.modern else 1), width),
+        "down": (width, config.hidden),
+        "head": (config.vocabulary, width),
+    }
+
+
+# A small model, trained until its loss has come down from chance to what letters are worth.
+TRAINED_SIZE = "nano"
+TRAINED_BATCH = 4
+TRAINING_STEPS = 40
+# So many last steps are captured: what a scale that comes from earlier steps needs.
+CAPTURED_STEPS = 8
+
+
+@dataclass(frozen=True)
+class CapturedTensor:
+    """One operand of one layer: its layer's kind and name, its role, and its shape, contraction last."""
+
+    kind: str
+    layer: str
+    role: Role
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """'attn-input'."""
+        return f"{self.kind}-{self.role}"
+
+
+def _captured() -> tuple[CapturedTensor, ...]:
+    config = SIZES[TRAINED_SIZE]
+    tokens, last = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
+    # Of a kind the layer whose input is most its own: attention's after a norm, feed-forward's after the activation.
+    layers = (
+        ("attn", f"{last}.attn.qkv", config.width, 3 * config.width),
+        ("mlp", f"{last}.mlp.down", config.hidden, config.width),
+        ("head", "head", config.width, config.vocabulary),
+    )
+    return tuple(
+        CapturedTensor(kind, name, role, rows, columns)
+        for kind, name, inputs, outputs in layers
+        for role, rows, columns in (
+            (Role.INPUT, tokens, inputs),
+            (Role.WEIGHT, outputs, inputs),
+            (Role.GRADIENT, tokens, outputs),
+        )
+    )
+
+
+CAPTURED: dict[str, CapturedTensor] = {one.name: one for one in _captured()}

@@ -1,14 +1,18 @@
 """Matrix products to compare with: exact ones of chosen rows, and those of emulated precisions.
 
-All take b as (N, K), contraction last, as linear layers keep their weights.
+All take b as (N, K), contraction last, as linear layers keep their weights. What a product in low precision has cost is
+told from them: all of it, and what the kernel added to what the casts had lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fp8bench.numerics.norms import relative_frobenius
 
 # About half a second of one CPU core in fp64.
 FLOPS_CAP = 4e9
@@ -41,6 +45,37 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
     return result
 
 
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in that dtype, not touched where it has it.
+
+    In torch 2.11's compiled graphs gradients are zero behind a Function that ends in a `.to` that converts nothing.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def values_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The emulated product: values a (M, K) times b (N, K) transposed, summed in float32, rounded once to `dtype`."""
-    return (a.to(torch.float32) @ b.to(torch.float32).t()).to(dtype)
+    return in_dtype(a.to(torch.float32) @ b.to(torch.float32).t(), dtype)
+
+
+@dataclass(frozen=True)
+class ProductError:
+    """Relative Frobenius errors of some rows of a product.
+
+    `total` is against the fp64 product of the operands as they were; `kernel` against the fp64 product of the operands
+    as the casts left them: what summing and rounding the result add, and nothing else. Where errors are independent
+    their squares add up, and the casts' own is sqrt(total^2 - kernel^2).
+    """
+
+    total: float
+    kernel: float
+
+
+def product_error(
+    product: Tensor, operands: tuple[Tensor, Tensor], cast: tuple[Tensor, Tensor], rows: Sequence[int]
+) -> ProductError:
+    """Of a (M, K) times b (N, K) transposed: `operands` as they were, `cast` their values after the casts."""
+    found = product[list(rows)]
+    return ProductError(
+        relative_frobenius(found, exact_product(*operands, rows)), relative_frobenius(found, exact_product(*cast, rows))
+    )

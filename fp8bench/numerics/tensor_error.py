@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import Format
 from fp8bench.numerics.factors import Factors, Place, in_blocks
-from fp8bench.numerics.tiles import as_rows, tiles
+from fp8bench.numerics.norms import as_rows, tiles
 
 # The same for all scalings, so that they compare: an MX block.
 BLOCK = 32

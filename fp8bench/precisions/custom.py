@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fp8bench.axes import Option, one_of
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E4M3, E8M0, FORMATS, Format
@@ -10,6 +9,7 @@ from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision
+from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
 # Rows and columns of a block, the format of its scale, and how that is rounded unless it is said.

@@ -19,7 +19,7 @@ class Fp16(Precision):
 
     def support(self, facts: DeviceFacts) -> Support:
         if hardware.is_cpu(facts):
-            return hardware.native("torch's CPU kernels, slow where the processor has no float16 products")
+            return hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
         if facts.kind == "cuda":
             return hardware.native("float16 products")
         return hardware.unknown_kind(facts, "fp16")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp8bench.axes import Option, one_of, whole_number
 from fp8bench.formats.recipes import LONGEST_HISTORY, MOST_MARGIN, Amax, Delayed, Recipe, Treatment, by_role
 from fp8bench.formats.scalings import TENSOR
 from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, formats_option
+from fp8bench.protocols.axes import Option, one_of, whole_number
 from fp8bench.registry import precisions
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fp8bench.axes import Option, one_of
 from fp8bench.formats.grids import E2M3, E3M2, E8M0
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scalings import Scaling
 from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, mx_scale_option
+from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
 _FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}

@@ -1,16 +1,25 @@
-"""A stretch of allocations and releases: its highest point, and what is held there."""
+"""Every allocation and release of one device, as torch's allocators tell torch's profiler, to the byte.
+
+Of a stretch of them: its highest point, and what is held there.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.profiler import quiet
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
-class Change:
+class Sized:
     """So many bytes are allocated at an address, or given back if they are fewer than 0.
 
     `node` numbers the node of a backward pass that does it, 0 outside of any.
@@ -22,21 +31,21 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Begun:
     """The step goes on in that phase. The first turn begins the stretch."""
 
     phase: str
 
 
 @dataclass(frozen=True)
-class Word:
+class Said:
     """What is held at these addresses is for that."""
 
     addresses: tuple[int, ...]
     role: MemoryRole
 
 
-Event = Change | Turn | Word
+Event = Sized | Begun | Said
 
 
 @dataclass
@@ -79,12 +88,12 @@ class _Stretch:
 
     def read(self, number: int, event: Event) -> None:
         match event:
-            case Change():
+            case Sized():
                 self._change(number, event)
-            case Turn():
+            case Begun():
                 self._phase = event.phase
                 self._piece += 1
-            case Word():
+            case Said():
                 for address in event.addresses:
                     if address in self._held:
                         self._held[address].said.setdefault(event.role)
@@ -93,7 +102,7 @@ class _Stretch:
             if self.peak is None or self._now > self.peak:
                 self.peak, self.at = self._now, number
 
-    def _change(self, number: int, change: Change) -> None:
+    def _change(self, number: int, change: Sized) -> None:
         if change.node and not self._node:
             self.backwards.append(number)
         self._node = change.node
@@ -128,3 +137,96 @@ def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:
         block.address, block.size, block.phase, block.node > 0, inside and not block.node and came,
         inside and block.brief, block.gone is None, tuple(block.said),
     )  # fmt: skip
+
+
+# The profiler's names for an allocation or a release and for a node of a backward pass, and ours for what we say.
+_CHANGE = "[memory]"
+_NODE = "autograd::engine::evaluate_function"
+_NOTE = "fp8bench: note "
+
+
+class AllocationStream:
+    """Events of one device ('cpu', 'cuda:1'), with what is said of them in between.
+
+    The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
+    not threads of Python's. It only listens on the host: nothing is attached to a GPU. Of a GPU's allocations torch
+    keeps only those that lie within another event: a record that is open from start to stop holds them all.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._notes: list[Begun | Said] = []
+        self._profile: torch.autograd.profiler.profile | None = None
+        self._whole: AbstractContextManager[object] = nullcontext()
+
+    def start(self) -> None:
+        """Listen from here on."""
+        # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
+        from torch.autograd.profiler import profile, record_function
+
+        self._notes = []
+        one = profile(use_kineto=True, profile_memory=True)
+        with quiet():
+            one.__enter__()  # type: ignore[no-untyped-call]
+        self._profile, self._whole = one, record_function("fp8bench: whole")
+        self._whole.__enter__()  # type: ignore[no-untyped-call]
+
+    def note(self, note: Begun | Said) -> None:
+        """Said now: it has its place among the events. Nothing where nobody listens."""
+        from torch.autograd.profiler import record_function
+
+        if self._profile is None:
+            return
+        self._notes.append(note)
+        with record_function(f"{_NOTE}{len(self._notes) - 1}"):
+            pass
+
+    def stop(self) -> list[Event] | None:
+        """Listen no more: what was heard, in the order of time; None if nothing can be said. Safe after exceptions."""
+        one, self._profile = self._profile, None
+        if one is None:
+            return None
+        self._whole.__exit__(None, None, None)
+        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if one.kineto_results is None:
+            return None
+        told = [
+            (event, node)
+            for event, node in _flat(one.kineto_results.experimental_event_tree())
+            if event.name == _CHANGE or event.name.startswith(_NOTE)
+        ]
+        # Stable: what happened within one tick of the clock stays in the order in which it was told.
+        told.sort(key=lambda pair: pair[0].start_time_ns)
+        return list(self._events(told))
+
+    def _events(self, told: Sequence[tuple[Any, int]]) -> Iterator[Event]:
+        for event, node in told:
+            if event.name != _CHANGE:
+                yield self._notes[int(event.name.removeprefix(_NOTE))]
+            elif str(event.extra_fields.device) == self._device:
+                yield Sized(event.extra_fields.ptr, event.extra_fields.alloc_size, node)
+
+
+def _flat(tree: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """The profiler's events, those within others after these, and the node of a backward pass that each lies in."""
+    waiting = [(event, 0) for event in reversed(tree)]
+    nodes = 0
+    while waiting:
+        event, node = waiting.pop()
+        if event.name.startswith(_NODE):
+            nodes += 1
+            node = nodes
+        elif node and _recomputing(event):
+            node = 0
+        yield event, node
+        waiting.extend((child, node) for child in reversed(event.children))
+
+
+def _recomputing(event: Any) -> bool:
+    """Whether an operation within a backward pass belongs to a forward one, of a block that is computed again.
+
+    Such are numbered for a backward pass of their own; the function of the node itself has the number of its forward.
+    """
+    fields = event.extra_fields
+    scope = getattr(fields, "scope", None)
+    return getattr(fields, "sequence_number", -1) >= 0 and getattr(scope, "name", "") == "FUNCTION"

@@ -4,15 +4,21 @@ Each has at most four abstract methods. torch appears in annotations only: a lea
 that every name can be listed without it.
 """
 
-from fp8bench.protocols.arithmetic import Arithmetic, Operand, Role
+from fp8bench.protocols.arithmetic import (
+    MEMORY_OF,
+    Arithmetic,
+    KeptScale,
+    MemoryHolder,
+    Operand,
+    Role,
+    ScaleBook,
+    ScaleState,
+    WatchedArithmetic,
+)
 from fp8bench.protocols.device import CannotLimit, Device, MemoryMeter, Stamper
-from fp8bench.protocols.layers import Layer, key_of, keys_of
-from fp8bench.protocols.memory import MEMORY_OF, MemoryHolder
-from fp8bench.protocols.observer import Observer, SilentObserver
-from fp8bench.protocols.phases import Phases, SilentMarker, SilentPhases
+from fp8bench.protocols.phases import Markers, Observer, Phases, SilentMarker, SilentObserver, SilentPhases
 from fp8bench.protocols.precision import Precision, TensorScale, float32_products
-from fp8bench.protocols.scales import KeptScale, ScaleBook, Standing
-from fp8bench.protocols.workload import Grid, Setup, Workload
+from fp8bench.protocols.workload import Grid, Layer, Setup, Workload, key_of, keys_of
 
 __all__ = [
     "MEMORY_OF",
@@ -22,6 +28,7 @@ __all__ = [
     "Grid",
     "KeptScale",
     "Layer",
+    "Markers",
     "MemoryHolder",
     "MemoryMeter",
     "Observer",
@@ -30,15 +37,16 @@ __all__ = [
     "Precision",
     "Role",
     "ScaleBook",
+    "ScaleState",
     "Setup",
     "SilentMarker",
     "SilentObserver",
     "SilentPhases",
     "Stamper",
-    "Standing",
     "TensorScale",
+    "WatchedArithmetic",
     "Workload",
     "float32_products",
     "key_of",
     "keys_of",
-]
+]  # fmt: skip

@@ -1,17 +1,63 @@
-"""How a precision casts and multiplies. torch appears in annotations only."""
+"""How a precision casts and multiplies, scales from data, what a tensor is for. torch appears in annotations only."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from fp8bench.protocols.scales import ScaleBook
+from fp8bench.model import LayerScale, MemoryRole, StaticScales
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+class ScaleState(NamedTuple):
+    """What a kept scale is at the moment: it comes from that largest magnitude, and was renewed so often."""
+
+    amax: float
+    scale: float
+    renewals: int
+
+
+class KeptScale(Protocol):
+    """One scale of one layer, kept on its device. Reading it waits for the device."""
+
+    def state(self) -> ScaleState | None:
+        """None for one that nothing was ever cast with."""
+
+
+class ScaleBook:
+    """The scales of all layers of one state.
+
+    While `watching` a tensor is cast with its current scale and its largest magnitude is entered; else with the scale
+    that stands. A book without known magnitudes watches always: it calibrates.
+    """
+
+    def __init__(self, rule: StaticScales, known: Mapping[tuple[str, str], float] | None = None) -> None:
+        self.rule = rule
+        self.known = known
+        self.watching = known is None
+        self._steps = 0
+        self._kept: dict[tuple[str, str], KeptScale] = {}
+
+    def begin_step(self) -> None:
+        """A step begins: every `refresh`-th one watches."""
+        self._steps += 1
+        if self.known is not None and self.rule.refresh:
+            self.watching = self._steps % self.rule.refresh == 0
+
+    def keep(self, layer: str, role: str, scale: KeptScale) -> None:
+        """Enter a scale; a model that is built again under the same book replaces what it had."""
+        self._kept[layer, role] = scale
+
+    def states(self) -> tuple[LayerScale, ...]:
+        """All scales that something was cast with, in the order their layers were made."""
+        found = ((*key, kept.state()) for key, kept in self._kept.items())
+        return tuple(LayerScale(layer, role, *state) for layer, role, state in found if state is not None)
 
 
 class Role(StrEnum):
@@ -43,6 +89,7 @@ class Arithmetic(ABC):
     contraction) and cannot be had by transposing the codes. `explicit` says that a product is more than one of its
     operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
     `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
+    `plain` says that operands are torch's own values in the carrier's dtype, without scales.
     """
 
     carrier: torch.dtype
@@ -50,6 +97,7 @@ class Arithmetic(ABC):
     keeps_source: bool = False
     explicit: bool = False
     settles: bool = False
+    plain: bool = False
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
@@ -90,3 +138,69 @@ class Arithmetic(ABC):
         if operand.scale is None:
             return operand.data.to(dtype)
         return (operand.data.to(torch.float32) * operand.scale).to(dtype)
+
+
+# Told of a cast: the operand, its source (None where it was not kept), its role, the operand that was turned if any.
+Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
+
+
+class WatchedArithmetic(Arithmetic):
+    """Another arithmetic as it is, and its layers': somebody is told of each cast when it is done."""
+
+    def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
+        """Not `turned`: of casts alone, and not of values that are cast once more, turned."""
+        self.inner, self.watch, self.tells_turned = inner, watch, turned
+        self.carrier, self.casts, self.keeps_source = inner.carrier, inner.casts, inner.keeps_source
+        self.explicit, self.settles, self.plain = inner.explicit, inner.settles, inner.plain
+
+    def layer(self, name: str) -> Arithmetic:
+        return self._around(self.inner.layer(name))
+
+    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
+        return self._around(self.inner.scaled_by(book, name))
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return self._told(self.inner.cast(tensor, role), tensor, role)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return self._told(self.inner.unscaled(tensor, role), tensor, role)
+
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        operand = self.inner.turned(source, role)
+        return self._told(operand, source, role) if self.tells_turned else operand
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        turned = self.inner.turn(operand, source, role)
+        return self._told(turned, source, role, operand) if self.tells_turned else turned
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return self.inner.product(a, b, dtype)
+
+    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        return self.inner.restore(operand, dtype)
+
+    def _around(self, other: Arithmetic) -> Arithmetic:
+        return self if other is self.inner else WatchedArithmetic(other, self.watch, self.tells_turned)
+
+    def _told(self, operand: Operand, source: Tensor, role: Role, before: Operand | None = None) -> Operand:
+        self.watch(operand, source, role, before)
+        return operand
+
+
+# What a tensor is for that has a role in products, before it is cast.
+MEMORY_OF: Mapping[Role, MemoryRole] = {
+    Role.INPUT: MemoryRole.ACTIVATIONS,
+    Role.WEIGHT: MemoryRole.WEIGHTS,
+    Role.GRADIENT: MemoryRole.GRADIENTS,
+}
+
+
+class MemoryHolder(Protocol):
+    """A workload's state, or anything in it, that says what its tensors are for.
+
+    Nobody has to: parameters, their gradients and what torch's optimisers keep are known by themselves, and casts say
+    what they cast. What is said here goes before all of that.
+    """
+
+    def memory_roles(self) -> Mapping[MemoryRole, object]:
+        """Tensors, or whatever holds them, by what they are for."""

@@ -1,11 +1,12 @@
-"""The markers a workload sees, and markers that mark nothing."""
+"""Who is told how things go: the markers of a step's phases, those that mark nothing, and the observer of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from fp8bench.model import PHASES
+from fp8bench.model import PHASES, Case, Plan, Record
 
 
 class Phases(Protocol):
@@ -27,6 +28,27 @@ class Phases(Protocol):
     def elementwise(self) -> AbstractContextManager[None]: ...
 
 
+Marker = TypeVar("Marker", bound=AbstractContextManager[None])
+
+
+class Markers(Generic[Marker]):
+    """A marker for each phase, by its name. A plain object, because backward may run on another thread."""
+
+    __slots__ = ("accumulate", "attention", "cast", "data_load", "elementwise", "gemm", "optimizer_step")
+
+    data_load: Marker
+    cast: Marker
+    gemm: Marker
+    attention: Marker
+    accumulate: Marker
+    optimizer_step: Marker
+    elementwise: Marker
+
+    def __init__(self, make: Callable[[str], Marker]) -> None:
+        for name in PHASES:
+            setattr(self, name, make(str(name)))
+
+
 class SilentMarker:
     """A marker that marks nothing, for untimed passes."""
 
@@ -42,19 +64,36 @@ class SilentMarker:
 _SILENT = SilentMarker()
 
 
-class SilentPhases:
+class SilentPhases(Markers[SilentMarker]):
     """Phases that mark nothing."""
 
-    __slots__ = ("accumulate", "attention", "cast", "data_load", "elementwise", "gemm", "optimizer_step")
-
-    data_load: SilentMarker
-    cast: SilentMarker
-    gemm: SilentMarker
-    attention: SilentMarker
-    accumulate: SilentMarker
-    optimizer_step: SilentMarker
-    elementwise: SilentMarker
+    __slots__ = ()
 
     def __init__(self) -> None:
-        for name in PHASES:
-            setattr(self, name, _SILENT)
+        super().__init__(lambda name: _SILENT)
+
+
+class Observer(Protocol):
+    """Told how a run goes along; measuring code reports here and never prints."""
+
+    def planned(self, plan: Plan) -> None:
+        """The plan stands."""
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        """A case is being worked on; `share` of its group's time has gone."""
+
+    def finished(self, record: Record) -> None:
+        """A record is complete."""
+
+
+class SilentObserver:
+    """An observer that ignores everything."""
+
+    def planned(self, plan: Plan) -> None:
+        return None
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        return None
+
+    def finished(self, record: Record) -> None:
+        return None

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import ClassVar
 
-from fp8bench.axes import Option
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
+from fp8bench.protocols.axes import Option
 
 
 class TensorScale(StrEnum):

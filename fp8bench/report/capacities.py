@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench import units
+from fp8bench.analysis.metric import capacity_ratio
 from fp8bench.model import Capacity
-from fp8bench.report.blocks import Panel, Result, ResultGroup, show_params
-from fp8bench.report.naming import listed
-from fp8bench.report.standing import emulated
+from fp8bench.report.case_status import emulated
+from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
+from fp8bench.report.words.naming import listed
 
 EMULATED = "emulated"
 
@@ -44,24 +45,8 @@ def show_batch(found: Capacity) -> str:
 
 
 def share_within(group: ResultGroup, result: Result) -> float | None:
-    """How many times the reference's batch a case fits; None for the reference, and where either is no number.
-
-    An emulated precision keeps its values in wider ones, on either side: what it fits says nothing.
-    """
-    reference = next((one for one in group.results if one.mode == group.reference), None)
-    if reference is None or reference is result or emulated(result) or emulated(reference):
-        return None
-    own, base = result.record.capacity, reference.record.capacity
-    if own is None or base is None or own.batch is None or not base.batch:
-        return None
-    return own.batch / base.batch
-
-
-def beyond(found: Capacity) -> str:
-    """'377: tensors need 1.63 MiB more', or why there is no answer."""
-    if found.batch is not None and found.beyond is None:
-        return "none: the suite takes no more"
-    return f"{found.beyond}: {found.why}" if found.beyond is not None else found.why
+    """How many times the reference's batch a case fits; None where that says nothing."""
+    return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
 
 
 def sentences(panel: Panel) -> Iterator[str]:

@@ -44,6 +44,14 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Verdicts:
+    """The answer at a glance: a row for each precision, and for each question a word; its hint is seen below it."""
+
+    questions: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Field, ...]], ...]
+
+
+@dataclass(frozen=True)
 class Code:
     """Something to type, or a file's content."""
 
@@ -55,12 +63,15 @@ class Column:
     """A column of a table. Numbers stand right, and sort as numbers; `hint` says what the column is.
 
     `unit` is what the values of its fields are counted in ('s', 'B', 'x'), for who gets them without their texts.
+    A terminal says what is `shared` once above the rows that share it, and what stands `below` under its row.
     """
 
     title: str
     number: bool = False
     hint: str = ""
     unit: str = ""
+    shared: bool = False
+    below: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,20 +122,35 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it."""
+    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it.
+
+    A `folded` one is for who asks, as a table is.
+    """
 
     name: str
     title: str
     description: str
+    folded: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars with intervals, from `start` (1 for ratios); groups have a heading each."""
+    """Horizontal bars with intervals, from `start` (1 for ratios), which is no place on a logarithmic axis of
+    errors: they are dots; groups have a heading each."""
 
     axis: Axis
     groups: tuple[tuple[str, tuple[Mark, ...]], ...]
     start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Waterfall(Chart):
+    """How one whole becomes another: what each change adds, or takes where it is below zero."""
+
+    axis: Axis
+    before: tuple[str, float]
+    changes: tuple[Mark, ...]
+    after: tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -193,7 +219,7 @@ class Strips(Chart):
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 
-Element = Text | Items | Facts | Code | Table | Bars | Scatter | Stacks | Heat | Lines | Strips
+Element = Text | Items | Facts | Code | Table | Verdicts | Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall
 
 
 @dataclass(frozen=True)

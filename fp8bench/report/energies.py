@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
+    NO_SOURCE,
     Demand,
     EnergyFigures,
     EnergyRatio,
@@ -13,15 +14,14 @@ from fp8bench.analysis.energy import (
     energy_ratio,
     why_no_energy,
 )
-from fp8bench.analysis.resolution import NO_SOURCE
 from fp8bench.model import Label, Record, Run, Status
-from fp8bench.report.blocks import Result, ResultGroup
-from fp8bench.report.run_facts import many
+from fp8bench.report.panels import Result, ResultGroup
+from fp8bench.report.words.run_facts import many
 
 # What each source is; docs/energy.md has the rest.
 SOURCES = {
     "counter": "the driver's energy counter",
-    "rapl": "the processor's energy counters (RAPL)",
+    "rapl": "the CPU's energy counters (RAPL)",
     "instant": "the driver's power readings, summed up",
     "average": "the driver's mean power, summed up",
 }

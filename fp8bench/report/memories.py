@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import PHASES, UNATTRIBUTED, MemoryRole, MemoryUse, Phase, Record, Status
-from fp8bench.report.blocks import Panel, Result, ResultGroup
-from fp8bench.report.legend import MEMORY_WORDS, PHASE_WORDS
-from fp8bench.report.naming import NamedCase, listed
-from fp8bench.report.standing import emulated
-from fp8bench.report.tables import value_of
+from fp8bench.report.case_status import emulated
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.terminal.tables import value_of
+from fp8bench.report.words.legend import MEMORY_WORDS, PHASE_WORDS
+from fp8bench.report.words.naming import NamedCase, listed
 
 PEAK = "peak_memory"
 # A saving of less is called none.

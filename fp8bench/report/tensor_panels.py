@@ -10,10 +10,10 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.protocols import Precision
 from fp8bench.registry import precisions
-from fp8bench.report.blocks import Panel, Result, ResultGroup
 from fp8bench.report.material import Material
-from fp8bench.report.naming import titled_panels
-from fp8bench.report.tables import value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.terminal.tables import value_of
+from fp8bench.report.words.naming import titled_panels
 
 SQNR = "sqnr_db"
 WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"

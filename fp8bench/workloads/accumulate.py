@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, MemoryRole, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.storage import storage_support
+from fp8bench.nn.support import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ScaledBuffer:
 
 
 @dataclass
-class State:
+class BufferState:
     """The gradients of every micro-batch, and the buffer."""
 
     micro_batches: list[list[Tensor]]
@@ -133,24 +133,22 @@ class Accumulate(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there is no buffer of it")
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> BufferState:
         import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
 
         dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
         micro_batches = [
             [(one * setup.loss_scale).to(dtype) for one in gradients] for gradients in _micro_batches(setup)
         ]
         arithmetic = setup.arithmetic
-        if isinstance(arithmetic, PlainArithmetic):
+        if arithmetic.plain:
             first = micro_batches[0]
             plain = PlainBuffer([one.shape for one in first], arithmetic.carrier, first[0].device)
-            return State(micro_batches, plain)
+            return BufferState(micro_batches, plain)
         own = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
-        return State(micro_batches, ScaledBuffer(own))
+        return BufferState(micro_batches, ScaledBuffer(own))
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: BufferState, phase: Phases) -> None:
         for index, gradients in enumerate(state.micro_batches):
             state.buffer.add(gradients, phase, first=index == 0)
 
@@ -158,7 +156,7 @@ class Accumulate(Workload):
         """The sums of one step against those in fp64 of the gradients that arrived: what the buffer alone loses."""
         import torch
 
-        from fp8bench.numerics.errors import joint_relative_frobenius, vanished_share
+        from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
         state = self.prepare(setup)
         if setup.arithmetic.settles:
@@ -184,7 +182,7 @@ class Accumulate(Workload):
                 ledger.add("gradients", Role.GRADIENT.value, one)
         return ledger.statistics()
 
-    def check(self, state: State) -> str:
+    def check(self, state: BufferState) -> str:
         finite = all(bool(one.isfinite().all()) for one in state.buffer.values())
         return "" if finite else "the sums of the gradients are not finite"
 
@@ -193,7 +191,7 @@ def _micro_batches(setup: Setup) -> list[list[Tensor]]:
     """The gradients of every micro-batch in fp32, before any loss scale."""
     import torch
 
-    from fp8bench.nn.gradients import GradientSource
+    from fp8bench.numerics.distributions import GradientSource
 
     case = setup.case
     width = int(case.param("width"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Grid, Layer, Phases, Precision, Setup, SilentPhases, Workload
+from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
+from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SCORES = ("high", "low", "low-prescaled")
 
 
 @workloads.register("attention")
-class Attention(Workload):
+class Attention(LayerWorkload):
     """`core` is what torch's kernels do; `layer` adds the products before and after, which low precision speeds up.
 
     With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
@@ -56,8 +57,7 @@ class Attention(Workload):
             Axis("key_heads", "heads of keys and values, a divisor of heads; auto: as many", ("auto",), _auto),
             Axis("head_width", "features of a head", (head_width,), whole_number(high=1024)),
             Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
-            Axis("pass", "forward alone, or training: forward and backward", ("training",),
-                 one_of("forward", "training")),
+            PASS,
             Axis("scores", "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
                  "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before", ("high",),
                  one_of(*_SCORES)),
@@ -78,7 +78,7 @@ class Attention(Workload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         rows, width, inner = _sizes(params)
-        training = _training(params)
+        training = is_training(params)
         scores = float(rows) * int(params["sequence"]) * int(params["heads"])
         # Two products forward; what a causal mask hides is not counted.
         flops = 4.0 * scores * int(params["head_width"]) * (0.5 if _causal(params) else 1.0)
@@ -115,11 +115,8 @@ class Attention(Workload):
         """The products before and after the core; alone, it has none."""
         return () if params["part"] == "core" else super().layers(params)
 
-    def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier, _core(setup))
-
-    def step(self, state: Exercise, phase: Phases) -> None:
-        state.step(phase)
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        return _exercise(setup, choose, carrier, _core(setup))
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Output, and in training all gradients, against the same in fp64 throughout."""
@@ -133,15 +130,15 @@ class Attention(Workload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""
+        from fp8bench.nn.arithmetics import counted
         from fp8bench.nn.attention import FusedCore
-        from fp8bench.nn.watching import WatchingArithmetic
         from fp8bench.numerics.ranges import Ledger
 
         params, ledger = dict(setup.case.params), Ledger()
         core = FusedCore(_causal(params))
         if params["part"] == "layer":
             own, carrier = self.arithmetics(setup), setup.arithmetic.carrier
-            state = _exercise(setup, lambda name: WatchingArithmetic(own(name), name, ledger), carrier, core)
+            state = _exercise(setup, lambda name: counted(own(name), name, ledger), carrier, core)
             ledger.tallies.clear()  # preparing ran forward once
             state.outcome()
         if params["part"] == "core" or _low(params):
@@ -156,10 +153,6 @@ _number = whole_number(high=1024)
 def _auto(text: str) -> Scalar:
     """'auto' or a whole number."""
     return text if text == "auto" else _number(text)
-
-
-def _training(params: Mapping[str, Scalar]) -> bool:
-    return params["pass"] == "training"
 
 
 def _causal(params: Mapping[str, Scalar]) -> bool:
@@ -178,16 +171,9 @@ def _sizes(params: Mapping[str, Scalar]) -> tuple[int, int, int]:
 
 def _misfit(params: Mapping[str, Scalar], precision: Precision) -> str:
     """Why the layer's products do not fit a native precision; '' if they do."""
-    along_k, along_n = precision.multiples
     rows, width, inner = _sizes(params)
-    features_fit = not any(size % along for size in (width, inner) for along in (along_k, along_n))
-    if features_fit and not (_training(params) and rows % along_k):
-        return ""
-    return (
-        f"native {precision.name} contracts in multiples of {along_k} and gives columns in multiples of {along_n}, and "
-        f"weight gradients contract over the tokens; here {rows} tokens, {width} features, {inner} of queries, keys "
-        "and values: choose other sizes"
-    )
+    shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
+    return misfit(precision, rows, (width, inner), is_training(params), shown)
 
 
 def _core(setup: Setup) -> Core:
@@ -220,7 +206,7 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
             return BareAttention(core)
         return SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
-    return exercise(setup, build, shapes, carrier, _training(params), float(params["spread"]))
+    return exercise(setup, build, shapes, carrier, is_training(params), float(params["spread"]))
 
 
 def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.storage import storage_support
+from fp8bench.nn.support import storage_support
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _SIDE = whole_number(high=1 << 18)
 
 
 @dataclass
-class State:
+class CastState:
     """The tensor as it comes, and what is done with it in every step."""
 
     source: Tensor
@@ -86,21 +86,21 @@ class Cast(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there is nothing to cast")
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> CastState:
         source, role = _scaled(setup), Role(str(setup.case.param("role")))
         if setup.case.param("direction") == "to":
             into = _into(setup)
-            return State(source, _or_copy(lambda: into(source).data, source), role)
+            return CastState(source, _or_copy(lambda: into(source).data, source), role)
         operand, restore = _into(setup)(source), setup.arithmetic.restore
-        return State(source, _or_copy(lambda: restore(operand, source.dtype), operand.data), role)
+        return CastState(source, _or_copy(lambda: restore(operand, source.dtype), operand.data), role)
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
             state.change()  # the result goes at once, inside the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
-        from fp8bench.numerics.errors import relative_frobenius, vanished_share
+        from fp8bench.numerics.norms import relative_frobenius, vanished_share
 
         source, into = _scaled(setup), _into(setup)
         if setup.arithmetic.settles:
@@ -148,7 +148,7 @@ def _source(setup: Setup) -> Tensor:
     """Standard normal inputs, or gradients with a network's magnitudes, in the dtype of the source."""
     import torch
 
-    from fp8bench.nn.gradients import GradientSource
+    from fp8bench.numerics.distributions import GradientSource
 
     case = setup.case
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)

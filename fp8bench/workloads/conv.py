@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Grid, Layer, Phases, Precision, Setup, Workload
+from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
+from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
+from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ WINDOW = 9
 
 
 @workloads.register("conv")
-class Conv(Workload):
+class Conv(LayerWorkload):
     """ResNet's basic block: two 3x3 convolutions, batch norm in fp32, ReLU, and the residual's sum.
 
     The convolutions are GEMM: they are products, contracted over windows and channels.
@@ -43,8 +44,7 @@ class Conv(Workload):
             Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
             Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
             Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
-            Axis("pass", "forward alone, or training: forward and backward", ("training",),
-                 one_of("forward", "training")),
+            PASS,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -61,7 +61,7 @@ class Conv(Workload):
         positions, weights = batch * image * image, 2 * WINDOW * channels * channels
         # fp32 weights; input and output in two bytes, the least of any carrier.
         return Work(
-            flops=2.0 * positions * weights * (3 if _training(params) else 1),
+            flops=2.0 * positions * weights * (3 if is_training(params) else 1),
             least_memory=4.0 * weights + 4.0 * positions * channels,
         )
 
@@ -79,53 +79,29 @@ class Conv(Workload):
         """Both convolutions, in their order."""
         return Layer("first", "conv"), Layer("second", "conv")
 
-    def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-
-    def step(self, state: Exercise, phase: Phases) -> None:
-        state.step(phase)
-
-    def error(self, setup: Setup) -> dict[str, float]:
-        """Output, and in training all gradients, against the same in fp64 throughout.
-
-        Gradients err by far more than the output: where rounding moves a value across ReLU's corner, one appears or
-        is gone altogether.
-        """
-        import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
-
-        exact = PlainArithmetic(torch.float64)
-        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier), setup.settles)
-
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of both convolutions; where windows are written out, of the carrier: each pixel once."""
-        from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.watching import WatchingArithmetic
+        from fp8bench.nn.arithmetics import PlainArithmetic, counted
         from fp8bench.numerics.ranges import Ledger
 
         ledger, own = Ledger(), self.arithmetics(setup)
 
         def watched(name: str) -> Arithmetic:
             inner = own(name)
-            return WatchingArithmetic(PlainArithmetic(inner.carrier) if inner.explicit else inner, "conv", ledger)
+            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, "conv", ledger)
 
-        state = _exercise(setup, watched, setup.arithmetic.carrier)
-        ledger.tallies.clear()  # preparing ran forward once
-        state.outcome()
-        return ledger.statistics()
+        return self.operands(setup, watched, ledger)
 
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        """The block on random images in the carrier's dtype.
 
-def _training(params: Mapping[str, Scalar]) -> bool:
-    return params["pass"] == "training"
+        Its gradients err by far more than its output: where rounding moves a value across ReLU's corner, one appears
+        or is gone altogether.
+        """
+        from fp8bench.nn.convolution import ResidualBlock
+        from fp8bench.nn.exercise import exercise
 
-
-def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-    """The block on random images in the carrier's dtype."""
-    from fp8bench.nn.convolution import ResidualBlock
-    from fp8bench.nn.exercise import exercise
-
-    params = dict(setup.case.params)
-    batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
-    shape = (batch, image, image, channels)
-    return exercise(setup, lambda: ResidualBlock(channels, choose), [shape], carrier, _training(params))
+        params = dict(setup.case.params)
+        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
+        shape = (batch, image, image, channels)
+        return exercise(setup, lambda: ResidualBlock(channels, choose), [shape], carrier, is_training(params))

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fp8bench.nn.records import Bytes, Destination, Indices, Records
+    from fp8bench.nn.batches import Bytes, Destination, Indices, Records
 
 # Kind: records in a batch unless told otherwise.
 BATCHES = {"reading": 16, "transfer": 128}
@@ -29,7 +29,7 @@ _COMPRESSING = 5e6
 
 
 @dataclass
-class State:
+class LoadState:
     """Where batches come from, how they are cast and where they go."""
 
     batches: Iterator[Tensor]
@@ -96,15 +96,15 @@ class Data(Workload):
             )
         return precision.support(facts)
 
-    def prepare(self, setup: Setup) -> State:
-        from fp8bench.nn.records import Destination
+    def prepare(self, setup: Setup) -> LoadState:
+        from fp8bench.nn.batches import Destination
 
         text, random = _text(setup)
         batches = _batches(setup, _records(setup, text), random)
         like = setup.arithmetic.cast(next(batches), Role.INPUT)
-        return State(batches, setup.arithmetic, Destination(like, setup.facts.key))
+        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key))
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: LoadState, phase: Phases) -> None:
         with phase.data_load:
             values = next(state.batches)
         if state.arithmetic.casts:
@@ -120,8 +120,8 @@ class Data(Workload):
         """Of the values of a batch in the case's precision, against the same bytes normalised in fp64."""
         import torch
 
-        from fp8bench.nn.records import DOUBLE, normalised
-        from fp8bench.numerics.errors import relative_frobenius
+        from fp8bench.nn.batches import DOUBLE, normalised
+        from fp8bench.numerics.norms import relative_frobenius
 
         text, random = _text(setup)
         drawn = _drawn(random, int(setup.case.param("batch")))
@@ -151,7 +151,7 @@ def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
     """The bytes of all records, and the random numbers that batches are drawn by; both from the seed."""
     import numpy as np
 
-    from fp8bench.nn.records import text_records
+    from fp8bench.nn.batches import text_records
 
     if setup.corpus is None:
         raise ValueError("loading data needs a token file and was given none")
@@ -160,7 +160,7 @@ def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
 
 
 def _records(setup: Setup, text: Bytes) -> Records:
-    from fp8bench.nn.records import CompressedRecords, DecodedRecords
+    from fp8bench.nn.batches import CompressedRecords, DecodedRecords
 
     return CompressedRecords(text) if setup.case.param("kind") == "reading" else DecodedRecords(text)
 

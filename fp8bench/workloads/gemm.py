@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.layer_sizes import MODELS, PRODUCTS, sides_of
+from fp8bench.nn.sizes import MODELS, PRODUCTS, sides_of
 from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
 @dataclass
-class State:
+class GemmState:
     """The operands as they come (in the carrier's dtype), what casts them, and cast if they are cast once."""
 
     arithmetic: Arithmetic
@@ -102,13 +102,13 @@ class Gemm(Workload):
             )
         return support
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> GemmState:
         a, b, roles = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
-        return State(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
+        return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: GemmState, phase: Phases) -> None:
         arithmetic = state.arithmetic
         if state.ready is not None:
             a, b = state.ready
@@ -125,8 +125,7 @@ class Gemm(Workload):
         """Against the fp64 products of the unrounded operands and of the cast ones, on rows that fp64 can afford."""
         import torch
 
-        from fp8bench.numerics.product_error import product_error
-        from fp8bench.numerics.products import rows_within
+        from fp8bench.numerics.products import product_error, rows_within
 
         a, b, _ = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)

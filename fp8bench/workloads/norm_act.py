@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
-from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
+from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
+from fp8bench.protocols import Grid, Precision, Role, Setup
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
+    import torch
+
     from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
 
 # Operation: how many tensors of (tokens, width) it takes.
 INPUTS = {
@@ -30,7 +34,7 @@ UNREAD = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
-class NormAct(Workload):
+class NormAct(LayerWorkload):
     """One operation that is no product, in the precision that carries values between products.
 
     Norms, softmax and the loss are computed in fp32 whatever the carrier, as training does it.
@@ -52,15 +56,14 @@ class NormAct(Workload):
             Axis("operation", ", ".join(INPUTS), tuple(INPUTS) if facts.accelerated else _GPT2, one_of(*INPUTS)),
             Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),
             Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
-            Axis("pass", "forward alone, or training: forward and backward", ("training",),
-                 one_of("forward", "training")),
+            PASS,
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         """Bytes of the inputs and, in training, of the gradient that comes in, all counted in fp32's four."""
         tokens, width = int(params["tokens"]), int(params["width"])
         tensors = INPUTS[str(params["operation"])]
-        taken = tensors + (_training(params) and params["operation"] not in UNREAD)
+        taken = tensors + (is_training(params) and params["operation"] not in UNREAD)
         return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -72,19 +75,15 @@ class NormAct(Workload):
             )
         return precision.support(facts)
 
-    def prepare(self, setup: Setup) -> Exercise:
-        return _exercise(setup, setup.arithmetic)
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        """The operation on random rows in the carrier's dtype; it has no products."""
+        from fp8bench.nn.exercise import exercise
+        from fp8bench.nn.gpt import Between
 
-    def step(self, state: Exercise, phase: Phases) -> None:
-        state.step(phase)
-
-    def error(self, setup: Setup) -> dict[str, float]:
-        """Output, and in training all gradients, against the same in fp64."""
-        import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
-
-        return self.prepare(setup).errors(_exercise(setup, PlainArithmetic(torch.float64)))
+        params = dict(setup.case.params)
+        operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
+        shapes = [(tokens, width)] * INPUTS[operation]
+        return exercise(setup, lambda: Between(operation, tokens, width), shapes, carrier, is_training(params))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the inputs, and in training of the gradient that comes in."""
@@ -97,22 +96,3 @@ class NormAct(Workload):
         if state.pull is not None:
             ledger.add(operation, Role.GRADIENT.value, state.pull)
         return ledger.statistics()
-
-
-def _training(params: Mapping[str, Scalar]) -> bool:
-    return params["pass"] == "training"
-
-
-def _exercise(setup: Setup, arithmetic: Arithmetic) -> Exercise:
-    from fp8bench.nn.elementwise import Between
-    from fp8bench.nn.exercise import exercise
-
-    params = dict(setup.case.params)
-    operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
-    return exercise(
-        setup,
-        lambda: Between(operation, tokens, width),
-        [(tokens, width)] * INPUTS[operation],
-        arithmetic.carrier,
-        _training(params),
-    )

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.catches import CATCHES, COURSE
-from fp8bench.nn.storage import storage_support
+from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
+from fp8bench.nn.support import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _table() -> Iterator[str]:
 
 
 @dataclass
-class State:
+class TensorState:
     """The tensor, fp32, and what casts it."""
 
     source: Tensor
@@ -58,7 +58,7 @@ class Numerics(Workload):
     """The error of each format under each scaling, tensor by tensor. Its times are those of the casts.
 
     A precision that takes its scale from earlier steps is shown them first: other draws of a made tensor, the steps
-    before of a caught one.
+    before of a captured one.
     """
 
     name = "numerics"
@@ -76,9 +76,9 @@ class Numerics(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         side = "4096" if facts.accelerated else "512"
-        known = (*MADE, *CATCHES)
+        known = (*MADE, *CAPTURED)
         return (
-            Axis("tensor", "made, or caught from a short training of a small transformer: the input, weight and "
+            Axis("tensor", "made, or captured from a short training of a small transformer: the input, weight and "
                  "gradient of attn, mlp and head", known, one_of(*known)),
             Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
             Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
@@ -88,9 +88,9 @@ class Numerics(Workload):
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         name, role = str(params["tensor"]), str(params["role"])
-        caught = CATCHES.get(name)
-        own = caught.role if caught else MADE[name]
-        rows, columns = (caught.rows, caught.columns) if caught else (params["rows"], params["columns"])
+        captured = CAPTURED.get(name)
+        own = captured.role if captured else MADE[name]
+        rows, columns = (captured.rows, captured.columns) if captured else (params["rows"], params["columns"])
         return (
             (("tensor", name), ("rows", rows), ("columns", columns), ("role", own.value if role == _AUTO else role)),
         )
@@ -107,10 +107,10 @@ class Numerics(Workload):
             )
         return storage_support(precision, facts, "there is nothing to round")
 
-    def prepare(self, setup: Setup) -> State:
-        return State(next(_course(setup)), _role(setup), setup.arithmetic.layer("tensor"))
+    def prepare(self, setup: Setup) -> TensorState:
+        return TensorState(next(_course(setup)), _role(setup), setup.arithmetic.layer("tensor"))
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
             state.arithmetic.cast(state.source, state.role)  # the result goes at once, inside the phase
 
@@ -118,7 +118,7 @@ class Numerics(Workload):
         """All figures of the tensor and what is left of it; SQNR is 200 dB at most, which stands for no error."""
         import torch
 
-        from fp8bench.nn.recipe_view import view_of
+        from fp8bench.nn.tensor_scales import view_of
         from fp8bench.numerics.figures import figures
         from fp8bench.numerics.tensor_error import tensor_error
 
@@ -135,7 +135,7 @@ class Numerics(Workload):
         from fp8bench.numerics.ranges import Ledger
 
         name, ledger = str(setup.case.param("tensor")), Ledger()
-        ledger.add(CATCHES[name].kind if name in CATCHES else name, _role(setup).value, next(_plain_course(setup)))
+        ledger.add(CAPTURED[name].kind if name in CAPTURED else name, _role(setup).value, next(_plain_course(setup)))
         return ledger.statistics()
 
 
@@ -153,15 +153,15 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
     import torch
 
     name = str(setup.case.param("tensor"))
-    if name in CATCHES:
-        from fp8bench.nn.caught import caught
+    if name in CAPTURED:
+        from fp8bench.nn.captured_tensors import captured
 
         if setup.corpus is None:
-            raise ValueError("a caught tensor needs a token file to train on, and was given none")
-        yield from (one.to(setup.facts.key, copy=True) for one in reversed(caught(setup.corpus, setup.seed)[name]))
+            raise ValueError("a captured tensor needs a token file to train on, and was given none")
+        yield from (one.to(setup.facts.key, copy=True) for one in reversed(captured(setup.corpus, setup.seed)[name]))
         return
     from fp8bench.numerics.distributions import DISTRIBUTIONS
 
     generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
     shape = int(setup.case.param("rows")), int(setup.case.param("columns"))
-    yield from (DISTRIBUTIONS[name](shape, generator) for _ in range(COURSE))
+    yield from (DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEPS))

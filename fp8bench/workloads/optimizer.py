@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.storage import storage_support
+from fp8bench.nn.support import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fp8bench.nn.gradients import GradientSource
     from fp8bench.nn.moments import Bucket, Storage
+    from fp8bench.numerics.distributions import GradientSource
 
 # Moments are restored and cast for so many elements at a time: 256 MiB of fp32 moments, in phases of a good length.
 BUCKET_ELEMENTS = 1 << 25
@@ -31,7 +31,7 @@ WIDTH_OF_ERROR = 64
 
 
 @dataclass
-class State:
+class OptimizerState:
     """All that is trained, in buckets."""
 
     buckets: list[Bucket]
@@ -91,12 +91,12 @@ class Optimizer(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there are no moments of it")
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> OptimizerState:
         state, source = _begin(setup, _storages(setup), setup.case.param("fused") == "yes")
         state.take(source.draw())
         return state
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: OptimizerState, phase: Phases) -> None:
         for bucket in state.buckets:
             if bucket.plain is not None:
                 with phase.optimizer_step:
@@ -117,7 +117,7 @@ class Optimizer(Workload):
         weights: the weights themselves would hide it. What of the moments has vanished the errors do not tell: they
         know the rows of the largest magnitudes only.
         """
-        from fp8bench.numerics.errors import joint_relative_frobenius, vanished_share
+        from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
@@ -152,7 +152,7 @@ class Optimizer(Workload):
                     ledger.add(kind, Role.GRADIENT.value if kind == "gradient" else "", one)
         return ledger.statistics()
 
-    def check(self, state: State) -> str:
+    def check(self, state: OptimizerState) -> str:
         finite = all(bool(one.isfinite().all()) for one in state.parameters())
         return "" if finite else "the weights are not finite"
 
@@ -198,12 +198,12 @@ def _plain() -> tuple[Storage, Storage]:
     return storages(PlainArithmetic(torch.float32), same=True)
 
 
-def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tuple[State, GradientSource]:
+def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tuple[OptimizerState, GradientSource]:
     """Weights and moments from the seed, and the source of the gradients that such moments come from."""
     import torch
 
-    from fp8bench.nn.gradients import GradientSource
     from fp8bench.nn.moments import BETAS, Bucket, bucketed
+    from fp8bench.numerics.distributions import GradientSource
 
     case = setup.case
     shape = (int(case.param("width")), int(case.param("width")))
@@ -222,4 +222,4 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         Bucket(weights[part], first[part], second[part], storages, STEPS_BEFORE, fused)
         for part in bucketed([one.numel() for one in weights], BUCKET_ELEMENTS)
     ]
-    return State(buckets), source
+    return OptimizerState(buckets), source

@@ -1,4 +1,4 @@
-"""A workload with a slow-down planted in it, for the self-test: another workload's step plus some tiny calls."""
+"""A workload with a slow-down injected into it, for the self-test: another workload's step plus some tiny calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import Case, DeviceFacts, Scalar, Work
 from fp8bench.protocols import Phases, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class State:
+class PlantedState:
     """The other workload with its state, and how many tiny calls follow its step."""
 
     workload: Workload
@@ -30,7 +30,7 @@ class Planted(Workload):
     """Hidden from lists. `base` is the other workload; parameters named `base.x` are its parameters."""
 
     name = "_planted"
-    summary = "another workload's step with a slow-down planted in it (self-test)"
+    summary = "another workload's step with a slow-down injected into it (self-test)"
     uses_corpus = True
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -42,7 +42,7 @@ class Planted(Workload):
     def work(self, params: Mapping[str, Scalar]) -> Work:
         return Work()
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> PlantedState:
         import torch
 
         case = setup.case
@@ -50,9 +50,9 @@ class Planted(Workload):
         workload = workloads.get(base)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
         inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
-        return State(workload, inner, int(case.param("extra")), torch.zeros(64))
+        return PlantedState(workload, inner, int(case.param("extra")), torch.zeros(64))
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner, phase)
         if state.extra:
             with phase.gemm:

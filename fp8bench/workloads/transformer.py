@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fp8bench.axes import Axis, one_of, whole_number
 from fp8bench.model import (
     DeviceFacts,
     Level,
@@ -20,9 +19,10 @@ from fp8bench.model import (
     TensorStatistics,
     Work,
 )
-from fp8bench.nn.attention_kernels import BACKENDS, attention_by, missing_kernel
 from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fp8bench.nn.attention import Core
-    from fp8bench.nn.compiled import Forward
-    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.batches import TokenLoader
+    from fp8bench.nn.gpt import GPT, Forward
     from fp8bench.nn.linear import Choose
-    from fp8bench.nn.tokens import TokenLoader
 
 # What changes how a step is done and not what it computes. A case made by hand may leave these out.
 USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto"}
@@ -43,7 +42,7 @@ _DRAWS_APART = 0x9E3779B9
 
 
 @dataclass
-class State:
+class TrainingState:
     """Everything one arm trains: model, optimiser, fp32 gradient buffers, data.
 
     `forward` gives the loss: the model, or what torch.compile made of it.
@@ -74,7 +73,7 @@ class Transformer(Workload):
     """
 
     name = "transformer"
-    summary = "a GPT training step with every phase, from data loading to the optimiser"
+    summary = "a GPT training step with every phase, from data loading to the optimizer"
     uses_corpus = True
     layer_kinds = ("attn", "mlp", "head")
     batch_axis = "batch"
@@ -164,7 +163,7 @@ class Transformer(Workload):
             )
         return support
 
-    def prepare(self, setup: Setup) -> State:
+    def prepare(self, setup: Setup) -> TrainingState:
         import torch
 
         params = dict(setup.case.params)
@@ -173,7 +172,7 @@ class Transformer(Workload):
         with attention_by(attention):
             forward = _forward(setup, model)
         parameters = list(model.parameters())
-        return State(
+        return TrainingState(
             model,
             forward,
             forward is not model,
@@ -186,7 +185,7 @@ class Transformer(Workload):
             setup.loss_scale,
         )
 
-    def step(self, state: State, phase: Phases) -> None:
+    def step(self, state: TrainingState, phase: Phases) -> None:
         with attention_by(state.attention):
             for micro_batch in range(state.micro_batches):
                 _micro_batch(state, phase, first=micro_batch == 0)
@@ -203,7 +202,7 @@ class Transformer(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.attention import FusedCore, HeadwiseCore
-        from fp8bench.numerics.errors import joint_relative_frobenius
+        from fp8bench.numerics.norms import joint_relative_frobenius
 
         exact = PlainArithmetic(torch.float64)
         # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
@@ -236,7 +235,7 @@ class Transformer(Workload):
         return found
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float:
-        from fp8bench.numerics.errors import joint_relative_frobenius
+        from fp8bench.numerics.norms import joint_relative_frobenius
 
         _, wanted = self._first_gradients(reference)
         return joint_relative_frobenius(self._first_gradients(setup)[1], wanted)
@@ -257,27 +256,26 @@ class Transformer(Workload):
         """
         import torch
 
-        from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.watching import WatchingArithmetic
+        from fp8bench.nn.arithmetics import PlainArithmetic, counted
         from fp8bench.numerics.ranges import Ledger
 
         ledger, plain = Ledger(), PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(dict(setup.case.params))}
-        model = _model(setup, lambda name: WatchingArithmetic(plain, kinds[name], ledger), plain.carrier)
+        model = _model(setup, lambda name: counted(plain, kinds[name], ledger), plain.carrier)
         model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(
             sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
         )
 
-    def check(self, state: State) -> str:
+    def check(self, state: TrainingState) -> str:
         """Whether the optimiser has carried all weights through."""
         lost = [name for name, one in state.model.named_parameters() if not one.isfinite().all()]
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         return f"the parameters are not finite after its steps: {lost[0]}{more}" if lost else ""
 
 
-def _micro_batch(state: State, phase: Phases, first: bool) -> None:
+def _micro_batch(state: TrainingState, phase: Phases, first: bool) -> None:
     """One forward and backward, its gradients added to the buffers. Reads no value, which would wait for the device."""
     import torch
 
@@ -351,13 +349,13 @@ def _forward(setup: Setup, model: GPT) -> Forward:
     calibrating = setup.scales is not None and setup.scales.watching
     if calibrating or _choice(dict(setup.case.params), "compile") == "no":
         return model
-    from fp8bench.nn.compiled import compiled
+    from fp8bench.nn.gpt import compiled
 
     return compiled(model, *_loader(setup).next())
 
 
 def _loader(setup: Setup) -> TokenLoader:
-    from fp8bench.nn.tokens import TokenLoader
+    from fp8bench.nn.batches import TokenLoader
 
     if setup.corpus is None:
         raise ValueError("the transformer needs a token file and was given none")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.energy import Demand, energy_figures, energy_ratio, energy_samples, why_no_energy
+from fp8bench.analysis.energy import Demand, energy_figures, energy_ratio, energy_samples, why_no_energy, why_unresolved
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Record, Status, Verdict, Work
 from tests.energies import IDLE, case, energetic, use, window
 from tests.runs import EMULATED, NATIVE
@@ -84,7 +84,7 @@ def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
     found, ratio = energy_figures(own, None), energy_ratio(own, base)
     assert found is not None and found.uncertainty is None and ratio is not None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
-    assert ratio.why == "nobody knows how far its sensor of power can be off"
+    assert ratio.why == "it is unknown how far its power sensor can be off"
 
 
 @pytest.mark.parametrize(
@@ -197,3 +197,60 @@ def test_the_run_of_the_reports_tests() -> None:
     base, *others = run.records
     found = [energy_ratio(one, base, findings[one.case.id].labels) for one in others]
     assert [one and one.demand for one in found] == [Demand.LESS, Demand.UNCLEAR, None, None]
+
+
+def seen(
+    joules: float, uncertainty: float | None = 0.004, steps: int = 100, throttle: int | None = None
+) -> EnergyWindow:
+    """So many joules a step."""
+    return EnergyWindow(steps, 2.0, joules * steps, 20, uncertainty, throttle=throttle)
+
+
+def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> EnergyUse:
+    return EnergyUse(source, windows, 60.0, 61.0, why)
+
+
+@pytest.mark.parametrize(
+    "energy",
+    [
+        None,
+        used(source="none", why="no GPU, and RAPL may be read by root only"),
+        used(seen(1.0), seen(1.02), seen(0.99)),
+        used(seen(1.0, 0.01)),
+        used(seen(1.0), seen(1.025), seen(0.976)),
+        used(seen(1.0, steps=10), seen(1.0, steps=1000), source="rapl"),
+        used(seen(1.0, throttle=0x1 | 0x4 | 0x2)),
+        replace(used(seen(1.0)), idle_before=None, why="idle power: a call failed"),
+    ],
+)
+def test_resolved_or_never_promised(energy: EnergyUse | None) -> None:
+    """Nobody asked, nothing could tell it, or all windows agree; a missing idle power spoils the net energy alone."""
+    assert why_unresolved(energy) == ""
+
+
+@pytest.mark.parametrize(
+    ("energy", "why"),
+    [
+        (used(why="7 tick interval(s), 10 are needed"), "7 tick interval(s), 10 are needed"),
+        (used(), "no window was measured"),
+        (replace(used(why="the device has gone"), idle_after=None), "the device has gone"),
+        (used(seen(1.0), why="a call failed"), "a call failed"),
+        (used(seen(1.0), seen(1.0, 0.0101)), "a window is sure to +-1.0% only"),
+        (used(seen(1.0), seen(1.0, 0.03)), "a window is sure to +-3.0% only"),
+        (used(seen(0.97), seen(1.0), seen(1.021)), "its windows are 5.1% apart"),
+        (used(seen(1.0), seen(2.0)), "its windows are 66.7% apart"),
+        (
+            used(seen(1.0, None), source="average"),
+            "error unknown, source average",
+        ),
+        (used(seen(1.0, throttle=0x40 | 0x4)), "clocks were held back in its windows: hw-thermal"),
+        (used(seen(0.0)), "a window has no energy"),
+        (used(seen(math.nan)), "a window has no energy"),
+        (used(seen(math.inf), seen(1.0)), "a window has no energy"),
+        (used(seen(1.0), seen(1.0, steps=0)), "a window has no energy"),
+        (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window is sure to +-2.0% only; its windows are 18.2% apart"),
+    ],
+)  # fmt: skip
+def test_unresolved(energy: EnergyUse, why: str) -> None:
+    """Every reason by itself, at its bound where it has one, and two together."""
+    assert why_unresolved(energy) == why

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.trust import Labelled
+from fp8bench.analysis.labels import AHEAD, CAN_BE_HARD, FAR_AHEAD, Labelled, contended, disturbed_slots, labels_of
 from fp8bench.model import (
+    Case,
     DeviceWatch,
     EnergyUse,
     EnergyWindow,
@@ -19,9 +19,12 @@ from fp8bench.model import (
     Label,
     Level,
     Record,
+    Segments,
+    SlotSample,
     Timing,
     Verdict,
 )
+from fp8bench.model.words import REMARKS
 from tests.fakes import MS, record, steady, timing
 
 CALM = steady(10 * MS, 24)
@@ -224,3 +227,116 @@ def test_eager_quantiser(level: Level) -> None:
     eager = replace(CALM, eager="--quick compiles nothing")
     assert Labelled(Label.EAGER_QUANTISER, "--quick compiles nothing") in labelled(record(eager, level=level))
     assert Label.EAGER_QUANTISER not in labels(record(replace(CALM, fused=True), level=level))
+
+
+WALL = 0.010
+
+
+def clocked(*slots: tuple[float, float | None, int | None, float | None]) -> Timing:
+    """Slots of 10 ms: processor time of the process and of the thread that runs the steps, as shares of it; how often
+    it was preempted, and seconds stolen."""
+    samples = [
+        SlotSample(
+            number, ((10_000_000,),), WALL, process * WALL,
+            thread_seconds=None if thread is None else thread * WALL, preemptions=preempted, stolen_seconds=stolen,
+        )
+        for number, (process, thread, preempted, stolen) in enumerate(slots)
+    ]  # fmt: skip
+    return Timing(Segments(("gemm",), (0,)), tuple(samples))
+
+
+ALONE = (1.0, 1.0, 0, 0.0)
+LATE = (0.8, 0.8, 2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("process", "ahead", "on"),
+    [(0.92, AHEAD, False), (0.90, AHEAD, True), (0.21, FAR_AHEAD, False), (0.19, FAR_AHEAD, True)],
+)
+@pytest.mark.parametrize("counted", [(None, None, None), (0.3, 0, 0.0), (0.3, None, None)])
+def test_the_time_of_the_process_decides_alone(
+    process: float, ahead: float, on: bool, counted: tuple[float | None, int | None, float | None]
+) -> None:
+    """With one thread, and in runs that counted nothing else; wall / processor time above 1.1, and above 5."""
+    assert contended(clocked(*[(process, *counted)] * 8), ahead) == on
+
+
+@pytest.mark.parametrize(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
+def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
+    """More than half."""
+    timing = clocked(*[LATE] * late, *[ALONE] * (8 - late))
+    assert contended(timing) == on and disturbed_slots(timing, AHEAD) == late
+
+
+@pytest.mark.parametrize(
+    ("thread", "preempted", "stolen", "on"),
+    [
+        (0.8, 1, None, True),
+        (0.8, 0, 0.0, False),
+        (0.8, None, None, False),
+        (0.92, 5, 0.1, False),
+        (None, 5, 0.1, False),
+        (0.8, 0, 0.001, True),
+        (0.8, None, 0.001, True),
+        (0.8, 0, 0.0009, False),
+    ],
+)
+def test_of_several_threads_the_one_that_runs_the_steps_is_asked(
+    thread: float | None, preempted: int | None, stolen: float | None, on: bool
+) -> None:
+    """The process has more processor time than wall clock, as spinning threads do: it hides who was late.
+
+    The thread counts only if somebody took a core: here it was 2 ms late in each slot, half of which is 1 ms.
+    """
+    assert contended(clocked(*[(1.8, thread, preempted, stolen)] * 8)) == on
+
+
+def test_stolen_time_comes_in_lumps_longer_than_a_slot() -> None:
+    """10 ms in one of eight slots that were 2 ms late each."""
+    assert contended(clocked((1.8, 0.8, 0, 0.01), *[(1.8, 0.8, 0, 0.0)] * 7))
+    assert not contended(clocked((1.8, 0.4, 0, 0.01), *[(1.8, 0.4, 0, 0.0)] * 7))
+
+
+def test_preemptions_of_calm_slots_are_no_evidence() -> None:
+    """Nine in slots where the thread kept up; it was late in the others by itself."""
+    late, calm = (1.8, 0.8, 0, 0.0), (1.8, 1.0, 3, 0.0)
+    assert not contended(clocked(*[late] * 5, *[calm] * 3))
+    assert disturbed_slots(clocked(*[late] * 5, *[calm] * 3), AHEAD) == 0
+
+
+def test_a_thread_that_got_less_than_a_fifth_of_its_core() -> None:
+    """Far behind in most slots, whatever its neighbours burnt."""
+    timing = clocked(*[(1.3, 0.19, 4, None)] * 8)
+    assert contended(timing, FAR_AHEAD) and not contended(clocked(*[(1.3, 0.21, 4, None)] * 8), FAR_AHEAD)
+
+
+def test_without_slots_nobody_was_late() -> None:
+    timing = replace(clocked(ALONE), slots=())
+    assert not contended(timing) and disturbed_slots(timing, AHEAD) == 0
+
+
+FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
+
+
+def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
+    """Being bound by launches, or by a power cap, is what it is; energy is another matter than speed."""
+    assert {Label.LAUNCH_BOUND, Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED} == REMARKS
+    assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARKS)).doubtful
+    assert not REMARKS & CAN_BE_HARD
+
+
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+def test_any_other_label_casts_doubt(label: Label) -> None:
+    finding = replace(FINDING, labels=(*REMARKS, label))
+    assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
+
+
+@pytest.mark.parametrize("label", Label)
+def test_few_labels_take_a_verdict_away(label: Label) -> None:
+    """A verdict must not get lost for another one."""
+    assert Labelled(label).hard is False
+    if label in CAN_BE_HARD:
+        assert Labelled(label, hard=True).hard and label.casts_doubt
+        return
+    with pytest.raises(ValueError, match=f"{label} takes no verdict away: aa-failed, contended, throttled can"):
+        Labelled(label, hard=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.trust import CAN_BE_HARD
+from fp8bench.analysis.labels import CAN_BE_HARD
 from fp8bench.model import DeviceWatch, EnergyUse, EnergyWindow, Label, Record, Verdict
 from tests.fakes import MS, record, steady
 

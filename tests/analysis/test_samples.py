@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.samples import phase_samples, relative_samples, step_samples
+from fp8bench.analysis.samples import phase_medians, phase_samples, relative_samples, step_samples
 from fp8bench.model import CELL_PHASES, Level, Record, Segments, SlotSample, Timing
 from tests.fakes import MS, record, steady, timing
 
@@ -137,3 +137,20 @@ def test_as_many_relative_samples_as_common_rounds(
     if second_rounds:
         both &= set(range(second, second + second_rounds))
     assert relative_samples(case, reference) == pytest.approx((1.0,) * len(both))
+
+
+def test_the_cells_of_a_phase_count_together() -> None:
+    """Call by call: the median of sums, not the sum of medians."""
+    calls = [(1, 10, 8), (2, 10, 4), (9, 10, 3)]
+    found = phase_medians(timing(*calls, phases=("cast", "gemm", "cast")))
+    assert list(found) == ["cast", "gemm"]
+    assert found["cast"] == pytest.approx((9e-9, 9 / 19))
+    assert found["gemm"] == pytest.approx((10e-9, 10 / 19))
+
+
+def test_a_call_of_no_time_has_no_share() -> None:
+    assert phase_medians(timing((0,), (0,))) == {"gemm": (0.0, 0.0)}
+
+
+def test_without_samples_nothing_is_said() -> None:
+    assert phase_medians(Timing(Segments(("gemm",), (0,)), ())) == {}

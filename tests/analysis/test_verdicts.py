@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench import stats
+from fp8bench.analysis import stats
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
     BAND,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.report.elements import Page
-from fp8bench.report.html import render
+from fp8bench.report.page.html import render
 from tests.browser.chromium import Browser, Tab, executable
 from tests.pages import hostile_page, whole_page
 
@@ -18,6 +18,15 @@ from tests.pages import hostile_page, whole_page
 SHOTS = "FP8BENCH_SCREENSHOTS"
 
 Open = Callable[..., Tab]
+# What is looked at each time; the rest is where slow tests are asked for.
+SAMPLE = ("test_numbers_sort_by_value", "test_filtering", "test_tooltips_by_keyboard", "test_the_policy_holds")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.name not in SAMPLE:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

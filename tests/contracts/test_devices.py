@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.codec import decode, encode
-from fp8bench.measure.calibration import calibrate
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import DeviceFacts
+from fp8bench.model.codec import decode, encode
 from fp8bench.registry import devices
+from fp8bench.worker.clock import PhaseClock, calibrate
 
 NAMES = devices.names()
 HERE = [(kind, facts) for kind in NAMES for facts in devices.get(kind).available()]

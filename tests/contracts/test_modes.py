@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-import torch
 
-from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.clock import PhaseClock
-from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request
-from fp8bench.plan import make_plan
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads import optimizer
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
@@ -40,19 +37,6 @@ MODES = (
     "nvfp4:hadamard=off:stochastic=off:gw=bf16", "custom:format=e3m2:scaling=row",
     "custom:scaling=none:format=e5m2fnuz",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def bench(corpus: Corpus) -> Iterator[Bench]:
-    """The worker's side, in this process."""
-    before = torch.get_num_threads()
-    yield Bench(Settings(corpus=corpus.path))
-    torch.set_num_threads(before)
 
 
 def case_of(workload: str, mode: str, corpus: Corpus) -> Case:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.axes import Option
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.linear import Linear
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
+from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

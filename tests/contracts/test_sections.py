@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from fp8bench.model import Finding, Run
-from fp8bench.report.compose import page_of
-from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
-from fp8bench.report.section import sections
+from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text, Verdicts
+from fp8bench.report.page.section import page_of, sections
 from tests.materials import Made, material, nothing, shapes, skipped, strange
 from tests.runs import gemm, measured, transformer, wild_runs
 
@@ -41,6 +40,8 @@ def is_empty(element: Element) -> bool:
             return not element.pairs or not all(name and text for name, text in element.pairs)
         case Table():
             return not element.rows or not element.columns
+        case Verdicts():
+            return not element.rows or not all(field.text for _, fields in element.rows for field in fields)
         case _:
             return not element.title.strip() or not element.description.strip()
 

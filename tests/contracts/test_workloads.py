@@ -7,28 +7,29 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fp8bench.answers import sound_layers
-from fp8bench.corpus import Corpus, prepare_corpus
+from fp8bench.analysis.metric import ENERGY, MEMORY
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.followed import ENERGY, MEMORY, check_grid, series_of
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.clock import PhaseClock
-from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Record, Request, Run, Status
 from fp8bench.pipeline import execute
-from fp8bench.plan import make_plan
-from fp8bench.points import followed
+from fp8bench.plan.checked_workload import sound_layers
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
 from fp8bench.registry import precisions, workloads
+from fp8bench.store.points import followed
+from fp8bench.store.series import check_grid, series_of
 from fp8bench.units import unit_of
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.clock import PhaseClock
+from tests.counts import sampled
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -47,6 +48,7 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "transformer": (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("32",))),
 }
 NAMES = workloads.names()
+QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' where slow tests are asked for
 # Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
 # again, or only describes, what the followed ones say.
 UNFOLLOWED = {
@@ -60,19 +62,6 @@ UNFOLLOWED = {
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 WHERE = pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def bench(corpus: Corpus) -> Iterator[Bench]:
-    """The worker's side, in this process."""
-    before = torch.get_num_threads()
-    yield Bench(Settings(corpus=corpus.path))
-    torch.set_num_threads(before)
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
@@ -251,27 +240,32 @@ def test_a_state_is_sound_after_its_steps(name: str, corpus: Corpus, bench: Benc
 
 
 @pytest.fixture(scope="module")
-def grids(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The declared grid of every workload, measured on the processor by the whole pipeline: few rounds, all passes."""
-    request = Request("all", devices=("cpu",), rounds=2, grid=True)
-    run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), "fp8bench suite all --grid --rounds 2")
-    assert run.finished and not run.troubles
-    # As if this were the machine's only device: a machine with a GPU follows that one.
-    return replace(run, devices=tuple(one for one in run.devices if not one.accelerated))
+def grid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Grid, Run]]:
+    """What a workload declares, and that measured on the processor by the whole pipeline: few rounds, all passes."""
+
+    @cache
+    def measured(name: str) -> tuple[Grid, Run]:
+        grid = workloads.get(name).history
+        assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols/workload.py"
+        request = Request(name, devices=("cpu",), rounds=2, grid=True)
+        run = execute(request, tmp_path_factory.mktemp("store"), SilentObserver(), f"fp8bench suite {name} --grid")
+        assert run.finished and not run.troubles
+        # As if this were the machine's only device: a machine with a GPU follows that one.
+        return grid, replace(run, devices=tuple(one for one in run.devices if not one.accelerated))
+
+    return measured
 
 
-def measured(grids: Run, name: str) -> tuple[Grid, list[Record]]:
-    """What a workload declares, and what came of it."""
-    grid = workloads.get(name).history
-    assert grid is not None, f"{name} declares no grid: see Grid in fp8bench/protocols/workload.py"
-    return grid, [record for record in grids.records if record.case.workload == name and record.status is Status.OK]
+def measured_of(run: Run) -> list[Record]:
+    return [record for record in run.records if record.status is Status.OK]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_grid_declares_what_its_cases_have(name: str, grids: Run) -> None:
+@pytest.mark.parametrize("name", sampled(QUICK, NAMES))
+def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     """Exactly the phases and errors of a real run over all its dtypes; a step of one phase has its time for that."""
     check_grid(workloads.get(name))
-    grid, records = measured(grids, name)
+    grid, run = grid_of(name)
+    records = measured_of(run)
     phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
     measurements = [one for record in records for one in record.measurements if one.metric != MEMORY]
@@ -280,27 +274,30 @@ def test_a_grid_declares_what_its_cases_have(name: str, grids: Run) -> None:
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_series_of_a_grid_has_figures(name: str, grids: Run) -> None:
+@pytest.mark.parametrize("name", sampled(QUICK, NAMES))
+def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept.
 
     Of energy, where the processor tells its own.
     """
-    _, records = measured(grids, name)
-    found = {point.series for point in followed(grids).points if point.samples}
+    _, run = grid_of(name)
+    records = measured_of(run)
+    found = {point.series for point in followed(run).points if point.samples}
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     wanted = {one.name for one in series_of(workloads.get(name), corpus) if one.metric not in silent}
     assert wanted <= found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_cases_of_a_grid_run_and_say_what_memory_they_took(name: str, grids: Run) -> None:
+@pytest.mark.parametrize("name", sampled(QUICK, NAMES))
+def test_cases_of_a_grid_run_and_say_what_memory_they_took(
+    name: str, grid_of: Callable[[str], tuple[Grid, Run]]
+) -> None:
     """A case that is refused on a processor is one for a reason; none fails. A step holds its own tensors at least."""
-    _, records = measured(grids, name)
-    everything = [record for record in grids.records if record.case.workload == name]
-    assert records and all(record.status is not Status.FAILED for record in everything)
-    assert all(record.reason for record in everything if record.status is Status.SKIPPED)
+    _, run = grid_of(name)
+    records = measured_of(run)
+    assert records and all(record.status is not Status.FAILED for record in run.records)
+    assert all(record.reason for record in run.records if record.status is Status.SKIPPED)
     for record in records:
         peak = record.measurement(MEMORY)
         assert peak is not None and peak.samples[0] > 0
@@ -311,7 +308,7 @@ def test_planning_any_workload_needs_no_torch() -> None:
     program = """
 import sys
 from fp8bench.model import DeviceFacts, Request
-from fp8bench.plan import make_plan
+from fp8bench.plan.make import make_plan
 from fp8bench.registry import devices, precisions, workloads
 for facts in (DeviceFacts("cpu", 0, "", 1, "2.13"), DeviceFacts("cuda", 0, "", 1, "2.13", (9, 0), "13.0")):
     for name in workloads.names():
@@ -326,7 +323,7 @@ print([heavy for heavy in ("torch", "numpy", "pandas", "matplotlib") if heavy in
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Corpus, tmp_path: Path) -> None:
     """The same phases that are timed, around operators, and none that overlaps with one."""
     for precision in precisions_of(name, corpus, "bf16", "fp8"):

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,12 +17,11 @@ import torch
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
 from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
-from fp8bench.profiler.allocations import Change, Event, Turn
-from fp8bench.profiler.stream import AllocationStream
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Sized
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
+from fp8bench.worker.clock import PhaseClock
 
 
 class FakeEvent:
@@ -36,7 +36,8 @@ class FakeEvent:
         FakeEvent.made += 1
         self.at_ms = -1.0
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "of the main thread"
         FakeEvent.records += 1
         self.at_ms = 0.25 * FakeEvent.records
 
@@ -53,7 +54,10 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
     """A stamper of fake events, counted from nothing."""
     FakeEvent.made = FakeEvent.records = 0
     FakeEvent.synchronised = []
+    main = threading.get_ident()
+    stream = lambda: "of the main thread" if threading.get_ident() == main else "of another"  # noqa: E731
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
     return EventStamper()
 
 
@@ -114,6 +118,16 @@ def test_event_intervals_are_nanoseconds_between_neighbours(stamper: EventStampe
     now = stamper.source()
     assert stamper.intervals_ns([now(), now(), now()]) == [250_000, 250_000]
     assert stamper.intervals_ns([]) == []
+
+
+def test_every_thread_records_on_the_stream_of_the_source(stamper: EventStamper) -> None:
+    """Autograd's threads mark phases of the backward pass, and have current streams of their own."""
+    now = stamper.source()
+    stamps = [now()]
+    thread = threading.Thread(target=lambda: stamps.append(now()))
+    thread.start()
+    thread.join()
+    assert stamper.intervals_ns(stamps) == [250_000]
 
 
 def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
@@ -344,6 +358,7 @@ def test_a_meter_that_was_not_marked_knows_nothing() -> None:
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.slow
 def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> None:
     """The profiler's library tells stderr when it starts and stops, unless it is told not to."""
     program = (
@@ -475,8 +490,8 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
 
     def told() -> list[Event]:
         AllocationStream.stop(meter._stream)
-        changes = [Change(1, 512), Change(2, 32 << 20), Turn("gemm"), Change(3, 1024)]
-        return [*changes, *notes, Change(2, -(32 << 20))]
+        changes = [Sized(1, 512), Sized(2, 32 << 20), Begun("gemm"), Sized(3, 1024)]
+        return [*changes, *notes, Sized(2, -(32 << 20))]
 
     monkeypatch.setattr(meter._stream, "stop", told)
     course = meter.stop()

@@ -10,7 +10,7 @@ import torch
 
 import fp8bench
 from fp8bench import pipeline
-from fp8bench.cli import main
+from fp8bench.cli.main import main
 from fp8bench.errors import UsageError
 from fp8bench.formats import scaled
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow

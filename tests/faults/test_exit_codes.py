@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.cli import main
-from fp8bench.history.runs import load_run, run_files
+from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level, Status
+from fp8bench.store.runs.read import load_run, run_files
 
 SMALL = ("--set", "operation=residual", "--set", "tokens=8", "--set", "width=8", "--rounds", "1")
 HANGING = """
 import time
 
-from fp8bench.model import Work
-from fp8bench.protocols import Workload
-from fp8bench.registry import workloads
+from fp8bench.suites import Work, Workload, workloads
 
 
 @workloads.register("hanging")
@@ -62,6 +60,7 @@ def test_a_refused_precision_is_a_row(
     assert refused and all(record.status is Status.SKIPPED and record.reason for record in refused)
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """The limit is the user's; the reason names it, and the others are measured in a fresh worker."""
     (folder / "hanging.py").write_text(HANGING)

@@ -1,4 +1,4 @@
-"""Ten thousand of asv's files that something happened to: each is read, or refused with a sentence."""
+"""Thousands of asv's files that something happened to: each is read, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from asv.results import Results
 
 from fp8bench.errors import AsvFileError, StoreError
-from fp8bench.history.asv_lists import (
+from fp8bench.store.asv.files import (
     Definition,
     load_benchmarks,
     load_machine,
@@ -22,10 +22,10 @@ from fp8bench.history.asv_lists import (
     save_benchmarks,
     save_machine,
 )
-from fp8bench.history.asv_results import ResultsFile, load_results, save_results
-from fp8bench.history.asv_rows import Row, cell
+from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.rows import Row, cell
+from tests.counts import counts
 
-FILES = 10_000
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 NAME = f"{COMMIT[:8]}-existing-py_python.json"
 VALUES = (
@@ -148,14 +148,15 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
     return [(name, (folder / name).read_bytes(), check) for name, check in checks]
 
 
+@counts(1000, 10_000)
 def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
-    originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results mostly, now and then a list or a machine; what is read can be written, and is the same again."""
-    monkeypatch.setattr("fp8bench.history.asv_files.os.fsync", lambda descriptor: None)  # many files, none to keep
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # many files, none to keep
     chance = random.Random(20261202)
     seen: Counter[str] = Counter()
-    for number in range(FILES):
+    for number in range(count):
         name, whole, check = originals[chance.choice((0, 0, 0, 0, 1, 2))]
         mutate = MUTATIONS[number % len(MUTATIONS)]
         content = mutate(chance, whole)
@@ -171,4 +172,4 @@ def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
         except Exception as error:
             (tmp_path / "failing").write_bytes(content)
             raise AssertionError(f"{type(error).__name__}: {error} ({mutate.__name__}, number {number})") from error
-    assert issubclass(AsvFileError, StoreError) and len(seen) == 6 and min(seen.values()) > 100, seen
+    assert issubclass(AsvFileError, StoreError) and len(seen) == 6 and min(seen.values()) > count / 100, seen

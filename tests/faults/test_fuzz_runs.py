@@ -1,4 +1,4 @@
-"""Two thousand run files that something happened to: each is refused with a sentence, or shown."""
+"""Thousands of run files that something happened to: each is refused with a sentence, or shown."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
-from fp8bench.history.runs import load_run, missing_groups
-from fp8bench.history.writing import start_run
 from fp8bench.model import Environment
-from fp8bench.pipeline import findings
-from fp8bench.report import csv_text, json_text, text
+from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.terminal import run as text
+from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.write import start_run
+from tests.counts import counts
 from tests.runs import measured
 
-FILES = 2000
 VALUES = (
     None, True, -1, 0, 1, 10**400, -(10**20), 0.5, 1e308, "nan", "inf", "-inf", "", "x", "\ud800", [], [[]], {}, [1, 2],
     {"a": 1}, "ok", "failed", "native", "refused", "gemm", "cpu",
@@ -86,12 +87,13 @@ def replace_values(chance: random.Random, content: bytes) -> bytes:
 MUTATIONS: tuple[Mutation, ...] = (flip, cut, shuffle, replace_values, replace_values)
 
 
-def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(whole: bytes, tmp_path: Path) -> None:
+@counts(200, 2000)
+def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whole: bytes, tmp_path: Path) -> None:
     """As a table, as JSON and as CSV; a run that is read is read the same again."""
     chance = random.Random(20261121)
     path = tmp_path / "mutated.jsonl"
     refused = shown = 0
-    for number in range(FILES):
+    for number in range(count):
         mutate = MUTATIONS[number % len(MUTATIONS)]
         content = mutate(chance, whole)
         path.write_bytes(content)
@@ -103,7 +105,7 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(whole: bytes, tm
             continue
         try:
             found = findings(run)
-            outputs = (text.render(run, found), json_text.render(run, found), csv_text.render(run, found))
+            outputs = (text.render(run, found), as_json(run, found), as_csv(run, found))
             missing_groups(run)
         except Exception as error:
             kept = tmp_path / "failing.jsonl"
@@ -112,4 +114,4 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(whole: bytes, tm
         shown += 1
         assert all(outputs) and isinstance(run.environment, Environment)
         json.loads(outputs[1])
-    assert refused > 10 and shown > 1000, (refused, shown)
+    assert refused > count / 200 and shown > count / 2, (refused, shown)

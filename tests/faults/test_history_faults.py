@@ -19,12 +19,12 @@ from asv.results import Results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.followed import METHOD
-from fp8bench.history import asv_files
-from fp8bench.history.asv_files import locked
-from fp8bench.history.asv_results import load_results
 from fp8bench.model import Request, Run
-from fp8bench.view import results_of, told_of_commit, update_view
+from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.commit_runs import runs_of_commit
+from fp8bench.store.files import locked
+from fp8bench.store.series import METHOD
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ OTHER = "f00dface" * 5
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from fp8bench.view import update_view
+from fp8bench.store.asv.view import update_view
 from tests.kept import grid_run, keep
 store = Path(sys.argv[1])
 run = keep(grid_run(seconds=1), store)
@@ -176,7 +176,7 @@ def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Pat
     run = keep(grid_run(seconds=1), store)
     before = contents(store / "asv")
     with locked(store / "asv", 0):
-        said = update_view(run, store, patience=0.05)
+        said = update_view(run, store, timeout=0.05)
     assert said.startswith("history: another process has held the lock ") and said.endswith(AGAIN)
     assert "for 0.05 s." in said and contents(store / "asv") == before
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
@@ -190,7 +190,7 @@ def test_where_there_are_no_locks_the_view_is_written_all_the_same(
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(asv_files.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
@@ -347,7 +347,7 @@ def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
     run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at == 1767225600000
-    first, second = told_of_commit(store, COMMIT)
+    first, second = runs_of_commit(store, COMMIT)
     assert first.run.id == run.id != second.run.id
 
 

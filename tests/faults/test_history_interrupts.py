@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.history.asv_files import locked
-from fp8bench.history.runs import load_run, run_files
-from fp8bench.view import results_of, update_view
+from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.files import locked
+from fp8bench.store.runs.read import load_run, run_files
+from tests.commands import git
+from tests.counts import sampled
 from tests.kept import results_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +30,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (folder / ".gitignore").write_text(".fp8bench\n")
-    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
-    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
-        subprocess.run(["git", *words], cwd=folder, check=True)
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
+        git(folder, *words)
     return folder
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fp8bench", *words]
-    return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - it may be ignored here
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(folder: Path, *words: str) -> tuple[int, str]:
@@ -58,6 +56,7 @@ def waits_for_the_lock(process: subprocess.Popen[str], lock: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository: Path) -> None:
     """One sentence; and none about asv where all went well but that it did."""
     store = repository / ".fp8bench"
@@ -75,7 +74,7 @@ def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="sees by /proc that the lock is waited for")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda one: one.name)
 def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: signal.Signals) -> None:
     """It comes while another writer holds the view: the table stands, the run is whole, and the view is not begun."""
     store = repository / ".fp8bench"

@@ -15,21 +15,20 @@ from typing import Any
 import pytest
 from asv.results import Results
 
-from fp8bench.history.asv_lists import load_benchmarks, load_machine
-from fp8bench.history.asv_results import load_results
-from fp8bench.history.runs import load_run, run_files
-from fp8bench.view import results_of, update_view
+from fp8bench.store.asv.files import load_benchmarks, load_machine
+from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.runs.read import load_run, run_files
+from tests.counts import counts
 from tests.kept import COMMIT, ROUNDS, TITLE, grid_run, keep, results_files
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITERS = 8
-RUNS_EACH = 50
 FEW_ROUNDS = 3
-KILLS = 25
 WRITING = """
 import sys
 from pathlib import Path
-from fp8bench.view import update_view
+from fp8bench.store.asv.view import update_view
 from tests.kept import grid_run, keep
 store, who, count, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
 print("ready", flush=True)
@@ -113,20 +112,21 @@ def partials(store: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(1800)
-def test_eight_writers_of_one_commit_lose_no_sample(tmp_path: Path) -> None:
-    """Four hundred runs; whoever reads meanwhile never meets half a file."""
+@counts(3, 50)
+def test_eight_writers_of_one_commit_lose_no_sample(count: int, tmp_path: Path) -> None:
+    """So many runs each; whoever reads meanwhile never meets half a file."""
     store, stop = tmp_path / "store", tmp_path / "stop"
     reader = program(READING, results_of(store), stop)
-    writers = [program(WRITING, store, who, RUNS_EACH, FEW_ROUNDS) for who in range(WRITERS)]
+    writers = [program(WRITING, store, who, count, FEW_ROUNDS) for who in range(WRITERS)]
     ends = [process.communicate(timeout=1500)[1] for process in writers]
     stop.touch()
     loads, complaints = reader.communicate(timeout=600)
     assert [process.returncode for process in writers] == [0] * WRITERS, ends
     assert reader.returncode == 0 and int(loads) > 0, complaints
     runs = [load_run(path) for path in run_files(store)]
-    assert len(runs) == WRITERS * RUNS_EACH and not any(run.troubles for run in runs)
+    assert len(runs) == WRITERS * count and not any(run.troubles for run in runs)
     assert all(run.finished for run in runs)
-    assert set(filter(None, repeats(store))) == {WRITERS * RUNS_EACH * FEW_ROUNDS}
+    assert set(filter(None, repeats(store))) == {WRITERS * count * FEW_ROUNDS}
     whole(store)
     assert partials(store) == []
 
@@ -162,14 +162,15 @@ def kill_writers(store: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(tmp_path: Path) -> None:
+@counts(3, 25)
+def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(count: int, tmp_path: Path) -> None:
     """What killed writers leave half done goes when it is an hour old, and not before: it may be another one's."""
     store = tmp_path / "store"
-    done = program(KILLING, store, KILLS, 1)
+    done = program(KILLING, store, count, 1)
     out, err = done.communicate(timeout=500)
     assert done.returncode == 0, err
     left = partials(store)
-    assert len(left) == json.loads(out)["left"] < KILLS
+    assert len(left) == json.loads(out)["left"] <= count
     leftover = results_of(store) / "box" / ".asv-0123456789abcdef.partial"
     leftover.write_text("{")
     update_view(keep(grid_run(), store), store)

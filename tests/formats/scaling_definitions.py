@@ -105,9 +105,9 @@ def patterns(rows: int, columns: int, seed: int = 3) -> torch.Tensor:
 
 
 @cache
-def a_million() -> dict[str, torch.Tensor]:
-    """As many numbers of each kind, for reading only."""
-    return {make.__name__: make(1 << 10, 1 << 10) for make in (gaussian, outliers, octaves, wide, patterns)}
+def a_million(rows: int = 1 << 10) -> dict[str, torch.Tensor]:
+    """As many numbers of each kind, or fewer rows of a thousand, for reading only."""
+    return {make.__name__: make(rows, 1 << 10) for make in (gaussian, outliers, octaves, wide, patterns)}
 
 
 def _values(blocks: Doubles, fmt: Format, scaling: Scaling, tensor_amax: float) -> Doubles:

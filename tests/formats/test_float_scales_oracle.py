@@ -18,6 +18,7 @@ from fp8bench.formats.scalings import (
     TENSOR_POWER_OF_TWO,
     Scaling,
 )
+from tests.counts import counts
 from tests.formats.scaling_definitions import a_million, differing, gaussian, outliers, reference, wide
 
 ALL = [
@@ -36,8 +37,9 @@ each_float8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.n
 
 @each_scaling
 @each_float8
-def test_a_million_values_of_each_kind_follow_the_definition(fmt: Format, scaling: Scaling) -> None:
-    for kind, x in a_million().items():
+@counts(1 << 6, 1 << 10)
+def test_values_of_each_kind_follow_the_definition(count: int, fmt: Format, scaling: Scaling) -> None:
+    for kind, x in a_million(count).items():
         assert differing(values(x, fmt, scaling), reference(x, fmt, scaling)) == 0, kind
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.errors import UnknownName
-from fp8bench.formats.device_classes import (
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from fp8bench.formats.hardware import (
     A100,
     B200,
     CLASSES,
@@ -18,12 +19,10 @@ from fp8bench.formats.device_classes import (
     DeviceClass,
     device_class,
 )
-from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
-from fp8bench.formats.product_rules import conditions, missing, objections
+from fp8bench.formats.product_rules import conditions, missing, objections, te_objections
 from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scaled_products import Product, Scheme, Source
+from fp8bench.formats.scaled_products import Product, RuleSource, Scheme
 from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
-from fp8bench.formats.te_rules import te_objections
 
 
 def product(
@@ -80,11 +79,11 @@ def test_who_says_that_a_product_is_missing() -> None:
     block, mxfp6 = product(512, 512, 512, E4M3, BLOCK), product(512, 512, 512, E2M3, MX)
 
     for one, device, source in [
-        (block, A100, Source.HARDWARE),
-        (block, B200, Source.TORCH),
-        (mxfp6, H100, Source.HARDWARE),
-        (mxfp6, B200, Source.TORCH),
-        (mxfp6, MI350X, Source.TORCH),
+        (block, A100, RuleSource.HARDWARE),
+        (block, B200, RuleSource.TORCH),
+        (mxfp6, H100, RuleSource.HARDWARE),
+        (mxfp6, B200, RuleSource.TORCH),
+        (mxfp6, MI350X, RuleSource.TORCH),
     ]:
         found = missing(one, device)
         assert found is not None and found.source is source
@@ -146,13 +145,13 @@ def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
 
     assert "N=50257 is no multiple of 16" in columns.why and columns.multiples == (1, 16, 1)
     assert "K=40 is no multiple of 16" in contraction.why and contraction.multiples == (1, 1, 16)
-    assert columns.source is contraction.source is Source.TORCH
+    assert columns.source is contraction.source is RuleSource.TORCH
 
 
 def test_one_objection_a_side_and_the_widest() -> None:
     """K=40 is neither a multiple of 32 nor of 16: padding to 32 mends both."""
     (found,) = objections(product(64, 64, 40, E2M1, NVFP4), B200)
-    assert found.multiples == (1, 1, 32) and found.source is Source.CUBLAS
+    assert found.multiples == (1, 1, 32) and found.source is RuleSource.CUBLAS
     sides = [one.multiples for one in objections(product(40, 40, 40, E4M3, MX), MI350X)]
     assert sides == [(32, 1, 1), (1, 32, 1), (1, 1, 128)]
 
@@ -181,7 +180,7 @@ def test_transformer_engine_has_rules_of_its_own() -> None:
 
     mxfp8 = product(64, 64, 64, E4M3, MX)
     assert missing(mxfp8, RTX5090) is None
-    assert [one.source for one in te_objections(mxfp8, RTX5090) or ()] == [Source.TE]
+    assert [one.source for one in te_objections(mxfp8, RTX5090) or ()] == [RuleSource.TE]
     assert te_objections(mxfp8, B200) == ()
     assert te_objections(product(48, 64, 64, E4M3, MX), B200) != ()
     assert te_objections(product(64, 64, 64, E4M3, ROW), H100) is None

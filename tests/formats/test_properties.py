@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
-from fp8bench.formats.quantise import round_to
+from fp8bench.formats.quantise import round_to, stochastic
 from fp8bench.formats.random_bits import RANDOM_BITS
-from fp8bench.formats.rounding import stochastic
 from tests.formats.oracles import (
     ALL,
     EVERY_OVERFLOW,

@@ -23,6 +23,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from tests.counts import counts
 from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide
 
 with warnings.catch_warnings():
@@ -70,10 +71,11 @@ def codes(scales: torch.Tensor | None) -> torch.Tensor:
 @each_mode
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mx_agrees_on_a_million_values(fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
+@counts(1 << 6, 1 << 10)
+def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
     """Gaussian and with outliers: values, codes and scales."""
     for kind in ("gaussian", "outliers"):
-        x = a_million()[kind].to(dtype)
+        x = a_million(count)[kind].to(dtype)
         theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
         assert torch.equal(codes(theirs.scale), codes(stored.scales))
         assert torch.equal(theirs.qdata.view(torch.uint8), stored.codes)

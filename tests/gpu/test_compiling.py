@@ -8,9 +8,9 @@ import pytest
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts
+from fp8bench.model.raw import Settings
+from fp8bench.worker.bench import Bench
 
 pytestmark = pytest.mark.gpu
 

@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8bench.analysis.findings import findings
 from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
+from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.recipes import by_role
 from fp8bench.formats.scaled import factor, values
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.formats.torch_codes import torch_codes
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.measure.raw import Settings
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Finding, Level, MemoryUse, Request, Run, Status, Verdict
-from fp8bench.numerics.errors import relative_frobenius
-from fp8bench.pipeline import execute, findings
+from fp8bench.model.raw import Settings
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.pipeline import execute
 from fp8bench.protocols import Operand, Role, SilentObserver
 from fp8bench.registry import precisions
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.clock import PhaseClock
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fp8bench.devices.cuda import Cuda
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, Request
-from fp8bench.plan import make_plan
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
+from fp8bench.worker.bench import Bench
 
 pytestmark = pytest.mark.gpu
 

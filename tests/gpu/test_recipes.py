@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8bench.devices.cuda import Cuda
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.linear import Linear
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
-from fp8bench.formats.hadamard import turned
 from fp8bench.formats.scaled import dequantise, quantise, values
 from fp8bench.formats.scalings import (
     BLOCK,
@@ -20,6 +19,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
+from fp8bench.nn.explicit_products import rotated
 from tests.formats.scaling_definitions import a_million, differing
 
 pytestmark = pytest.mark.gpu
@@ -52,4 +52,4 @@ def test_the_same_bits_as_on_the_cpu(fmt: Format, scaling: Scaling) -> None:
 def test_turned_the_same() -> None:
     for kind in ("gaussian", "outliers", "octaves"):
         x = a_million()[kind]
-        assert torch.equal(turned(x.cuda(), 5).cpu(), turned(x, 5))
+        assert torch.equal(rotated(x.cuda(), 5).cpu(), rotated(x, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,160 +14,105 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fp8bench"
 
-FLOOR = frozenset({"codec", "errors", "model", "stats", "throttling", "units"})
+FLOOR = frozenset({"errors", "interrupts", "model", "units"})
 ANYONE = frozenset({"*"})
-LEAF = FLOOR | {"axes", "formats", "nn", "numerics", "protocols", "registry"}
+TENSORS = frozenset({"formats", "nn", "numerics"})
+NAMES = frozenset({"protocols", "registry"})
+PARENT = FLOOR | NAMES | {"analysis", "measure", "plan", "report", "store", "user_code"}
 
 # Room -> the rooms it may import; a room is a module or package directly under fp8bench. Modules of a room may import
 # each other, except leaves (LEAVES): workloads, precisions and devices never lean on their neighbours.
 TABLE: dict[str, frozenset[str]] = {
-    "codec": FLOOR,
-    "errors": FLOOR,
-    "model": FLOOR,
-    "stats": FLOOR,
-    "throttling": FLOOR,
-    "units": FLOOR,
-    "corpus": FLOOR,
-    "axes": FLOOR,
-    "formats": FLOOR,
-    "protocols": FLOOR | {"axes"},
-    "history": FLOOR,
-    "analysis": FLOOR,
-    "numerics": FLOOR | {"formats"},
+    "errors": frozenset(),
+    "units": frozenset(),
+    "interrupts": frozenset({"errors"}),
+    "model": frozenset({"errors", "units"}),
+    "protocols": FLOOR,
     "registry": FLOOR | {"protocols"},
-    "answers": FLOOR | {"protocols", "registry"},
-    "layering": FLOOR | {"answers", "protocols", "registry"},
-    "plan": FLOOR | {"answers", "axes", "layering", "protocols", "registry"},
-    "identity": FLOOR,
-    "environment": FLOOR | {"identity", "protocols", "registry"},
-    "followed": FLOOR | {"answers", "axes", "protocols", "registry"},
-    "points": FLOOR | {"analysis", "followed", "measure", "protocols", "registry"},
-    "view": FLOOR | {"history", "identity", "points"},
-    "circumstances": FLOOR | {"samplers"},
-    "commits": FLOOR,
-    "choosing": FLOOR | {"commits", "history", "telling"},
-    "comparing": FLOOR | {"analysis", "report"},
-    "telling": FLOOR | {"history", "view"},
-    "course": FLOOR | {"history", "identity", "points", "telling", "view"},
-    "rebuilding": FLOOR | {"history", "index", "telling", "view"},
-    "renaming": FLOOR | {"history", "identity"},
-    "joining": FLOOR | {"history", "rebuilding", "renaming", "telling", "view"},
-    "index": FLOOR | {"analysis", "course", "followed", "history", "identity", "telling"},
-    "verifying": FLOOR | {"commits", "history", "identity", "telling", "view"},
-    "regressions": FLOOR | {"analysis", "followed", "history", "identity", "index", "report"},
-    "stores": FLOOR | {"arguments", "history", "index", "streams"},
-    "reporting": ANYONE,
-    "report_commands": ANYONE,
-    "report_past": FLOOR | {"course", "followed", "identity", "index", "report", "view"},
-    "resuming": FLOOR,
-    "paths": FLOOR,
-    "profiler": FLOOR,
-    "exporting": FLOOR | {"analysis", "paths"},
-    "interrupts": FLOOR,
-    "streams": FLOOR,
-    "samplers": FLOOR,
-    "measure": FLOOR | {"formats", "paths", "profiler", "protocols", "registry", "samplers"},
-    "report": FLOOR | {"analysis", "protocols", "registry"},
-    "nn": FLOOR | {"axes", "formats", "numerics", "protocols"},
-    "precisions": LEAF,
-    "devices": LEAF | {"profiler"},
-    "workloads": LEAF,
-    "pipeline": ANYONE,
+    "user_code": FLOOR | NAMES,
+    "suites": FLOOR | NAMES,
+    "formats": FLOOR | {"protocols"},
+    "numerics": FLOOR | {"protocols", "formats"},
+    "nn": FLOOR | {"protocols", "formats", "numerics"},
+    "profiler": FLOOR | {"protocols"},
+    "workloads": FLOOR | NAMES | TENSORS,
+    "precisions": FLOOR | NAMES | TENSORS,
+    "devices": FLOOR | NAMES | TENSORS | {"profiler"},
+    "analysis": FLOOR | NAMES | {"formats"},
+    "plan": FLOOR | NAMES | {"user_code"},
+    "worker": FLOOR | NAMES | TENSORS | {"profiler", "user_code"},
+    "store": FLOOR | NAMES | {"analysis", "plan"},
+    "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
+    "report": FLOOR | NAMES | {"analysis", "formats", "store"},
+    "pipeline": PARENT,
+    "jobs": PARENT | TENSORS | {"pipeline", "profiler", "worker", "devices", "precisions", "workloads"},
+    "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
-    "asv_measuring": ANYONE,
-    "frames": ANYONE,
-    "history_commands": ANYONE,
-    "regression_commands": ANYONE,
-    "compare_commands": ANYONE,
-    "gating": FLOOR | {"comparing", "plain_yaml", "report"},
-    "gate_sources": ANYONE,
-    "gate_commands": ANYONE,
-    "duel_commands": ANYONE,
-    "dueling": FLOOR
-    | {
-        "analysis",
-        "commits",
-        "comparing",
-        "history",
-        "interrupts",
-        "measure",
-        "plan",
-        "protocols",
-        "registry",
-        "report",
-    },
-    "lint_commands": ANYONE,
-    "sensitivity": FLOOR | {"answers", "measure", "plan", "protocols", "registry", "report"},
-    "sensitivity_commands": ANYONE,
-    "linting": FLOOR | {"formats", "nn", "protocols", "registry", "report"},
-    "argument_types": FLOOR,
-    "history_arguments": FLOOR | {"argument_types"},
-    "arguments": FLOOR | {"argument_types", "history_arguments"},
-    "training_keys": FLOOR | {"registry"},
-    "plain_yaml": FLOOR,
-    "config": FLOOR | {"plain_yaml", "training_keys"},
-    "cli": ANYONE,
-    "outputs": ANYONE,
-    "export_commands": ANYONE,
-    "doctor": ANYONE,
-    "selftest": ANYONE,
     "__init__": ANYONE,
     "__main__": ANYONE,
 }
+# What formats says of products and devices without torch.
+LIGHT_FORMATS = frozenset(
+    {
+        "fp8bench.formats.hardware",
+        "fp8bench.formats.product_rules",
+        "fp8bench.formats.recipes",
+        "fp8bench.formats.scaled_products",
+    }
+)
+# Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
+PARTS: dict[tuple[str, str], frozenset[str]] = {
+    ("fp8bench.store", "plan"): frozenset({"fp8bench.plan.checked_workload"}),
+    ("fp8bench.report", "store"): frozenset({"fp8bench.store.files"}),
+    ("fp8bench.report", "formats"): LIGHT_FORMATS,
+    ("fp8bench.analysis", "formats"): LIGHT_FORMATS,
+    ("fp8bench.measure", "store"): frozenset({"fp8bench.store.asv.identity", "fp8bench.store.files"}),
+    ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench"}),
+}
 LEAVES = frozenset({"precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
+# Rooms that every reader knows, and the page leaves out of its table.
+OUTERMOST = frozenset({"__init__", "__main__", "errors", "interrupts", "units"})
+LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites", "user_code"}
+MOST_ROOMS = 17
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {"pynvml", "ctypes", "tensorboard", "wandb"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("fp8bench.stats", frozenset({"numpy"})),
-    ("fp8bench.plain_yaml", frozenset({"yaml"})),
-    ("fp8bench.gating.rules_file", frozenset({"yaml"})),
-    ("fp8bench.config", frozenset({"yaml"})),
-    ("fp8bench.index.", frozenset({"numpy"})),
+    ("fp8bench.analysis.stats", frozenset({"numpy"})),
+    ("fp8bench.cli.yaml_file", frozenset({"yaml"})),
+    ("fp8bench.cli.thresholds_file", frozenset({"yaml"})),
+    ("fp8bench.cli.config_file", frozenset({"yaml"})),
+    ("fp8bench.store.index.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),
-    ("fp8bench.formats.device_classes", frozenset()),
-    ("fp8bench.formats.grids", frozenset()),
     ("fp8bench.formats.hardware", frozenset()),
+    ("fp8bench.formats.grids", frozenset()),
     ("fp8bench.formats.product_rules", frozenset()),
     ("fp8bench.formats.scalings", frozenset()),
     ("fp8bench.formats.recipes", frozenset()),
     ("fp8bench.formats.scaled_products", frozenset()),
-    ("fp8bench.formats.te_rules", frozenset()),
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
-    ("fp8bench.nn.attention_kernels", frozenset()),
-    ("fp8bench.nn.layer_sizes", frozenset()),
+    ("fp8bench.nn.layer_workload", frozenset()),
+    ("fp8bench.nn.support", frozenset()),
     ("fp8bench.nn.sizes", frozenset()),
     ("fp8bench.nn.recipe_precision", frozenset()),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
-    ("fp8bench.report.drawing.", frozenset({"matplotlib"})),
+    ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.
 LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # The namespace of the package holds public names only.
     "fp8bench": frozenset({"importlib"}),
     # It brings OpenSSL along, for user modules and long names only: --help does without.
-    "fp8bench.registry": frozenset({"hashlib"}),
-    "fp8bench.identity": frozenset({"hashlib"}),
-    "fp8bench.paths": frozenset({"hashlib"}),
+    "fp8bench.user_code": frozenset({"hashlib"}),
+    "fp8bench.store.asv.identity": frozenset({"hashlib"}),
+    "fp8bench.store.files": frozenset({"hashlib"}),
     # An interrupt may strike while the door is being imported.
-    "fp8bench.__main__": frozenset({"fp8bench.cli"}),
-    # A command imports what it needs: help and bad usage start no workers, read no history, show no progress.
-    "fp8bench.cli": frozenset(
-        {
-            "fp8bench.config",
-            "fp8bench.doctor",
-            "fp8bench.dueling.keeping",
-            "fp8bench.history.runs",
-            "fp8bench.lint_commands",
-            "fp8bench.sensitivity_commands",
-            "fp8bench.report.progress",
-        }
-    ),
+    "fp8bench.__main__": frozenset({"fp8bench.cli.main"}),
 }
 
 
@@ -264,6 +210,12 @@ def test_the_table_has_every_room_and_no_other() -> None:
     assert set(TABLE) == {room_of(module) for module in MODULES}
 
 
+def test_no_loose_modules_beside_the_rooms() -> None:
+    """What lies beside the rooms is seen by all of them, or is a door. A new module goes into a room."""
+    assert {path.stem for path in PACKAGE.glob("*.py")} <= LOOSE
+    assert sum((path / "__init__.py").is_file() for path in PACKAGE.iterdir()) <= MOST_ROOMS
+
+
 def test_rooms_import_what_the_table_allows() -> None:
     """Imports inside functions and under TYPE_CHECKING count like all others."""
     wrong = []
@@ -271,7 +223,10 @@ def test_rooms_import_what_the_table_allows() -> None:
         if not ours(found.target):
             continue
         room, target = room_of(found.importer), room_of(found.target)
-        if target != room and TABLE[room] != ANYONE and target not in TABLE[room]:
+        if target == room:
+            continue
+        part = PARTS.get((f"fp8bench.{room}", target))
+        if (TABLE[room] != ANYONE and target not in TABLE[room]) or (part is not None and found.target not in part):
             wrong.append(found)
     assert not wrong, listed(wrong)
 
@@ -338,3 +293,13 @@ def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:
             if package not in allowed:
                 wrong.append(found)
     assert not wrong, listed(wrong)
+
+
+def test_the_page_names_what_is_there() -> None:
+    """ARCHITECTURE.md has a row for every room, and every path that it names exists."""
+    page = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= set(TABLE) - OUTERMOST
+    paths = set(re.findall(r"`(\w+/[\w/]*(?:/|\.py))`", page))
+    assert len(paths) > 20
+    assert not {path for path in paths if not any((root / path).exists() for root in (PACKAGE, PACKAGE.parent))}

@@ -51,8 +51,9 @@ def test_importing_is_light(statement: str) -> None:
 def test_a_whole_run_leaves_the_parent_without_torch(tmp_path: Path) -> None:
     """Nothing a worker answers may drag torch into the parent: torch.__version__, say, is a class of torch's own."""
     script = (
-        "import sys; from pathlib import Path; from fp8bench.model import Request; from fp8bench.pipeline import *\n"
-        "from fp8bench.protocols import SilentObserver\n"
+        "import sys; from pathlib import Path; from fp8bench.model import Request\n"
+        "from fp8bench.pipeline import execute\n"
+        "from fp8bench.analysis.findings import findings; from fp8bench.protocols import SilentObserver\n"
         "axes = (('shape', ('64',)),)\n"
         "run = execute(Request('gemm', ('fp32', 'fp8'), axes=axes, quick=True), Path('store'), SilentObserver(), '')\n"
         "findings(run)\n"
@@ -63,3 +64,18 @@ def test_a_whole_run_leaves_the_parent_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_help_imports_the_command_that_is_named_and_no_other() -> None:
+    """The help of the whole imports none."""
+    script = (
+        "import sys\nfrom fp8bench.cli.grammar import COMMANDS, build_parser\n"
+        "prefix, parser = 'fp8bench.cli.commands.', build_parser(())\n"
+        "assert not [name for name in sys.modules if name.startswith(prefix)]\n"
+        "for place, name in enumerate(COMMANDS):\n"
+        "    build_parser((name,)).format_help()\n"
+        "    assert len([one for one in sys.modules if one.startswith(prefix)]) == place + 1, name\n"
+        f"print({HEAVY!r} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

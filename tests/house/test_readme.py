@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli import build_parser
+from fp8bench.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -141,12 +141,24 @@ def test_constraints_satisfy_the_ranges() -> None:
             assert requirement.specifier.contains(pinned(pin)), f"{pin} is outside {requirement}"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "ARCHITECTURE.md", "docs/method.md", "docs/outputs.md", "reports/README.md"]
-)
-def test_links_between_pages_lead_somewhere(page: str) -> None:
+def anchors(page: Path) -> set[str]:
+    """What a link may have behind its '#', as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
     """A link to evidence that is not there is a claim without evidence."""
-    text = (ROOT / page).read_text()
-    targets = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    missing = [link for link in targets if not (ROOT / page).parent.joinpath(link).exists()]
+    links = re.findall(r"\]\((?!\w+://)([^)#]*)#?([^)]*)\)", page.read_text())
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    missing = [path for path, anchor in targets if not path.exists() or (anchor and anchor not in anchors(path))]
     assert not missing
+
+
+def test_the_readme_is_short() -> None:
+    """What does not fit is said on a page of docs/, which it links."""
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 90
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert not pages - set(re.findall(r"\]\(docs/([\w-]+\.md)", readme)), "every page is linked"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.followed import class_name
 from fp8bench.registry import workloads
+from fp8bench.store.series import class_name
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from fp8bench.samplers.absent import AbsentDevice
-from fp8bench.samplers.meter import Meter
-from fp8bench.samplers.readings import NoReading
-from fp8bench.samplers.sampling import NAME
-from fp8bench.samplers.sources import Source, SourceKind
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.sampler_thread import NAME, Source, SourceKind
+from fp8bench.model.readings import NoReading
 from tests.fakes import MS, FakeWorker, Script, gemm_steps
-from tests.samplers.nvml.library import State
-from tests.samplers.virtual import VirtualClock
+from tests.measure.sensors.nvml.library import State
+from tests.measure.sensors.virtual import VirtualClock
 
 IDLE = 80.0
 WATTS = {"fp32": 400.0, "bf16": 200.0, "fp8": 300.0}

@@ -12,9 +12,9 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.capacity import LARGEST_BATCH, CapacityPass, CapacityRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL
-from fp8bench.measure.outcome import OUT_OF_MEMORY, Outcome
+from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
 from fp8bench.model import Capacity, Case, DeviceFacts, Group, Plan, PlannedCase, Request
-from fp8bench.plan import make_plan, searched_for_batches, with_batch
+from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
@@ -34,7 +34,7 @@ class Filled(Worker):
     restarts: int = 0
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        assert name == "fill" and limit >= 60
+        assert name == "try_batch" and limit >= 60
         case, _, memory_limit = arguments
         assert isinstance(case, Case)
         batch = int(case.param(self.axis))
@@ -72,7 +72,7 @@ def search(
 ) -> Capacity:  # fmt: skip
     """What the search comes to."""
     one = one or planned(batch="2")
-    outcome = Outcome(one)
+    outcome = CaseOutcome(one)
     rule = CapacityRule(limit, with_batch)
     CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
     assert outcome.capacity is not None
@@ -98,7 +98,7 @@ def test_a_device_that_has_no_memory_left_says_so() -> None:
 
 def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     """It is started again, and the search goes on."""
-    gone = WorkerLost("the worker crashed during 'fill': it was ended by SIGKILL", killed=True)
+    gone = WorkerLost("the worker crashed during 'try_batch': it was ended by SIGKILL", killed=True)
     worker = Filled(dies=lambda batch: gone if batch > 33 else None)
     found = search(worker)
     assert (found.batch, found.beyond, found.why) == (33, 34, str(gone))
@@ -109,8 +109,8 @@ def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     "error",
     [
         WorkerFault("ValueError", "no such thing", "trace"),
-        WorkerLost("the worker crashed during 'fill': it was ended by SIGSEGV"),
-        WorkerHung("no answer to 'fill' within 240 s"),
+        WorkerLost("the worker crashed during 'try_batch': it was ended by SIGSEGV"),
+        WorkerHung("no answer to 'try_batch' within 240 s"),
     ],
 )
 def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exception) -> None:
@@ -172,7 +172,7 @@ def test_another_batch_is_planned_like_the_first() -> None:
     """Work, support, map and all; what the axis refuses is None."""
     rowwise = (("mlp", "fp8-rowwise"),)
     request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
-    one = make_plan(request, (CPU,)).groups[0].cases[1]
+    one = make_plan(request, (CPU,)).groups[0].cases[2]
     other = with_batch(one, 12, CPU)
     assert other is not None
     assert other.case == replace(
@@ -196,7 +196,7 @@ def test_cases_that_differ_in_batch_alone_are_searched_once() -> None:
 @pytest.mark.parametrize(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
 def test_who_may_be_searched(failure: str, searched: bool) -> None:
     """A case too large for the device is just the one to ask; what fails for another reason would fail again."""
-    outcome = Outcome(planned(batch="2"))
+    outcome = CaseOutcome(planned(batch="2"))
     outcome.failure = failure
     assert outcome.may_fit is searched
 

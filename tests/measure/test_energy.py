@@ -9,13 +9,13 @@ import pytest
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.energy import EnergyPass, EnergyRule, energy_rule_for
-from fp8bench.measure.group import GroupMeasurement
+from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import Arm
-from fp8bench.measure.stopping import StoppingRule
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record
+from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
-from fp8bench.samplers.absent import AbsentDevice
-from fp8bench.samplers.meter import Meter
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
 from tests.measure.powered import IDLE, WATTS, Power, Runner, steps
 
@@ -134,11 +134,9 @@ def grouped(
     """The records by mode of a whole group, and the worker that ran it."""
     power = Power()
     worker = Runner(power, scripts, capacity)
-    found = GroupMeasurement(
-        group(*cases), {"cpu": facts}, worker, StoppingRule(fixed=10), decided, 0, SilentObserver(),
-        meter=power.meter(), energy=energy,
-    )  # fmt: skip
-    records = by_mode(found.run())
+    method = Method(rule=StoppingRule(fixed=10), judge=decided, seed=0, energy=energy)
+    measured = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method, power.meter())
+    records = by_mode(measured.run())
     assert not worker.held
     return records, worker
 

@@ -12,9 +12,8 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
-from fp8bench.measure.group import GroupMeasurement
-from fp8bench.measure.stopping import StoppingRule
-from fp8bench.measure.trace_files import TraceFolder
+from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -27,6 +26,7 @@ from fp8bench.model import (
     Status,
     Verdict,
 )
+from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.fakes import (
     CAST,
@@ -65,11 +65,9 @@ def measure(
 ) -> tuple[dict[str, Record], FakeWorker]:  # fmt: skip
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
-    measured = GroupMeasurement(
-        group(*cases, reference=reference), {"cpu": facts}, worker, rule, decided, seed,
-        observer or SilentObserver(), traces=traces,
-    )  # fmt: skip
-    records = measured.run()
+    method = Method(rule=rule, judge=decided, seed=seed, traces=traces)
+    grouped = group(*cases, reference=reference)
+    records = GroupMeasurement(grouped, {"cpu": facts}, worker, observer or SilentObserver(), method).run()
     assert [record.case for record in records] == [one.case for one in cases]
     assert worker.held == [], "a state was not released"
     return by_mode(records), worker
@@ -335,7 +333,7 @@ def test_a_group_of_skips_asks_the_worker_nothing() -> None:
 
 
 def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
-    """Each with the reference and its control, whose samples of that sitting belong to that comparison."""
+    """Each with the reference and its control, whose samples of that session belong to that comparison."""
     scripts = {"fp32": sized(10), "bf16": sized(10, 5 * MS), "fp16": sized(10, 8 * MS)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
@@ -360,7 +358,7 @@ def test_a_pair_that_does_not_fit_sits_without_the_control() -> None:
 
 
 def test_a_case_that_sat_without_a_control_is_judged_without_one() -> None:
-    """Not with the control of another sitting, whose rounds have the same numbers and nothing else in common."""
+    """Not with the control of another session, whose rounds have the same numbers and nothing else in common."""
     scripts = {
         "fp32": sized(10), "fp32'": sized(10, 20 * MS), "fp16": sized(5), "bf16": sized(15, 12 * MS),
     }  # fmt: skip
@@ -435,7 +433,7 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
 
 @pytest.mark.parametrize(("capacity", "together"), [(1000, True), (25, False)])
 def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
-    """Who sat with it in another sitting than the next reference shared no rounds with that one."""
+    """Who sat with it in another session than the next reference shared no rounds with that one."""
     scripts = {"fp32": Script(memory=10, errors={"e": math.nan}), "bf16": sized(5), "fp16": sized(5)}
     records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=capacity)
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
@@ -468,7 +466,8 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group_module, "time", Clock)
     rule = StoppingRule(budget=4.0, ceiling=4.0, whole=True)
     cases = group(*native("fp32", "bf16"))
-    records = GroupMeasurement(cases, {"cpu": CPU}, worker, rule, decided, 0, SilentObserver()).run()
+    method = Method(rule=rule, judge=decided, seed=0)
+    records = GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert [record.stopped for record in records] == ["time was up after 1 rounds"] * 2
 
 

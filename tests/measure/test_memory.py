@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,18 +13,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8bench.axes import Axis
 from fp8bench.devices.cpu import Cpu
 from fp8bench.errors import WorkerFault
-from fp8bench.measure import bench as bench_module
-from fp8bench.measure.bench import Bench
-from fp8bench.measure.conduct import ThreadsLeft
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.measure.raw import Settings
 from fp8bench.model import Case, DeviceFacts, MemoryUse, PlannedCase, Request, Scalar, Work
-from fp8bench.plan import make_plan
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker import bench as bench_module
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.step_guards import ThreadsLeft
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -34,14 +34,6 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),
     "optimizer": (("width", ("64",)), ("tensors", ("3",)), ("fused", ("no",))),
 }
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    """The worker's side, in this process."""
-    before = torch.get_num_threads()
-    yield Bench(Settings())
-    torch.set_num_threads(before)
 
 
 def peak(bench: Bench, case: Case) -> int:

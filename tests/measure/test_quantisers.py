@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.environment import _VARIABLES
 from fp8bench.errors import UsageError
-from fp8bench.measure.quantisers import QUANTISERS_VARIABLE, quantisers_for
+from fp8bench.measure.environment import _VARIABLES
+from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.model.raw import QUANTISERS_VARIABLE
 
 
 @pytest.mark.parametrize(

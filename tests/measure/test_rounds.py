@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import HANG_SECONDS
-from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Sitting
-from fp8bench.measure.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Session
 from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing
+from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
 
 EMULATED = Level.EMULATED
@@ -38,18 +38,18 @@ def steady(nanoseconds: int, **options: object) -> Script:
 
 
 def sit(
-    scripts: Mapping[str, Script], sitting: Sitting, rule: StoppingRule = FOREVER, judge: Judge = never, seed: int = 0,
+    scripts: Mapping[str, Script], session: Session, rule: StoppingRule = FOREVER, judge: Judge = never, seed: int = 0,
     tick: Callable[[Arm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:  # fmt: skip
     """Prepare and run; the worker with its log, and why it ended."""
     worker = FakeWorker(scripts)
-    sitting.prepare(worker)
+    session.prepare(worker)
     worker.log.clear()
-    return worker, sitting.run(worker, rule, judge, seed, tick, worker.clock)
+    return worker, session.run(worker, rule, judge, seed, tick, worker.clock)
 
 
-def three() -> Sitting:
-    return Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16")])
+def three() -> Session:
+    return Session(arm("fp32"), arm("fp32", control=True), [arm("bf16")])
 
 
 def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
@@ -73,7 +73,7 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
 )
 def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
     """Below 4 ms a slot is filled and its first call discarded; from 4 ms on nothing is."""
-    worker, _ = sit({"fp32": steady(nanoseconds)}, Sitting(arm("fp32"), None, []), StoppingRule(fixed=3))
+    worker, _ = sit({"fp32": steady(nanoseconds)}, Session(arm("fp32"), None, []), StoppingRule(fixed=3))
     assert worker.log == [("slot", "fp32", calls, discard)] * 3
 
 
@@ -89,7 +89,7 @@ def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> No
 
 def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
     """Clocks tick in tens of nanoseconds; zero must not divide."""
-    worker, _ = sit({"fp32": steady(0)}, Sitting(arm("fp32"), None, []), StoppingRule(fixed=1))
+    worker, _ = sit({"fp32": steady(0)}, Session(arm("fp32"), None, []), StoppingRule(fixed=1))
     assert worker.log == [("slot", "fp32", 80_000, 1)]
 
 
@@ -116,12 +116,12 @@ def test_limits_follow_what_is_known_of_a_step() -> None:
 
 def test_every_round_runs_every_arm_once() -> None:
     """The reference twice, once as its own control, with states of their own."""
-    sitting = three()
-    worker, why = sit({}, sitting, StoppingRule(fixed=50))
+    session = three()
+    worker, why = sit({}, session, StoppingRule(fixed=50))
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
     assert why == "50 rounds, a fixed number"
-    assert all([slot.round for slot in one.slots] == list(range(50)) for one in sitting.arms)
+    assert all([slot.round for slot in one.slots] == list(range(50)) for one in session.arms)
     assert len(set(rounds)) == 6
 
 
@@ -138,8 +138,8 @@ def test_the_order_of_rounds_depends_on_the_seed_alone() -> None:
 def test_a_decided_arm_leaves_early() -> None:
     """The reference and its control stay for those who are left; nobody is looked at between looks."""
     scripts = {"bf16": steady(11 * MS), "fp16": steady(12 * MS)}
-    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
-    worker, why = sit(scripts, sitting, judge=after({11 * MS: 3, 12 * MS: 33}))
+    session = Session(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
+    worker, why = sit(scripts, session, judge=after({11 * MS: 3, 12 * MS: 33}))
     counts = {label: len(worker.slots(label)) for label in ("fp32", "fp32'", "bf16", "fp16")}
     assert counts == {"fp32": 40, "fp32'": 40, "bf16": 16, "fp16": 40}
     assert why == "answered after 40 rounds"
@@ -165,8 +165,8 @@ def test_the_judge_gets_case_reference_and_control() -> None:
 def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     """Their time is no speed, so they are never judged."""
     scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
-    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
-    worker, _ = sit(scripts, sitting, rule, after({11 * MS: 24}))
+    session = Session(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
     assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
     assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
 
@@ -180,31 +180,31 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
         return case.num_rounds >= 24
 
     scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1)}
-    sitting = Sitting(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
-    worker, why = sit(scripts, sitting, judge=judge)
+    session = Session(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
+    worker, why = sit(scripts, session, judge=judge)
     assert questions == [(10 * MS + 1, None)] * 2
     assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
     assert why == "answered after 24 rounds"
 
 
 @pytest.mark.parametrize(
-    ("sitting", "counts"),
+    ("session", "counts"),
     [
-        (Sitting(arm("fp32"), None, []), {"fp32": 32}),
-        (Sitting(None, None, [arm("bf16")]), {"bf16": 32}),
-        (Sitting(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
-        (Sitting(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
-        (Sitting(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
+        (Session(arm("fp32"), None, []), {"fp32": 32}),
+        (Session(None, None, [arm("bf16")]), {"bf16": 32}),
+        (Session(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
+        (Session(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
+        (Session(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
     ],
     ids=["reference alone", "candidate alone", "emulated alone", "emulated only", "emulated reference"],
 )
-def test_who_has_no_question_gets_a_fixed_number_of_rounds(sitting: Sitting, counts: dict[str, int]) -> None:
+def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: Session, counts: dict[str, int]) -> None:
     """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         raise AssertionError("there is nothing to judge")
 
-    worker, why = sit({}, sitting, judge=judge)
+    worker, why = sit({}, session, judge=judge)
     assert {label: len(worker.slots(label)) for label in counts} == counts
     assert why == f"answered after {max(counts.values())} rounds"
 
@@ -268,9 +268,9 @@ def test_a_fault_says_whose_it_was() -> None:
 def test_samples_are_kept_whole() -> None:
     """Every timed call with its cells, and the clocks of the slot."""
     step = gemm_steps(3 * MS, 2 * MS)
-    sitting = Sitting(arm("fp32"), None, [])
-    sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, sitting, StoppingRule(fixed=2))
-    found = sitting.arms[0].timing()
+    session = Session(arm("fp32"), None, [])
+    sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, session, StoppingRule(fixed=2))
+    found = session.arms[0].timing()
     assert found.segments.phases == ("cast", "gemm")
     assert found.entries == (("cast", 1), ("gemm", 1))
     assert (found.varying, found.num_rounds, found.num_calls) == (False, 2, 6)
@@ -286,9 +286,9 @@ def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
             return (CAST, GEMM, CAST, GEMM), (MS, 10 * MS, 2 * MS, 20 * MS)
         return (GEMM, CAST), (30 * MS, 4 * MS)
 
-    sitting = Sitting(arm("fp32"), None, [])
-    sit({"fp32": Script(step)}, sitting, StoppingRule(fixed=4))
-    found = sitting.arms[0].timing()
+    session = Session(arm("fp32"), None, [])
+    sit({"fp32": Script(step)}, session, StoppingRule(fixed=4))
+    found = session.arms[0].timing()
     assert found.varying
     assert found.segments.phases == CELL_PHASES
     by_phase = [{slot.calls_ns[0][CAST], slot.calls_ns[0][GEMM]} for slot in found.slots]
@@ -299,10 +299,10 @@ def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
 def test_releasing_gives_every_state_back() -> None:
     """Also those that were never prepared."""
     worker = FakeWorker({"fp32'": broken("prepare")})
-    sitting = three()
+    session = three()
     with pytest.raises(ArmFailed):
-        sitting.prepare(worker)
-    sitting.release(worker)
+        session.prepare(worker)
+    session.release(worker)
     released = [entry for entry in worker.log if entry[0] == "release"]
     assert released == [("release", "fp32"), ("release", "?"), ("release", "?")]
     assert worker.held == []
@@ -320,10 +320,10 @@ def test_a_very_long_step_is_sized_by_its_first_call() -> None:
 def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:
     """Identical code that calibrates at 3.99 and 4.01 ms: one repeats, so both drop their first, cold call."""
     near = {"fp32": steady(4_010_000), "fp32'": steady(4_010_000), "bf16": steady(3_990_000)}
-    sitting = three()
-    sitting.prepare(FakeWorker(near))
-    assert [(one.calls, one.discard) for one in sitting.arms] == [(1, 1), (1, 1), (2, 1)]
-    long = Sitting(arm("fp32"), None, [arm("bf16")])
+    session = three()
+    session.prepare(FakeWorker(near))
+    assert [(one.calls, one.discard) for one in session.arms] == [(1, 1), (1, 1), (2, 1)]
+    long = Session(arm("fp32"), None, [arm("bf16")])
     long.prepare(FakeWorker({"fp32": steady(200 * MS), "bf16": steady(MS)}))
     assert [one.discard for one in long.arms] == [0, 1]
     neither = three()
@@ -338,12 +338,12 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
         return Script(lambda call: (codes, (first_ns, *[400_000] * (len(codes) - 1))))
 
     codes = (CAST, GEMM) * 10
-    sitting = three()
-    sitting.prepare(
+    session = three()
+    session.prepare(
         FakeWorker({
             "fp32": script(400_000, codes), "fp32'": script(9_000_000, codes), "bf16": script(400_000, codes[:-1]),
         })
     )  # fmt: skip
-    reference, control, other = sitting.arms
+    reference, control, other = session.arms
     assert control.segmentation is reference.segmentation
     assert other.segmentation is not None and other.segmentation.codes == codes[:-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.measure.trace_files import TraceFolder, trace_folder
+from fp8bench.measure.passes import TraceFolder, trace_folder
 from fp8bench.model import Case, Request
 from tests.runs import gemm
 

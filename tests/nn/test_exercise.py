@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.protocols import Phases, Setup
+from fp8bench.worker.clock import PhaseClock
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 

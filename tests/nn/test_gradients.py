@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.nn.gradients import GradientSource
+from fp8bench.numerics.distributions import GradientSource
 
 SHAPES = [(300, 64)] * 40
 

@@ -9,9 +9,8 @@ import torch
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.layer_sizes import HEADS, MODELS, PRODUCTS, features_of, models, of_config, sides_of, usual_tokens
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.sizes import HEADS, MODELS, PRODUCTS, SIZES, features_of, models, of_config, sides_of, usual_tokens
 
 
 @pytest.mark.parametrize("modern", [False, True])

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
-from fp8bench.formats.hadamard import turned
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.accumulators import short_product
+from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 
@@ -48,7 +47,7 @@ def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
             assert torch.equal(found, values(source.t(), E2M1, MX))
         else:
             signs = arithmetic._signs
-            assert torch.equal(found, values(turned(source.t(), signs), E2M1, MX))
+            assert torch.equal(found, values(rotated(source.t(), signs), E2M1, MX))
             assert not torch.equal(found, values(source.t(), E2M1, MX))
 
 

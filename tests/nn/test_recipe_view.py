@@ -9,7 +9,7 @@ import torch
 
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.recipe_view import view_of
+from fp8bench.nn.tensor_scales import view_of
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import factor
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.formats.torch_codes import torch_codes
-from fp8bench.nn.records import (
+from fp8bench.nn.batches import (
     DOUBLE,
     Bytes,
     CompressedRecords,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
-from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 
@@ -73,6 +75,38 @@ def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> 
             for one in (native, emulated)
         ]
         assert found[0].dtype == dtype and relative_frobenius(*found) < tolerance
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+def test_a_native_product_in_its_own_dtype_is_not_converted(mode: str) -> None:
+    """Such a conversion changes nothing, and in torch 2.11's compiled graphs leaves zeros for gradients."""
+    assert not needlessly_converted(mode, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mxfp8", "fp8:accumulator=short"])
+def test_an_emulated_product_in_its_own_dtype_is_not_converted(mode: str) -> None:
+    assert not needlessly_converted(mode, torch.float32)
+
+
+def needlessly_converted(mode: str, dtype: torch.dtype) -> bool:
+    """Whether a weight gradient's product ends in a conversion to what it is already."""
+
+    class Conversions(TorchFunctionMode):
+        unchanged: ClassVar[list[Tensor]] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function is Tensor.to and result is args[0]:
+                self.unchanged.append(result)
+            return result
+
+    arithmetic = precisions.get(mode).arithmetic(H200)
+    sources = ((normal(48, 32), Role.GRADIENT), (normal(48, 64), Role.INPUT))
+    operands = [arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in sources]
+    with Conversions() as seen:
+        found = arithmetic.product(operands[0], operands[1], dtype)
+    assert found.dtype == dtype
+    return any(found is one for one in seen.unchanged)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,7 +15,7 @@ from fp8bench.formats.scalings import ROW, TENSOR, ScaleRounding
 from fp8bench.model import LayerScale, StaticScales
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
-from fp8bench.nn.static_scale import StaticScale
+from fp8bench.nn.tensor_scales import StaticScale
 from fp8bench.protocols import Role, ScaleBook, SilentPhases
 
 FIXED = StaticScales(1)
@@ -45,7 +45,7 @@ def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitud
         assert float(scale.next(of_magnitude(amax))) == pytest.approx(E4M3.largest / amax, rel=1e-7)
     for strange in (torch.zeros(3), torch.tensor([math.inf, 90.0]), torch.tensor([math.nan, 90.0]), torch.empty(0)):
         assert float(scale.next(strange)) == 1.0
-    assert book.standings() == (LayerScale("one", "input", 7.0, 64.0, 0),)
+    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
 def test_a_scale_that_is_known_stays() -> None:
@@ -53,7 +53,7 @@ def test_a_scale_that_is_known_stays() -> None:
     book, scale = scale_of(FIXED, 7.0)
     for amax in (7.0, 0.5, 900.0, math.inf):
         assert float(scale.next(of_magnitude(amax))) == 64.0
-    assert book.standings() == (LayerScale("one", "input", 7.0, 64.0, 0),)
+    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
 @pytest.mark.parametrize(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
@@ -79,7 +79,7 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
         [61, 60],
         [61, 61],
     ]
-    assert book.standings() == (LayerScale("one", "input", 61.0, float(torch.tensor(448.0) / 61), 2),)
+    assert book.states() == (LayerScale("one", "input", 61.0, float(torch.tensor(448.0) / 61), 2),)
 
 
 def test_a_watched_step_of_zeros_renews_nothing() -> None:
@@ -87,7 +87,7 @@ def test_a_watched_step_of_zeros_renews_nothing() -> None:
     book, scale = scale_of(StaticScales(1, refresh=1), 7.0)
     book.begin_step()
     assert float(scale.next(torch.zeros(4))) == 1.0
-    assert book.standings() == (LayerScale("one", "input", 7.0, 64.0, 0),)
+    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
 @pytest.fixture(params=["processor", "elsewhere"])
@@ -105,7 +105,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             raise AssertionError("somebody waits for the device")
 
     monkeypatch.setattr("tests.nn.test_static_scale.placed", lambda x: x.as_subclass(Elsewhere))
-    monkeypatch.setattr("fp8bench.nn.static_scale.largest_magnitude", lambda x: x.abs().max())
+    monkeypatch.setattr("fp8bench.nn.tensor_scales.largest_magnitude", lambda x: x.abs().max())
     yield request.param
 
 
@@ -126,7 +126,7 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     wanted = float(values.abs().max()) if renewed else 7.0
     for x in (values, of_magnitude(1.0)):
         assert float(scale.next(placed(x))) == pytest.approx(448 / wanted)
-    standing = scale.standing()
+    standing = scale.state()
     assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
 
 
@@ -134,7 +134,7 @@ def test_what_is_not_finite_saturates_and_gives_no_scale(device: str) -> None:
     """The scale that stands stays."""
     _, scale = scale_of(StaticScales(1, bound=0.1), 7.0)
     assert float(scale.next(placed(torch.tensor([math.inf, 1.0])))) == 64.0
-    assert scale.standing() == (7.0, 64.0, 0)
+    assert scale.state() == (7.0, 64.0, 0)
 
 
 def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
@@ -178,7 +178,7 @@ def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
     calibrating = ScaleBook(FIXED)
     for mine, wanted in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
         assert torch.equal(mine, wanted)
-    found = calibrating.standings()
+    found = calibrating.states()
     assert [(one.role, one.renewals) for one in found] == [("input", 0), ("weight", 0), ("gradient", 0)]
     fixed = ScaleBook(FIXED, {(one.layer, one.role): one.amax for one in found})
     layer = layer_of(fixed)
@@ -186,13 +186,13 @@ def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
         assert torch.equal(mine, wanted)
     larger, current_larger = trained(layer, 8 * x), trained(current, 8 * x)
     assert not torch.equal(larger[0], current_larger[0])
-    assert fixed.standings() == found
+    assert fixed.states() == found
 
 
 def test_a_recipe_without_one_scale_a_tensor_stays_as_it_is() -> None:
     """Nothing is entered for it."""
     book, rows = ScaleBook(FIXED), RecipeArithmetic(Recipe(BY_ROW, BY_ROW, BY_ROW))
-    assert rows.scaled_by(book, "one") is rows and book.standings() == ()
+    assert rows.scaled_by(book, "one") is rows and book.states() == ()
 
 
 def test_each_layer_has_scales_of_its_own() -> None:
@@ -201,4 +201,4 @@ def test_each_layer_has_scales_of_its_own() -> None:
     one, other = (RecipeArithmetic(HYBRID).scaled_by(book, name) for name in ("one", "other"))
     one.cast(of_magnitude(2.0).view(1, -1), Role.INPUT)
     other.cast(of_magnitude(4.0).view(1, -1), Role.INPUT)
-    assert [(scale.layer, scale.amax) for scale in book.standings()] == [("one", 2.0), ("other", 4.0)]
+    assert [(scale.layer, scale.amax) for scale in book.states()] == [("one", 2.0), ("other", 4.0)]

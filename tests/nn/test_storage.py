@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.storage import storage_support
+from fp8bench.nn.support import storage_support
 from fp8bench.registry import precisions
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.corpus import prepare_corpus
-from fp8bench.nn.tokens import TokenLoader
+from fp8bench.nn.batches import TokenLoader
+from fp8bench.plan.corpus import prepare_corpus
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import torch
 
 from fp8bench.formats.grids import BF16, E4M3
 from fp8bench.formats.quantise import round_to
-from fp8bench.numerics.figures import figures
-from fp8bench.numerics.scale_course import scale_course
+from fp8bench.numerics.figures import figures, scale_course
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.units import EXACT_DB, unit_of
 
@@ -66,6 +65,6 @@ def test_what_a_tensor_does_not_have_is_left_out() -> None:
 
 def test_the_page_has_every_figure_with_its_unit() -> None:
     """And none that is not there."""
-    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text().partition("## Of a product")[0]
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text().partition("## Of a GEMM")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
     assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS

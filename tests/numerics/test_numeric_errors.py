@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8bench.numerics.errors import joint_relative_frobenius, relative_frobenius, vanished_share
+from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius, vanished_share
 
 
 def test_by_hand() -> None:

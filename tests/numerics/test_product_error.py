@@ -9,8 +9,7 @@ import torch
 
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.quantise import round_to
-from fp8bench.numerics.product_error import product_error
-from fp8bench.numerics.products import rows_within, values_product
+from fp8bench.numerics.products import product_error, rows_within, values_product
 
 ROWS = tuple(range(0, 64, 3))
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.numerics.scale_course import scale_course
+from fp8bench.numerics.figures import scale_course
 
 
 def test_a_current_scale_does_not_lag() -> None:

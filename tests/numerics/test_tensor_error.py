@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.numerics import tiles
+from fp8bench.numerics import norms
 from fp8bench.numerics.factors import Factors
 from fp8bench.numerics.tensor_error import BLOCK, Spread, TensorError, tensor_error
 
@@ -82,7 +82,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""
-    monkeypatch.setattr(tiles, "TILE", tile)
+    monkeypatch.setattr(norms, "TILE", tile)
     x = normal(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
     x[:, ::7] = 0
     x[4] = 0
@@ -97,7 +97,7 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
 
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, blocks along rows, squares that pieces cut, the whole."""
-    monkeypatch.setattr(tiles, "TILE", 96)
+    monkeypatch.setattr(norms, "TILE", 96)
     x = normal(40, 72)
     for rows, columns in ((1, 0), (1, 16), (16, 16), (128, 128), (0, 0)):
         shape = (-(-40 // rows) if rows else 1, -(-72 // columns) if columns else 1)
@@ -193,8 +193,8 @@ def test_no_copy_of_a_whole_tensor_in_double_precision(monkeypatch: pytest.Monke
     x = normal(3, 1000)
     y = round_to(x, E4M3)
     whole = tensor_error(x, y, E4M3)
-    monkeypatch.setattr(tiles, "TILE", 96)
-    places = list(tiles.tiles(3, 1000))
+    monkeypatch.setattr(norms, "TILE", 96)
+    places = list(norms.tiles(3, 1000))
     assert max((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places) == 96
     covered = torch.zeros(3, 1000)
     for place in places:

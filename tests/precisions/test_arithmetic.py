@@ -23,8 +23,8 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.scaled_arithmetic import ScaledArithmetic
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
 

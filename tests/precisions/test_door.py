@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.cli import main
+from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Case
-from fp8bench.paths import name_of
+from fp8bench.store.files import name_of
 
 MODES = ("bf16", "fp8-delayed:history=16:margin=1", "custom:format=e3m2:scaling=row:weight-gradient=bf16")
 
@@ -32,13 +32,13 @@ def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture
                  "--set", "gated=no", "--dry-run"]) == 0  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
     layers, delayed = "{up=mxfp8:scale=floor,down=nvfp4}", "fp8-delayed:history=16:margin=1"
-    assert f"one group: bf16 (reference), {delayed}{layers}, nvfp4{layers}" in shown
+    assert f"one group: fp32 (reference), bf16, {delayed}{layers}, nvfp4{layers}" in shown
 
 
 def test_modes_with_options_stay_what_they_are_in_every_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Table, JSON, CSV, the stored run, the report, and folders of traces."""
-    words = ["--rounds", "2", "--set", "shape=16", "--dtypes", ",".join(MODES), "--trace", "traces"]
-    assert main(["suite", "gemm", *words, "--csv", "tidy.csv", "--html", "page.html"]) == 0
+    words = ["--rounds", "2", "--set", "shape=16", "--dtypes", ",".join(MODES), "--reference", "bf16"]
+    assert main(["suite", "gemm", *words, "--trace", "traces", "--csv", "tidy.csv", "--html", "page.html"]) == 0
     table = capsys.readouterr().out
     assert main(["show", "last", "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)

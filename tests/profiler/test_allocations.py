@@ -7,14 +7,14 @@ import random
 import pytest
 
 from fp8bench.model import HeldBlock, MemoryRole
-from fp8bench.profiler.allocations import Change, Event, Turn, Word, course
+from fp8bench.profiler.allocations import Begun, Event, Said, Sized, course
 
-START = Turn("unattributed")
+START = Begun("unattributed")
 
 
 def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     """Changes by address and size; None begins the stretch."""
-    return [START if pair is None else Change(*pair) for pair in pairs]
+    return [START if pair is None else Sized(*pair) for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_phases_have_their_own_highest_points() -> None:
     """What is there when a phase begins counts in it; a phase that comes again keeps the higher one."""
     found = course(
         [
-            Change(1, 10), START, Turn("cast"), Change(2, 5), Turn("gemm"), Change(3, 100), Change(3, -100),
-            Turn("cast"), Change(2, -5), Change(4, 2), Turn("unattributed"),
+            Sized(1, 10), START, Begun("cast"), Sized(2, 5), Begun("gemm"), Sized(3, 100), Sized(3, -100),
+            Begun("cast"), Sized(2, -5), Sized(4, 2), Begun("unattributed"),
         ]
     )  # fmt: skip
     assert found is not None
@@ -62,9 +62,9 @@ def held(*events: Event) -> dict[int, HeldBlock]:
 def test_when_a_block_came_and_went() -> None:
     """Before the stretch, forward until backward, within a piece of a phase, over pieces of it, for good."""
     found = held(
-        Change(1, 1), Turn("elementwise"), Change(2, 1), Change(3, 1), Change(4, 1), Turn("gemm"), Turn("elementwise"),
-        Change(5, 1), Change(6, 1), Change(0, 1000), Change(0, -1000), Change(3, -1), Change(6, -1),
-        Change(7, 1, node=1), Change(2, -1, node=1), Change(7, -1, node=2), Change(5, -1, node=2),
+        Sized(1, 1), Begun("elementwise"), Sized(2, 1), Sized(3, 1), Sized(4, 1), Begun("gemm"),
+        Begun("elementwise"), Sized(5, 1), Sized(6, 1), Sized(0, 1000), Sized(0, -1000), Sized(3, -1), Sized(6, -1),
+        Sized(7, 1, node=1), Sized(2, -1, node=1), Sized(7, -1, node=2), Sized(5, -1, node=2),
     )  # fmt: skip
     assert found == {
         1: HeldBlock(1, 1, lasting=True),
@@ -79,8 +79,8 @@ def test_when_a_block_came_and_went() -> None:
 def test_backward_has_nodes_where_forward_has_pieces() -> None:
     """What a node of autograd's graph gives on is not its own workspace; each backward pass is awaited anew."""
     found = held(
-        Turn("elementwise"), Change(1, 1), Change(2, 1, node=1), Change(3, 1, node=1), Change(4, 1),
-        Change(0, 1000, node=2), Change(0, -1000, node=2), Change(2, -1, node=2), Change(3, -1, node=1),
+        Begun("elementwise"), Sized(1, 1), Sized(2, 1, node=1), Sized(3, 1, node=1), Sized(4, 1),
+        Sized(0, 1000, node=2), Sized(0, -1000, node=2), Sized(2, -1, node=2), Sized(3, -1, node=1),
     )  # fmt: skip
     assert (found[2].backward, found[2].brief, found[2].awaited) == (True, False, False)
     assert (found[3].backward, found[3].brief) == (True, True)
@@ -91,8 +91,8 @@ def test_words_are_about_what_lies_there_when_they_are_said() -> None:
     """Not about what lay there before or comes there later; the same word twice is one."""
     low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
     found = held(
-        Word((1,), weights), Change(1, 1), START, Change(2, 1), Word((1, 2, 9), low), Change(2, -1), Change(2, 1),
-        Change(3, 1), Word((3,), weights), Word((3,), low), Word((3,), weights), Change(0, 1000),
+        Said((1,), weights), Sized(1, 1), START, Sized(2, 1), Said((1, 2, 9), low), Sized(2, -1), Sized(2, 1),
+        Sized(3, 1), Said((3,), weights), Said((3,), low), Said((3,), weights), Sized(0, 1000),
     )  # fmt: skip
     assert found[1].said == (low,) and found[2].said == () and found[3].said == (weights, low)
 
@@ -106,12 +106,12 @@ def test_any_stream_comes_to_what_a_plain_count_says() -> None:
     for _ in range(10_000):
         address = draw.randrange(1, 200)
         if address in alive:
-            events.append(Change(address, -alive.pop(address), draw.choice((0, 0, 3))))
+            events.append(Sized(address, -alive.pop(address), draw.choice((0, 0, 3))))
         else:
             alive[address] = draw.randrange(1, 1000)
-            events.append(Change(address, alive[address], draw.choice((0, 0, 4))))
+            events.append(Sized(address, alive[address], draw.choice((0, 0, 4))))
         if draw.random() < 0.2:
-            events.append(Turn(draw.choice(("gemm", "cast"))))
+            events.append(Begun(draw.choice(("gemm", "cast"))))
         if sum(alive.values()) > sum(most.values()):
             most = dict(alive)
     found = course(events)

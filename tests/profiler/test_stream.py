@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model import MemoryRole
-from fp8bench.profiler.allocations import Change, Event, Turn, Word
-from fp8bench.profiler.stream import AllocationStream
+from fp8bench.profiler import allocations as stream_module
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized
 
 
 def heard(stream: AllocationStream) -> list[Event]:
@@ -24,16 +25,16 @@ def heard(stream: AllocationStream) -> list[Event]:
 def test_words_stand_where_they_were_said() -> None:
     """Between the allocations before and after them."""
     stream = AllocationStream("cpu")
-    stream.note(Turn("before anybody listens"))
+    stream.note(Begun("before anybody listens"))
     stream.start()
     first = torch.empty(10)
-    stream.note(Turn("gemm"))
+    stream.note(Begun("gemm"))
     second = torch.empty(20)
-    stream.note(Word((second.data_ptr(),), MemoryRole.WEIGHTS))
+    stream.note(Said((second.data_ptr(),), MemoryRole.WEIGHTS))
     del first
     events = heard(stream)
-    assert [one.size if isinstance(one, Change) else one for one in events] == [
-        40, Turn("gemm"), 80, Word((second.data_ptr(),), MemoryRole.WEIGHTS), -40,
+    assert [one.size if isinstance(one, Sized) else one for one in events] == [
+        40, Begun("gemm"), 80, Said((second.data_ptr(),), MemoryRole.WEIGHTS), -40,
     ]  # fmt: skip
     assert stream.stop() is None
 
@@ -43,8 +44,19 @@ def test_of_another_device_nothing_is_heard() -> None:
     stream = AllocationStream("cuda:1")
     stream.start()
     kept = torch.empty(10)
-    stream.note(Turn("gemm"))
-    assert heard(stream) == [Turn("gemm")] and kept.numel() == 10
+    stream.note(Begun("gemm"))
+    assert heard(stream) == [Begun("gemm")] and kept.numel() == 10
+
+
+def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does with a GPU's allocations, those without an event around them are left out here."""
+    flat = stream_module._flat
+    monkeypatch.setattr(stream_module, "_flat", lambda tree: flat([one for one in tree if one.name != "[memory]"]))
+    stream = AllocationStream("cpu")
+    stream.start()
+    kept = torch.empty(10)
+    del kept
+    assert [one.size for one in heard(stream) if isinstance(one, Sized)] == [40, -40]
 
 
 class Doubled(torch.autograd.Function):
@@ -63,7 +75,7 @@ class Doubled(torch.autograd.Function):
 
 def passes_of(events: list[Event], values: int) -> list[bool]:
     """Of allocations of so many fp32 values: whether each was made by a backward pass."""
-    return [one.node > 0 for one in events if isinstance(one, Change) and one.size == 4 * values]
+    return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
 
 
 def test_backward_is_told_from_forward() -> None:
@@ -93,13 +105,13 @@ def test_a_thread_of_pythons_is_not_heard_and_nothing_breaks() -> None:
     stream = AllocationStream("cpu")
 
     def work() -> None:
-        stream.note(Turn("cast"))
+        stream.note(Begun("cast"))
         torch.empty(77)
 
     stream.start()
-    stream.note(Turn("gemm"))
+    stream.note(Begun("gemm"))
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     torch.empty(10)
-    assert [one.size if isinstance(one, Change) else one for one in heard(stream)] == [Turn("gemm"), 40, -40]
+    assert [one.size if isinstance(one, Sized) else one for one in heard(stream)] == [Begun("gemm"), 40, -40]

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Capacity, Record, Status
-from fp8bench.report.blocks import panels_of
-from fp8bench.report.capacity_table import capacity_table
+from fp8bench.report.data.tidy import rows
 from fp8bench.report.elements import Table, Text, Tone
-from fp8bench.report.layout import painter
-from fp8bench.report.text import render
-from fp8bench.report.tidy import rows
-from tests.materials import Made, built, of_kind, part
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal.figures import capacity
+from fp8bench.report.terminal.run import render
+from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, run_of
 
 GIB = 1 << 30
@@ -43,7 +42,7 @@ USUAL = made(("fp32", fits(376)), ("bf16", fits(606, "tensors need 963 KiB more"
 
 
 def lines(one: Made, width: int = 100) -> list[str]:
-    return [line for panel in panels_of(*one) for line in capacity_table(panel, width, painter(False))]
+    return told([element for panel in panels_of(*one) for element in capacity(panel)], width)
 
 
 def test_the_table() -> None:
@@ -66,7 +65,7 @@ def test_it_stands_in_the_text_and_keeps_its_width(width: int) -> None:
 
 
 def test_who_did_not_ask_sees_nothing() -> None:
-    assert lines(gemm()) == [] and built("capacity", gemm()) is None
+    assert lines(gemm()) == [] and built("memory", gemm()) is None
     assert "largest batch" not in render(*gemm())
     assert not [row for row in rows(*gemm()) if str(row["metric"]).startswith("max_batch")]
 
@@ -113,7 +112,7 @@ def test_groups_are_told_apart_by_all_but_their_batch() -> None:
 
 
 def test_the_section() -> None:
-    found = part("capacity", USUAL)
+    found = part("memory", USUAL)
     (table,) = of_kind(found, Table)
     assert table.caption == "transformer: largest batch that fits into 1.00 GiB"
     assert [[field.value for field in row[1:5]] for row in table.rows] == [
@@ -124,7 +123,7 @@ def test_the_section() -> None:
 
 
 def test_two_runs_have_tables_of_different_names() -> None:
-    tables = of_kind(part("capacity", USUAL, USUAL), Table)
+    tables = of_kind(part("memory", USUAL, USUAL), Table)
     assert len({table.name for table in tables}) == 2
 
 

@@ -18,18 +18,31 @@ from hypothesis import strategies as st
 from matplotlib import get_data_path
 from matplotlib.font_manager import get_font
 
-from fp8bench.report.drawing import limits
-from fp8bench.report.drawing.draw import draw
-from fp8bench.report.drawing.labels import escaped, shortened, width
-from fp8bench.report.drawing.limits import left_out
-from fp8bench.report.drawing.scale import Scale, shown
-from fp8bench.report.drawing.scale import limits as ends_of
-from fp8bench.report.drawing.strips import chosen
-from fp8bench.report.elements import Axis, Bars, Chart, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Tone
+from fp8bench.report.elements import (
+    Axis,
+    Bars,
+    Chart,
+    Heat,
+    Lines,
+    Mark,
+    Point,
+    Scatter,
+    Stacks,
+    Strips,
+    Tone,
+    Waterfall,
+)
+from fp8bench.report.page.drawing import limits
+from fp8bench.report.page.drawing.draw import draw
+from fp8bench.report.page.drawing.labels import escaped, shortened, width
+from fp8bench.report.page.drawing.limits import left_out
+from fp8bench.report.page.drawing.rows import chosen
+from fp8bench.report.page.drawing.scale import Scale, shown
+from fp8bench.report.page.drawing.scale import limits as ends_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "charts"
-STYLE = (ROOT / "fp8bench" / "report" / "drawing" / "charts.css").read_text()
+STYLE = (ROOT / "fp8bench" / "report" / "page" / "drawing" / "charts.css").read_text()
 SPEED = Axis("times faster than bf16", "x")
 TIME = Axis("time of a step", "s")
 
@@ -107,6 +120,19 @@ CHARTS: dict[str, Chart] = {
             ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
         ),
     ),
+    "waterfall": Waterfall(
+        "gains",
+        "From bf16 to fp8",
+        "What each phase takes away or adds.",
+        TIME,
+        ("bf16", 0.024),
+        (
+            Mark("cast", 0.001, tone=Tone.BAD),
+            Mark("gemm", -0.008, tone=Tone.GOOD),
+            Mark("the rest", 0.0, tone=Tone.DOUBT),
+        ),
+        ("fp8", 0.017),
+    ),
 }
 KINDS = pytest.mark.parametrize("kind", CHARTS)
 
@@ -180,7 +206,7 @@ def test_every_class_has_a_style(kind: str) -> None:
 @KINDS
 def test_marks_can_be_reached_and_say_what_they_are(kind: str) -> None:
     """By keyboard and by pointing: a role, a short label, a hint that begins with it."""
-    counts = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2}
+    counts = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5}
     for sheet in parsed(draw(CHARTS[kind])):
         marks = marks_of(sheet)
         assert len(marks) == counts[kind]
@@ -205,6 +231,7 @@ print("".join(draw(chart) for chart in CHARTS.values()))
 """
 
 
+@pytest.mark.slow
 def test_the_same_bytes_in_any_process(tmp_path: Path) -> None:
     """Whatever the hash seed, the locale and the reader's matplotlibrc."""
     settings_file = tmp_path / "matplotlibrc"
@@ -279,6 +306,7 @@ ANY = {
     "heat": st.builds(Heat, *WORDS, few(WILD), few(WILD), few(few(st.none() | NUMBERS)), AXES, NUMBERS, few(few(WILD))),
     "lines": st.builds(Lines, *WORDS, few(WILD), AXES, few(st.tuples(WILD, few(st.none() | MARKS)))),
     "strips": st.builds(Strips, *WORDS, AXES, few(st.tuples(WILD, few(NUMBERS, 50), TONES))),
+    "waterfall": st.builds(Waterfall, *WORDS, AXES, st.tuples(WILD, NUMBERS), few(MARKS), st.tuples(WILD, NUMBERS)),
 }
 
 
@@ -342,6 +370,7 @@ def test_a_long_name_is_cut_in_its_middle() -> None:
         Heat("s", "S", "", ("a",), ("b",), ((None,),), SPEED),
         Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
         Strips("s", "S", "", TIME, (("a", (), Tone.PLAIN),)),
+        Waterfall("w", "W", "", TIME, ("a", math.nan), (), ("b", 1.0)),
     ],
 )
 def test_nothing_to_draw_is_said(chart: Chart) -> None:
@@ -400,11 +429,22 @@ def test_a_group_without_a_bar_has_no_heading() -> None:
     assert "full" in texts and not {"empty", "nan"} & set(texts)
 
 
-def test_bars_without_a_start_on_the_axis_are_all_seen() -> None:
-    """They begin at the power of ten below the least of them, not at it."""
+def test_errors_are_dots() -> None:
+    """A logarithmic axis has no place where a bar could begin: 0 is not on it."""
     drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=Axis("error", "", log=True), start=0.0))
-    (start, least), _ = spans(drawn, "bar plain")
-    assert least - start > 20 and texts_of(parsed(drawn)[0]).count("1e-7") == 1
+    sheet = parsed(drawn)[0]
+    dots = [float(one.get("x", "0")) for one in sheet.iter("use") if one.get("class") == "dot plain"]
+    assert len(dots) == 2 and dots[0] < dots[1] and not spans(drawn, "bar plain") and len(marks_of(sheet)) == 2
+
+
+def test_a_waterfall_steps_from_whole_to_whole() -> None:
+    """Each change begins where the one before it ended; its sign is said."""
+    drawn = draw(CHARTS["waterfall"])
+    (before, up), (down, top) = spans(drawn, "bar strong")[0], spans(drawn, "bar bad")[0]
+    assert up == pytest.approx(down, abs=0.02) and before < up < top
+    (low, high) = spans(drawn, "bar good")[0]
+    assert high == pytest.approx(top, abs=0.02) and low == pytest.approx(spans(drawn, "bar strong")[1][1], abs=0.02)
+    assert {"24.0 ms", "+1.00 ms", "-8.00 ms", "0 s", "17.0 ms"} <= set(texts_of(parsed(drawn)[0]))
 
 
 def test_the_start_is_marked_beside_rows_not_through_headings() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from fp8bench.analysis.metric import STEP
 from fp8bench.model import Finding, Label, Run
-from fp8bench.report import legend
-from fp8bench.report.blocks import panels_of
-from fp8bench.report.csv_text import render as as_csv
+from fp8bench.report.case_status import doubts
+from fp8bench.report.data.run import as_csv, as_json
+from fp8bench.report.data.tidy import rows
 from fp8bench.report.elements import Items
-from fp8bench.report.json_text import render as as_json
-from fp8bench.report.standing import doubts
-from fp8bench.report.text import render
-from fp8bench.report.tidy import STEP, rows
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal.run import render
+from fp8bench.report.words import legend
 from tests.fakes import MS, steady
 from tests.materials import of_kind, part
 from tests.runs import transformer

@@ -8,17 +8,15 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, MemoryRole, MemoryUse, PhaseMemory, Run, Status
-from fp8bench.report.blocks import panels_of
-from fp8bench.report.csv_text import render as render_csv
+from fp8bench.report.data.run import as_csv
+from fp8bench.report.data.tidy import rows, widened
 from fp8bench.report.elements import Items, Stacks, Table, Tone
-from fp8bench.report.layout import painter
 from fp8bench.report.memories import highest_in, sentences
-from fp8bench.report.memory_table import memory_table
-from fp8bench.report.naming import named_cases
-from fp8bench.report.text import render
-from fp8bench.report.tidy import rows
-from fp8bench.report.wide import widened
-from tests.materials import Made, of_kind, part
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal import figures
+from fp8bench.report.terminal.run import render
+from fp8bench.report.words.naming import named_cases
+from tests.materials import Made, of_kind, part, told
 from tests.runs import gemm, memory, transformer
 
 MIB = 1 << 20
@@ -63,7 +61,7 @@ def said(run: Run, findings: Mapping[str, Finding]) -> list[str]:
 
 def test_the_table_has_a_column_for_each_role_that_occurs() -> None:
     """In one unit; what is next to nothing is told from none, and what others count stands where it is known."""
-    lines = memory_table(panels_of(*usual())[0], 120, painter(False))
+    lines = told(figures.memory(panels_of(*usual())[0]), 120)
     assert [" ".join(line.split()) for line in lines[:5]] == [
         "memory at the highest point of a step, in MiB",
         "case peak vs bf16 weights low w grads optim activ low a work other in resident",
@@ -122,7 +120,7 @@ def test_of_several_groups_the_largest_is_explained() -> None:
 def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
     """It would say what the peak says already."""
     made = with_uses(*uses)
-    assert memory_table(panels_of(*made)[0], 100, painter(False)) == []
+    assert not told(figures.memory(panels_of(*made)[0]))
     assert "by what they are for" not in render(*made)
     assert ("peak_memory" in render(*made)) == (uses[0] is not None)
 
@@ -160,7 +158,7 @@ def test_rows_by_role_and_by_phase() -> None:
     assert found[-1]["why"] == "no resident memory: nobody may"
     wide = widened(rows(run, findings))[1][0]
     assert (wide["memory_optimizer_B"], wide["cast_peak_memory_B"], wide["reserved_memory_B"]) == (80 * MIB, 7, 999)
-    assert "memory_optimizer" in render_csv(run, findings)
+    assert "memory_optimizer" in as_csv(run, findings)
 
 
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
@@ -180,7 +178,7 @@ def test_the_page_has_stacks_sentences_and_phases() -> None:
     ]  # fmt: skip
     assert [one.text for one in items.items] == said(*usual())
     assert [one.title for one in table.columns] == [
-        "case", "peak", "of the reference's", "highest in", "cast", "gemm", "elementwise", "resident",
+        "precision", "peak", "of the reference's", "highest in", "cast", "gemm", "elementwise", "resident",
     ]  # fmt: skip
     assert [one.text for one in table.rows[2]] == [
         "fp8 (emulated)", "345 MiB", "1.150x", "cast", "345 MiB", "-", "60.0 MiB", "700 MiB",
@@ -204,14 +202,12 @@ def test_a_case_of_which_nobody_knows_is_all_rest() -> None:
     label, values = stacks.rows[1]
     assert (label, values[-1], sum(values)) == ("fp16", 200 * MIB, 200 * MIB) and stacks.parts[-1] == "the rest"
     assert said(*made)[0] == "fp16 takes 0.667x of bf16's memory."
-    assert " ".join(memory_table(panels_of(*made)[0], 120, painter(False))[3].split()) == (
-        "fp16 200 0.667x - - - - - - - - -"
-    )
+    assert " ".join(told(figures.memory(panels_of(*made)[0]), 120)[3].split()) == ("fp16 200 0.667x - - - - - - - - -")
 
 
 def test_every_role_has_a_title_and_words() -> None:
     """So that nobody meets an underscore."""
-    from fp8bench.report.legend import MEMORY_TITLES, MEMORY_WORDS
+    from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS
 
     assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
     assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)

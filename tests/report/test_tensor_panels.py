@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Measurement, Record, Status
-from fp8bench.report.blocks import Panel, Result, panels_of
+from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.tensor_panels import FIGURES, OWN, about_tensors, cell_of, figure, shown, tensor_name, timed_panels
-from fp8bench.report.tensor_sentences import best_by_width
+from fp8bench.report.words.tensors import best_by_width
 from fp8bench.units import unit_of
 from tests.materials import Made, material
 from tests.report.tensors import left, products, tensors

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

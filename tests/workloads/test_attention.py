@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
-from fp8bench.numerics.errors import relative_frobenius
-from fp8bench.plan import make_plan
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.attention import Attention
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

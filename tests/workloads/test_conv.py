@@ -7,11 +7,11 @@ import torch
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
-from fp8bench.plan import make_plan
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.conv import Conv
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

@@ -9,28 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
-from fp8bench.nn.records import DecodedRecords, Indices, text_records
+from fp8bench.nn.batches import DecodedRecords, Indices, text_records
+from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, State
+from fp8bench.worker.clock import PhaseClock
+from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, LoadState
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 SMALL = {"kind": "reading", "batch": 4, "record": 512}
 KINDS = pytest.mark.parametrize("kind", BATCHES)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
 
 
 def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -41,7 +36,7 @@ def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes:
     return Setup(case, CPU, seed, arithmetic, arithmetic, {}, mode.loss_scale, corpus.path)
 
 
-def arrived(state: State) -> torch.Tensor:
+def arrived(state: LoadState) -> torch.Tensor:
     """What a step leaves on the device."""
     Data().step(state, SilentPhases())
     (batch,) = state.destination.buffers

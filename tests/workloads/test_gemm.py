@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
-from fp8bench.nn.layer_sizes import MODELS, PRODUCTS
+from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
-from fp8bench.nn.elementwise import OPERATIONS
-from fp8bench.numerics.errors import relative_frobenius
+from fp8bench.nn.gpt import OPERATIONS
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.norm_act import INPUTS, NormAct
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")

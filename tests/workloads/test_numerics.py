@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
-from fp8bench.nn.catches import CATCHES
-from fp8bench.nn.caught import caught
-from fp8bench.plan import make_plan
+from fp8bench.nn.captured_tensors import captured
+from fp8bench.nn.sizes import CAPTURED
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role, Setup
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.numerics import MADE, Numerics
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
 
 
 def setup_for(
@@ -67,11 +62,11 @@ def test_all_tensors_are_looked_at_by_default() -> None:
     """Made ones, and those of each layer kind and role."""
     plan = make_plan(Request("numerics", devices=("cpu",)), (CPU,), "text:00000000")
     named = [group.cases[0].case.param("tensor") for group in plan]
-    assert named == [*MADE, *CATCHES] and len(named) == 13
+    assert named == [*MADE, *CAPTURED] and len(named) == 13
     assert all(planned.runs for group in plan for planned in group.cases)
 
 
-@pytest.mark.parametrize("name", [*MADE, *CATCHES])
+@pytest.mark.parametrize("name", [*MADE, *CAPTURED])
 def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) -> None:
     """Plans know both before there is a tensor."""
     setup = setup_for("fp16", name, corpus)
@@ -79,12 +74,12 @@ def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) 
     params = dict(setup.case.params)
     assert state.source.shape == (params["rows"], params["columns"]) and state.source.dtype == torch.float32
     assert Numerics().work(params).bytes == state.source.numel() * 4
-    assert state.role == (CATCHES[name].role if name in CATCHES else MADE[name])
+    assert state.role == (CAPTURED[name].role if name in CAPTURED else MADE[name])
     assert dict(setup_for("fp16", name, corpus, role="weight").case.params)["role"] == "weight"
 
 
 def test_a_tensor_comes_from_the_seed_alone(corpus: Corpus) -> None:
-    """The control has one of its own with the same values, of a caught tensor too."""
+    """The control has one of its own with the same values, of a captured tensor too."""
     for name in ("outliers", "mlp-input"):
         one, other = (Numerics().prepare(setup_for("bf16", name, corpus)).source for _ in range(2))
         assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
@@ -96,7 +91,7 @@ def test_a_tensor_comes_from_the_seed_alone(corpus: Corpus) -> None:
 def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
     """And needs the text."""
     state = Numerics().prepare(setup_for("bf16", "head-weight", corpus))
-    assert torch.equal(state.source, caught(corpus.path, 0)["head-weight"][-1])
+    assert torch.equal(state.source, captured(corpus.path, 0)["head-weight"][-1])
     with pytest.raises(ValueError, match="needs a token file"):
         Numerics().prepare(setup_for("bf16", "head-weight"))
 
@@ -164,7 +159,7 @@ def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
     delayed, current = (errors(mode, "mlp-gradient", corpus) for mode in ("fp8-delayed", "fp8"))
     assert delayed["sqnr_db"] == pytest.approx(current["sqnr_db"], abs=0.5) and delayed["underflow_percent"] < 1
     assert set(delayed) - set(current) == {"scale_drift_octaves", "scale_lag_octaves"}
-    course = [float(one.abs().max()) for one in caught(corpus.path, 0)["mlp-gradient"]]
+    course = [float(one.abs().max()) for one in captured(corpus.path, 0)["mlp-gradient"]]
     lags = [math.log2(now / max(course[:step])) for step, now in enumerate(course) if step]
     assert delayed["scale_lag_octaves"] == pytest.approx(max(lags), abs=1e-5)
     recent = errors("fp8-delayed:algorithm=most_recent", "mlp-gradient", corpus)

@@ -8,11 +8,11 @@ import torch
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
-from fp8bench.nn.gradients import GradientSource
+from fp8bench.numerics.distributions import GradientSource
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.optimizer import Optimizer
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads import gemm
-from fp8bench.workloads.planted import Planted, State
+from fp8bench.workloads.planted import Planted, PlantedState
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 BASE = (
@@ -24,13 +24,13 @@ BASE = (
 )
 
 
-def prepared(extra: int) -> State:
+def prepared(extra: int) -> PlantedState:
     case = Case("_planted", (*BASE, ("extra", extra)), "fp32", "cpu")
     arithmetic = precisions.get("fp32").arithmetic(CPU)
     return Planted().prepare(Setup(case, CPU, 0, arithmetic, arithmetic, {}))
 
 
-def codes_of(state: State) -> list[str]:
+def codes_of(state: PlantedState) -> list[str]:
     clock = PhaseClock(HostStamper())
     clock.begin()
     Planted().step(state, clock)
@@ -45,7 +45,7 @@ def test_it_is_hidden() -> None:
 def test_the_other_workload_gets_its_own_parameters() -> None:
     """Names without their prefix, and nothing else."""
     state = prepared(0)
-    assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner, gemm.State)
+    assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner, gemm.GemmState)
     assert state.inner.a.shape == (8, 8) and state.inner.ready is None
 
 

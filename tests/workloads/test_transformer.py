@@ -14,30 +14,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8bench.corpus import Corpus, prepare_corpus
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.measure.clock import PhaseClock
 from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Request, Scalar
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import SelfAttention
-from fp8bench.nn.compiled import compiled
+from fp8bench.nn.gpt import compiled
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.numerics.errors import joint_relative_frobenius
-from fp8bench.plan import make_plan
+from fp8bench.numerics.norms import joint_relative_frobenius
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.transformer import State, Transformer, _gradients, _loader, _model
+from fp8bench.worker.clock import PhaseClock
+from fp8bench.workloads.transformer import TrainingState, Transformer, _gradients, _loader, _model
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 MI300 = DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942")
 TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare_corpus(None, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +58,7 @@ def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes:
     return Setup(case, CPU, seed, arithmetic, high, {}, mode.loss_scale, corpus.path)
 
 
-def stepped(setup: Setup, steps: int = 1) -> State:
+def stepped(setup: Setup, steps: int = 1) -> TrainingState:
     workload = Transformer()
     state = workload.prepare(setup)
     for _ in range(steps):
@@ -382,6 +377,7 @@ def test_attention_gets_the_models_carrier_under_a_precision_map(corpus: Corpus)
 COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")
 
 
+@pytest.mark.slow
 @COMPILING
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler on a processor")
 def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
@@ -418,6 +414,7 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
         compiled(state.model, *state.loader.next())
 
 
+@pytest.mark.slow
 @COMPILING
 def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus) -> None:
     """And no eager step in its place."""
@@ -480,7 +477,7 @@ def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pyte
     """Nobody trains on."""
     inner = Transformer.step
 
-    def spoiling(self: Transformer, state: State, phase: Phases) -> None:
+    def spoiling(self: Transformer, state: TrainingState, phase: Phases) -> None:
         inner(self, state, phase)
         torch.nn.init.constant_(state.model.embedding, math.nan)
 

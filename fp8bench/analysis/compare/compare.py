@@ -1,0 +1,148 @@
+"""Two sides, measured at different times, as comparisons: every case and figure that both have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
+from fp8bench.analysis.compare.matched_figures import Figures, Values, counted, sensed, timed
+from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
+from fp8bench.analysis.metric import TIME
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Label, Status
+from fp8bench.units import percent
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two sides come to: comparisons, ids of cases that one side has alone, facts that differ."""
+
+    before: Side
+    after: Side
+    comparisons: tuple[Comparison, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    differing: tuple[Differing, ...]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether any figure has a number on both sides."""
+        return any(one.before is not None and one.after is not None for one in self.comparisons)
+
+    @property
+    def hardware(self) -> tuple[Differing, ...]:
+        """Where the sides were measured on different machines or devices."""
+        return tuple(one for one in self.differing if one.hardware)
+
+
+def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
+    """Hold the sides against each other, in the order in which the second has its cases.
+
+    Runs `beside` them say how far runs lie apart, and nothing else.
+    """
+    found: list[Comparison] = []
+    others = beside.sightings if beside is not None else {}
+    for name, seen in after.sightings.items():
+        if name in before.sightings:
+            found += _of_case(before.sightings[name], seen, others.get(name, ()))
+    return Compared(
+        before, after, tuple(found), _alone(before.sightings, after.sightings),
+        _alone(after.sightings, before.sightings), differing(before.runs, after.runs),
+    )  # fmt: skip
+
+
+def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:
+    """Cases that the other side has not, as far as they came to anything."""
+    return tuple(
+        name for name, seen in own.items() if name not in other and seen[-1].record.status is not Status.SKIPPED
+    )
+
+
+def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting]) -> Iterator[Comparison]:
+    old, new = before[-1].record, after[-1].record
+    if old.status is new.status is Status.SKIPPED:
+        return
+    if new.status is not Status.OK or old.status is not Status.OK:
+        yield _without_numbers(before[-1], after[-1])
+        return
+    version = after[-1].version
+    alike = [one for one in before if one.version == version]
+    if not alike:
+        yield _none(after[-1], f"version {before[-1].version} before and {version} now: the work changed")
+        return
+    if old.support.level is not new.support.level:
+        yield _none(after[-1], f"{old.support.level} before and {new.support.level} now: not the same work")
+        return
+    kept = _whole(alike), _whole([one for one in after if one.version == version])
+    others = _whole([one for one in beside if one.version == version])
+    for figures in (*timed(*kept, others), *sensed(*kept, others)):
+        case = after[-1].record.case
+        yield of_times(figures, case.id, case.workload, _labels((*kept[0], *kept[1])))
+    for values in counted(*kept):
+        yield _counted(values, after[-1])
+
+
+def _whole(side: Sequence[Sighting]) -> list[Sighting]:
+    """Those that came to numbers; of a --quick run only where there is nothing better."""
+    good = [one for one in side if one.record.status is Status.OK]
+    return [one for one in good if not one.run.request.quick] or good
+
+
+def _without_numbers(before: Sighting, after: Sighting) -> Comparison:
+    """One side has no number: it failed, or was skipped."""
+    old, new = before.record, after.record
+    failed = new.status is Status.FAILED and old.status is not Status.FAILED
+    words = [_became(record.status) + (f" ({record.reason})" if record.reason else "") for record in (old, new)]
+    return _none(after, f"{words[0]} before, {words[1]} now", failed)
+
+
+def _became(status: Status) -> str:
+    return {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}[status]
+
+
+def _none(sighting: Sighting, why: str, failed: bool = False) -> Comparison:
+    case = sighting.record.case
+    return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=why, failed=failed)
+
+
+def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
+    """What times of the runs of two sides come to."""
+    difference = across(figures.before, figures.after, figures.beside)
+    where, why = direction(difference)
+    ratio = difference.ratio
+    if figures.few and difference.alone:
+        where, why = Direction.UNSURE, "a few runs of a few rounds each"
+        ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
+    elif where is Direction.UNSURE and difference.alone:
+        why = (
+            f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
+            f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
+        )
+    return Comparison(
+        case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
+        _middle(figures.after), ratio, difference.p_value, labels, why,
+    )  # fmt: skip
+
+
+def _middle(side: Sequence[Estimate]) -> float:
+    return math.exp(sum(one.log for one in side) / len(side))
+
+
+def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
+    """That the sides were not measured together, and what was to be doubted in any of the runs."""
+    found = {label for one in sightings if one.finding is not None for label in one.finding.labels}
+    found.add(Label.CROSS_RUN)
+    return tuple(label.value for label in Label if label in found)
+
+
+def _counted(values: Values, after: Sighting) -> Comparison:
+    """Figures without noise of a clock."""
+    case = after.record.case
+    old, new = median(values.before), median(values.after)
+    said = exact_change(values.before, values.after)
+    return Comparison(
+        case.id, case.workload, values.metric, values.unit, said.direction, Evidence.CROSS_RUN, old, new, said.ratio,
+        said.p_value, why=said.why,
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Two sides by their samples alone, each measured in several processes: is B slower than A, and how sure is that?
+
+Where its memory lies, how its allocator behaves: a process is faster or slower than its neighbour for reasons of its
+own, by a percent often and by half now and then. So what is compared are processes, not rounds: each gives one number,
+its best case. A side is the geometric mean of the faster three fifths of its processes: the slow modes that some fall
+into by chance stay out of it as a rule, and a smaller share gave wider intervals. What all processes of a session have
+in common (a neighbour, a clock) is taken out first: each counts by how far it is from the session's median.
+
+If nothing had changed, it would be chance alone which processes of a session were called A and which B. The interval
+holds those ratios that would not put the sides further apart than chance does, by all ways of dealing the names out
+(a permutation test, turned round): exact, whatever the times are like, modes and outliers included. With two processes
+a side that takes three sessions; before that only what no noise does to a time is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.analysis import stats, verdicts
+from fp8bench.model import Interval, Timing, Verdict
+
+LEAST_ROUNDS = 5
+# So much, between the nearest processes of different sides, is believed without an interval.
+BELIEVED = 0.10
+_MOST_DEALS = 4096
+_HALVINGS = 12
+# Shifts below this are none.
+_NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class SideTimings:
+    """The entries of both sides in one session, a process each, all in the same rounds."""
+
+    before: Sequence[Timing]
+    after: Sequence[Timing]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the times of one case say. `before` and `after` are seconds, `ratio` is after over before.
+
+    `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
+    `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
+    many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
+    session that had fewest.
+    """
+
+    verdict: Verdict
+    ratio: Interval
+    before: float
+    after: float
+    apart: float
+    chance: float
+    finest: float
+    distance: float
+    freedom: int
+    rounds: int
+    sessions: int
+
+    @property
+    def resolved(self) -> bool:
+        """Whether there were processes enough for an interval."""
+        return self.finest <= 1 - self.ratio.level
+
+
+def judge(
+    sessions: Sequence[SideTimings], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
+) -> Judged | None:
+    """The verdict on all sessions; None without a round that all entries of some session were in."""
+    found = [(one, _best(one)) for one in sessions]
+    kept = [(one, logs, rounds) for one, (logs, rounds) in found if rounds]
+    if not kept:
+        return None
+    logs = np.concatenate([logs for _, logs, _ in kept])
+    is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
+    deals = _Deals(logs, is_after, [(len(one.before), len(one.after)) for one, _, _ in kept])
+    rounds = min(rounds for _, _, rounds in kept)
+    before, after = logs[~is_after], logs[is_after]
+    shift = deals.shift
+    chance = deals.chance(0.0)
+    resolved = deals.finest <= 1 - level
+    low, high = deals.bounds(shift, 1 - level) if resolved else (-math.inf, math.inf)
+    ratio = Interval(math.exp(shift), math.exp(low), math.exp(high), level)
+    verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(before, after)
+    if rounds < LEAST_ROUNDS:
+        verdict = Verdict.UNSURE
+    apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
+    return Judged(
+        verdict, ratio, math.exp(_low(before)), math.exp(_low(after)), apart, chance, deals.finest,
+        deals.distance(shift), max(1, len(logs) - 1 - len(kept)), rounds, len(kept),
+    )  # fmt: skip
+
+
+def why_unsure(found: Judged) -> str:
+    """Why a case has no verdict, and what would give it one."""
+    if found.rounds < LEAST_ROUNDS:
+        return f"{found.rounds} rounds a session are too few; give it more time (--budget) or rounds"
+    if not found.resolved:
+        return (
+            f"{found.sessions} session{'s' * (found.sessions != 1)} cannot tell what two processes differ by anyway; "
+            "give it more (--sessions)"
+        )
+    return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
+
+
+def _best(session: SideTimings) -> tuple[NDArray[np.float64], int]:
+    """The logarithm of each entry's best case, over the rounds that all were in, and how many those are."""
+    timings = [*session.before, *session.after]
+    rounds = sorted(set.intersection(*({slot.round for slot in one.slots} for one in timings)))
+    if not rounds or not session.before or not session.after:
+        return np.empty(0), 0
+    calls = min(len(slot.calls_ns) for one in timings for slot in one.slots)
+    best = [stats.best_by_segment(verdicts.cells(one, calls, rounds)).sum() for one in timings]
+    return np.log(np.array(best)), len(rounds)
+
+
+def _low(logs: NDArray[np.float64]) -> float:
+    """The mean of those that count."""
+    return float(np.sort(logs)[: _counted(len(logs))].mean())
+
+
+def _counted(processes: int) -> int:
+    """Three fifths of them, rounded up."""
+    return -(-3 * processes // 5)
+
+
+def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
+    """The verdict where chance cannot be told by dealing, because processes are too few.
+
+    The nearest ones of different sides must lie further apart than any two of one side, and than what noise is known
+    to do.
+    """
+    if min(len(before), len(after)) < 2:
+        return Verdict.UNSURE
+    least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
+    if after.min() - before.max() > least:
+        return Verdict.SLOWER
+    return Verdict.FASTER if before.min() - after.max() > least else Verdict.UNSURE
+
+
+class _Deals:
+    """All ways of naming the processes of each session A and B anew; a seeded sample of them where they are many."""
+
+    def __init__(
+        self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
+    ) -> None:
+        self._logs = logs
+        self._is_after = is_after
+        self._sessions = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
+        count = math.prod(math.comb(before + after, after) for before, after in sizes)
+        self._named = _every(sizes) if count <= _MOST_DEALS else _some(sizes, is_after)
+        self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
+        self.finest = max(self.finest, 1 / len(self._named))
+        # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
+        self._after = np.nonzero(self._named)[1].reshape(len(self._named), -1)
+        self._before = np.nonzero(~self._named)[1].reshape(len(self._named), -1)
+
+    @property
+    def shift(self) -> float:
+        """How much slower B is, a logarithm."""
+        return self._apart(0.0)[1]
+
+    def chance(self, shift: float) -> float:
+        """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
+        apart, own = self._apart(shift)
+        return float((np.abs(apart) >= abs(own) - 1e-12).mean())
+
+    def bounds(self, shift: float, chance: float) -> tuple[float, float]:
+        """The least and the greatest shift for which chance would do as much.
+
+        Looked for from outside, in halves: further in there may be shifts that it would not do as much for.
+        """
+        reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
+        return self._bound(shift, -reach, chance), self._bound(shift, reach, chance)
+
+    def _bound(self, shift: float, outside: float, chance: float) -> float:
+        if self.chance(shift + outside) > chance:
+            return math.copysign(math.inf, outside)
+        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
+            outside /= 2
+        inside = outside / 2
+        for _ in range(_HALVINGS):
+            middle = (inside + outside) / 2
+            if self.chance(shift + middle) > chance:
+                inside = middle
+            else:
+                outside = middle
+        return shift + outside
+
+    def distance(self, shift: float) -> float:
+        """How many standard deviations of what chance does the sides are apart."""
+        spread = float(np.std(self._apart(shift)[0]))
+        if spread == 0:
+            return math.inf if shift else 0.0
+        return abs(shift) / spread
+
+    def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
+        logs = self._logs - shift * self._is_after
+        for places in self._sessions:  # the same for every deal, since names do not change what was measured there
+            logs[places] -= np.median(logs[places])
+        before, after = (_low_rows(logs[places]) for places in (self._before, self._after))
+        return after - before, _low(logs[self._is_after]) - _low(logs[~self._is_after])
+
+
+def _low_rows(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    counted = _counted(logs.shape[1])
+    found: NDArray[np.float64] = np.partition(logs, counted - 1, axis=1)[:, :counted].mean(axis=1)
+    return found
+
+
+def _every(sizes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    choices = [list(itertools.combinations(range(before + after), after)) for before, after in sizes]
+    return np.array([_named(sizes, chosen) for chosen in itertools.product(*choices)])
+
+
+def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The true one and a seeded sample: the same samples always say the same."""
+    draw = np.random.default_rng(0)
+    rows = [
+        _named(sizes, [list(map(int, draw.permutation(before + after)[:after])) for before, after in sizes])
+        for _ in range(_MOST_DEALS - 1)
+    ]
+    return np.array([true, *rows])
+
+
+def _named(sizes: Sequence[tuple[int, int]], chosen: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+    row = []
+    for (before, after), places in zip(sizes, chosen, strict=True):
+        named = np.zeros(before + after, dtype=bool)
+        named[list(places)] = True
+        row.append(named)
+    return np.concatenate(row)

@@ -1,0 +1,197 @@
+"""The ratio of two sides that were measured at different times, with an interval that knows it; and exact values.
+
+Where the sides have eight runs or more, how far runs lie apart is in the interval: noise within a run says nothing
+about the next run's clocks, memory layout and neighbours. Of fewer, nobody knows that spread: the interval holds what
+any run of one side says over any of the other, there is no p-value, and nothing below 10% is called better or worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist, fmean, median
+from typing import NamedTuple
+
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.model import Direction, Interval
+
+# Two builds of one program differ by as much for where their code and data lie.
+BAND = 0.01
+# What a few stored numbers may say: their runs were made at different times.
+ALONE = 0.10
+# Of the continued fraction of Student's distribution.
+_TINY = 1e-300
+_CLOSE = 1e-15
+_MOST_TERMS = 1000
+# Degrees of freedom below which a spread of runs is no more than a guess, and a t interval of it absurd.
+LEAST_FREEDOM = 6
+# What no clock and no sensor measures is the same whenever the same code runs, up to so much: the digits that are kept.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one run says of a figure: its logarithm, and the standard error of that within the run (0: exact)."""
+
+    log: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second side over the first. `p_value` is None where the spread between runs is not known."""
+
+    ratio: Interval
+    p_value: float | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are too few runs to know how far they lie apart."""
+        return self.p_value is None
+
+
+def across(
+    before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = (), level: float = FINAL_LEVEL
+) -> Difference:
+    """Hold the mean of one side's runs against that of the other's.
+
+    Runs `beside` them are of neither, and say no more than how far runs lie apart.
+    """
+    point = fmean(one.log for one in after) - fmean(one.log for one in before)
+    within = math.sqrt(sum(_mean_variance(side) for side in (before, after)))
+    freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
+    if freedom < LEAST_FREEDOM:
+        return Difference(_of_few(before, after, point, level), None)
+    pooled = sum(map(_deviations, (before, after, beside))) / freedom
+    between = math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
+    # Few runs may agree by chance, and are never surer than each of them is.
+    error = max(between, within)
+    statistic = abs(point) / error if error else math.inf if point else 0.0
+    reach = quantile(level, freedom) * error
+    return Difference(_interval(point, point - reach, point + reach, level), p_value(statistic, freedom))
+
+
+def direction(difference: Difference) -> tuple[Direction, str]:
+    """Where a figure went, and why that is not known."""
+    ratio = difference.ratio
+    band = ALONE if difference.alone else BAND
+    if ratio.low > 1 and ratio.point > 1 + band:
+        return Direction.WORSE, ""
+    if ratio.high < 1 and ratio.point < 1 / (1 + band):
+        return Direction.BETTER, ""
+    if difference.alone:
+        return Direction.UNSURE, ""
+    if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
+        return Direction.SAME, ""
+    return Direction.UNSURE, "runs of one side differ too much to tell; measure more of them, or duel"
+
+
+class Change(NamedTuple):
+    """What became of a value. `ratio` is None from or to nothing, `p_value` where the value is exact."""
+
+    direction: Direction
+    ratio: Interval | None = None
+    p_value: float | None = None
+    why: str = ""
+
+
+def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
+    """Hold values against each other that are the same whenever the same code runs, as memory and errors are.
+
+    One that differs by more than rounding has changed. Where the values of one side vary all the same, that spread
+    counts.
+    """
+    every, old, new = (*before, *after), median(before), median(after)
+    if any(math.isnan(one) for one in every):
+        return Change(Direction.NONE, why="it is no number on one side")
+    if not (0 < old < math.inf and 0 < new < math.inf):
+        if old == new:
+            return Change(Direction.SAME)
+        why = "from or to nothing, or without bound: no ratio says it"
+        return Change(Direction.WORSE if new > old else Direction.BETTER, why=why)
+    varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
+    if varies and all(0 < one < math.inf for one in every):
+        old_logs, new_logs = ([Estimate(math.log(one), 0.0) for one in side] for side in (before, after))
+        difference = across(old_logs, new_logs)
+        where, why = direction(difference)
+        return Change(where, difference.ratio, difference.p_value, why)
+    ratio = new / old
+    where = Direction.WORSE if ratio > 1 else Direction.BETTER
+    where = Direction.SAME if abs(ratio - 1) <= ROUNDING else where
+    return Change(where, Interval(ratio, ratio, ratio, 1.0))
+
+
+def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float, level: float) -> Interval:
+    """From the least that a run of one side over one of the other may be to the most, by the noise within runs."""
+    reach = NormalDist().inv_cdf((1 + level) / 2)
+    pairs = [(new.log - old.log, reach * math.hypot(new.error, old.error)) for new in after for old in before]
+    return _interval(point, min(log - error for log, error in pairs), max(log + error for log, error in pairs), level)
+
+
+def _interval(point: float, low: float, high: float, level: float) -> Interval:
+    return Interval(_exp(point), _exp(low), _exp(high), level)
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
+
+
+def _mean_variance(side: Sequence[Estimate]) -> float:
+    return sum(one.error**2 for one in side) / len(side) ** 2
+
+
+def _deviations(side: Sequence[Estimate]) -> float:
+    """The sum of squares from the mean."""
+    mean = fmean(one.log for one in side) if side else 0.0
+    return sum((one.log - mean) ** 2 for one in side)
+
+
+def p_value(statistic: float, freedom: float) -> float:
+    """Of Student's t: the chance of a value at least so far from 0, on either side, with so many degrees of freedom."""
+    if math.isinf(statistic):
+        return 0.0
+    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + statistic * statistic))
+
+
+@lru_cache(maxsize=256)
+def quantile(level: float, freedom: float) -> float:
+    """How far from 0 the share `level` of values reaches, on both sides together: 12.7 for 95% and 1 degree."""
+    low, high = 0.0, 1.0
+    while p_value(high, freedom) > 1 - level:
+        high *= 2
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(middle, freedom) > 1 - level else (low, middle)
+    return high
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction where that converges fast."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(front) * _fraction(a, b, x) / a
+
+
+def _fraction(a: float, b: float, x: float) -> float:
+    """Lentz's way through the fraction 1 / (1 + d1 / (1 + d2 / ...))."""
+    c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
+    value = d
+    for m in range(1, _MOST_TERMS):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1 / _not_zero(1 + term * d)
+            c = _not_zero(1 + term / c)
+            value *= c * d
+        if abs(c * d - 1) < _CLOSE:
+            break
+    return value
+
+
+def _not_zero(value: float) -> float:
+    return value if abs(value) > _TINY else _TINY

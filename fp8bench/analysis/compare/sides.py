@@ -1,0 +1,122 @@
+"""One side of a comparison: runs, what each of them saw of every case, and what they were measured under.
+
+Where that differs between sides, something else than the code may be why a number changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fp8bench.model import Case, Finding, Record, Run, Scalar, Status
+
+# What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
+_PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter"})
+# Times on different ones of these are times of different things.
+_HARDWARE = frozenset({"asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
+_ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data")
+
+Seen = tuple[Run, Mapping[str, Finding]]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What one run saw of one case."""
+
+    run: Run
+    record: Record
+    finding: Finding | None
+    reference: str = ""
+
+    @property
+    def version(self) -> str:
+        return self.record.case.version
+
+
+@dataclass(frozen=True)
+class Side:
+    """Runs that count as one, and what they saw by case id; the newest sighting of a case stands last."""
+
+    name: str
+    runs: tuple[Run, ...]
+    sightings: Mapping[str, tuple[Sighting, ...]] = field(default_factory=dict)
+
+    @property
+    def cases(self) -> dict[str, Case]:
+        """The cases by id, each as its newest run has it."""
+        return {name: seen[-1].record.case for name, seen in self.sightings.items()}
+
+    @property
+    def measured(self) -> bool:
+        """Whether any case came to a number."""
+        return any(one.record.status is Status.OK for seen in self.sightings.values() for one in seen)
+
+
+def side_of(name: str, seen: Sequence[Seen]) -> Side:
+    """The side that some runs make, with what their samples say."""
+    ordered = sorted(seen, key=lambda pair: pair[0].started)
+    sightings: dict[str, list[Sighting]] = {}
+    for run, findings in ordered:
+        leads = {one.case.setting: one.case.mode for one in run.records if one.is_reference}
+        for record in run.records:
+            lead = leads.get(record.case.setting, "")
+            sighting = Sighting(run, record, findings.get(record.case.id), lead)
+            sightings.setdefault(record.case.id, []).append(sighting)
+    return Side(name, tuple(run for run, _ in ordered), {key: tuple(value) for key, value in sightings.items()})
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A fact that is not the same on both sides, in words. `hardware` says that times do not compare for it."""
+
+    name: str
+    before: str
+    after: str
+    hardware: bool = False
+
+
+def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, ...]:
+    """All facts that differ, those of the hardware first."""
+    old, new = _all_facts(before), _all_facts(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    found = [
+        Differing(name, _shown(old.get(name, [])), _shown(new.get(name, [])), _is_hardware(name)) for name in names
+    ]
+    return tuple(sorted(found, key=lambda one: not one.hardware))
+
+
+def hardware(run: Run) -> tuple[tuple[str, Scalar | None], ...]:
+    """What a run was measured on: runs that differ here are not put together."""
+    return tuple(pair for pair in _facts(run) if _is_hardware(pair[0]))
+
+
+def _is_hardware(name: str) -> bool:
+    return name in _HARDWARE or name.startswith("device ")
+
+
+def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
+    """The values that the runs of a side have, each once."""
+    found: dict[str, list[Scalar | None]] = {}
+    for run in runs:
+        for name, value in _facts(run):
+            values = found.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    return {name: sorted(values, key=str) for name, values in found.items()}
+
+
+def _facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
+    for name, value in run.environment.facts.items():
+        if name not in _PASSING:
+            yield name, value
+    for name in _ASKED:
+        yield f"asked: {name}", getattr(run.request, name)
+    for one in run.devices:
+        yield f"device {one.key}", f"{one.name}, {one.memory_bytes >> 20} MiB" if one.accelerated else one.name
+        if one.accelerated:
+            yield f"driver's cuda of {one.key}", one.cuda or one.hip
+
+
+def _shown(values: Sequence[Scalar | None]) -> str:
+    """'2.13.0', 'none', '2.12.0 and 2.13.0'."""
+    return " and ".join("none" if one is None else " ".join(str(one).split()) for one in values) or "none"

@@ -1,0 +1,271 @@
+"""What a run says of a case: every figure of it, once, with its unit and what else a reader must know of it.
+
+The rows and boards for other programs, the history and comparisons read this one list, and so know no figure by name.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from fp8bench.analysis.energy import EnergyFigures, energy_figures, energy_ratio, energy_samples, why_no_energy
+from fp8bench.analysis.metric import (
+    ENERGY,
+    MEMORY,
+    PER,
+    STEP,
+    TIME,
+    Better,
+    Metric,
+    Rank,
+    Reference,
+    better_of,
+    capacity_ratio,
+    why_no_larger,
+)
+from fp8bench.analysis.samples import phase_medians, phase_samples, relative_samples, step_samples
+from fp8bench.model import (
+    RELATIVE,
+    UNATTRIBUTED,
+    Finding,
+    Interval,
+    Label,
+    Level,
+    Measurement,
+    Provenance,
+    Record,
+    Status,
+    Verdict,
+)
+
+_RATES = {"tokens": "tok/s", "flops": "FLOP/s", "bytes": "B/s"}
+_Samples = Callable[[], tuple[float, ...]]
+
+
+def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
+    """The step's time first, which a case without one has too, with its reason. Without a finding no best cases."""
+    # Once for all that rests on it, and only where somebody asks.
+    steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
+    yield _step_time(record, finding, steps)
+    yield from _relative(record, finding, reference)
+    yield from _phases(record, finding)
+    yield from _by_work(record, finding, steps)
+    for measurement in record.measurements:
+        yield _measured(measurement)
+    yield from _energy(record, finding, reference)
+    yield from _memory(record)
+    yield from _capacity(record, reference)
+    yield from _data(record)
+
+
+def _emulated(record: Record) -> bool:
+    return record.support.level is Level.EMULATED
+
+
+def _clocked(record: Record, metric: Metric) -> Metric:
+    """With how many rounds and calls it rests on."""
+    timing = record.timing
+    return metric if timing is None else replace(metric, rounds=timing.num_rounds, count=timing.num_calls)
+
+
+def _step_time(record: Record, finding: Finding | None, steps: _Samples) -> Metric:
+    emulated = _emulated(record)
+    blank = Metric(TIME, "s", cost=emulated, samples=steps)
+    if finding is None:
+        return blank
+    if finding.best_seconds is None:
+        return replace(blank, verdict=finding.verdict_words, why=finding.why)
+    metric = replace(
+        blank, value=finding.median_seconds, best=finding.best_seconds, provenance=Provenance.MEASURED,
+        # Whatever is known of it, the time of an emulation is no speed.
+        interval=None if emulated else finding.ratio,
+        verdict=Verdict.EMULATED.value if emulated else finding.verdict_words, labels=finding.labels,
+        why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")),
+    )  # fmt: skip
+    return _clocked(record, metric)
+
+
+def _joined(*words: str) -> str:
+    return "; ".join(filter(None, words))
+
+
+def _relative(record: Record, finding: Finding | None, reference: Reference | None) -> Iterator[Metric]:
+    """The time over the reference's of the same rounds."""
+    if record.timing is None or _emulated(record):
+        return
+    interval = finding.ratio if finding is not None else None
+    samples = partial(relative_samples, record, reference.record if reference is not None else None)
+    point = interval.point if interval is not None else None
+    yield Metric(
+        RELATIVE, "x", point, interval=interval, provenance=Provenance.DERIVED, rank=Rank.RESTATED, samples=samples
+    )
+
+
+def _phases(record: Record, finding: Finding | None) -> Iterator[Metric]:
+    """Time of each phase the step has, and its share; best cases sum to the step's."""
+    timing = record.timing
+    medians = phase_medians(timing) if timing is not None and finding is not None else {}
+    if finding is None:
+        found: dict[str, float | None] = dict.fromkeys(timing.segments.phases if timing is not None else ())
+    else:
+        known = dict(finding.phases) if finding.best_seconds else {}
+        found = {name: best for name, best in known.items() if best or name in medians or name == UNATTRIBUTED}
+    for phase, best in found.items():
+        # What the marks of no phase cover is 0 in every call where there is nothing.
+        seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
+        samples = tuple if timing is None else partial(phase_samples, timing, phase)
+        metric = Metric(
+            TIME, "s", seconds, best, phase, provenance=Provenance.MEASURED, cost=_emulated(record),
+            labels=_with_floor(finding, phase), samples=samples,
+        )  # fmt: skip
+        yield _clocked(record, metric)
+        if finding is not None and finding.best_seconds and best is not None:
+            yield replace(
+                _clocked(record, metric), name="share_of_step", unit="ratio", value=share,
+                best=best / finding.best_seconds, provenance=Provenance.DERIVED, better=Better.NONE, rank=Rank.DETAIL,
+            )  # fmt: skip
+
+
+def _with_floor(finding: Finding | None, phase: str) -> tuple[Label, ...]:
+    """The labels of a case and, of a phase too short to be told from its markers, that it is."""
+    if finding is None:
+        return ()
+    labels = {*finding.labels, *([Label.BELOW_FLOOR] if phase in finding.below_floor else [])}
+    return tuple(label for label in Label if label in labels)
+
+
+def _by_work(record: Record, finding: Finding | None, steps: _Samples) -> Iterator[Metric]:
+    """By each count of work, what is done in a second, and the time for so many; nothing for emulations, which have no
+    speed."""
+    counts = {name: count for name in _RATES if (count := getattr(record.work, name))}
+    if _emulated(record):
+        return
+    for name, count in counts.items():
+        if finding is not None and finding.best_seconds:
+            median = count / finding.median_seconds if finding.median_seconds else None
+            rate = Metric(
+                f"{name}_per_second", _RATES[name], median, count / finding.best_seconds, labels=finding.labels,
+                provenance=Provenance.DERIVED, better=Better.HIGHER, denominator="second", rank=Rank.DETAIL,
+            )  # fmt: skip
+            yield _clocked(record, rate)
+        if record.timing is None:
+            continue
+        metric, many = PER[name]
+        samples = partial(_scaled, steps, many, count)
+        denominator = metric.removeprefix("seconds_per_")
+        yield Metric(
+            metric, "s", provenance=Provenance.DERIVED, denominator=denominator, rank=Rank.RESTATED, samples=samples
+        )
+
+
+def _scaled(samples: _Samples, many: float, count: float) -> tuple[float, ...]:
+    return tuple(value * many / count for value in samples())
+
+
+def _measured(one: Measurement) -> Metric:
+    return Metric(
+        one.metric, one.unit, statistics.median(one.samples) if one.samples else None, phase=one.phase or STEP,
+        provenance=one.provenance, better=better_of(one.metric), count=len(one.samples), samples=lambda: one.samples,
+    )  # fmt: skip
+
+
+def _energy(record: Record, finding: Finding | None, reference: Reference | None) -> Iterator[Metric]:
+    """Of the step, for its work and of phases; where nobody could tell, one figure without a value, with the reason."""
+    use = record.energy
+    if use is None or record.status is not Status.OK:
+        return
+    labels = finding.labels if finding is not None else ()
+    blank = Metric(ENERGY, "J", cost=_emulated(record), labels=labels, source=use.source)
+    found = energy_figures(record, finding)
+    if found is None:
+        yield replace(blank, why=why_no_energy(record))
+        return
+    blank = replace(blank, count=len(found.windows))
+    step = replace(
+        blank,
+        value=found.gross.middle,
+        provenance=Provenance.MEASURED,
+        why=use.why,
+        samples=lambda: energy_samples(use),
+    )
+    ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
+    if ratio is not None:
+        interval = Interval(ratio.point, ratio.low, ratio.high, 0.0)
+        step = replace(step, interval=interval, verdict=ratio.demand.value, why=_joined(ratio.why, use.why))
+    yield step
+    yield from _beside(found, replace(blank, provenance=Provenance.DERIVED))
+    for phase, joules in found.phases:
+        yield replace(
+            blank, value=joules, phase=phase, provenance=Provenance.ESTIMATED, rank=Rank.DETAIL,
+            labels=_with_floor(finding, phase),
+        )  # fmt: skip
+
+
+def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
+    """What else the windows say of the step, and the power of the device."""
+    net = found.net.middle if found.net else None
+    yield replace(blank, name="energy_net", value=net, why=found.net_why)
+    if found.uncertainty is not None:
+        yield replace(blank, name="energy_uncertainty", unit="ratio", value=found.uncertainty, rank=Rank.DETAIL)
+    for name, joules in found.per:
+        yield replace(blank, name=f"energy_per_{name}", value=joules, denominator=name)
+    power = replace(blank, name="power", unit="W", provenance=Provenance.MEASURED, denominator="second")
+    yield replace(power, value=found.watts)
+    if found.idle is not None:
+        yield replace(power, name="idle_power", value=found.idle, cost=False, better=Better.NONE)
+
+
+def _memory(record: Record) -> Iterator[Metric]:
+    """What it is for, the highest points of phases, what others count. What could not be had has its reason."""
+    use = record.memory
+    if use is None or record.status is not Status.OK:
+        return
+    for role, size in use.roles:
+        yield _size(f"memory_{role}", size, provenance=Provenance.DERIVED)
+    for one in use.phases:
+        yield _size(MEMORY, one.allocated, one.phase)
+        if one.reserved is not None:
+            yield _size("reserved_memory", one.reserved, one.phase)
+    for name, counted in (("reserved_memory", use.reserved), ("process_memory", use.process)):
+        if counted is not None:
+            yield _size(name, counted)
+    yield replace(_size("resident_memory", use.resident), why=use.why)
+
+
+def _size(name: str, size: int | None, phase: str = STEP, provenance: Provenance = Provenance.MEASURED) -> Metric:
+    known = None if size is None else float(size)
+    return Metric(name, "B", known, phase=phase, provenance=provenance if known is not None else None, rank=Rank.DETAIL)
+
+
+def _capacity(record: Record, reference: Reference | None) -> Iterator[Metric]:
+    """The largest batch that fits; without an answer one figure with the reason."""
+    found = record.capacity
+    if found is None:
+        return
+    share = capacity_ratio(record, reference.record if reference is not None else None)
+    batch = Metric(
+        "max_batch", "count", None if found.batch is None else float(found.batch), provenance=Provenance.MEASURED,
+        better=Better.HIGHER, rank=Rank.DETAIL, why=why_no_larger(found),
+        interval=None if share is None else Interval(share, share, share, 1.0),
+    )  # fmt: skip
+    yield batch
+    if found.tokens:
+        yield replace(batch, name="max_batch_tokens", value=float(found.tokens), interval=None, why="")
+    for name, size in (("max_batch_memory", found.peak), ("max_batch_limit", found.limit)):
+        if size is not None:
+            yield _size(name, size)
+
+
+def _data(record: Record) -> Iterator[Metric]:
+    """What the data are made of, before any scaling."""
+    for one in record.statistics:
+        figures = [("values", "count", float(one.count)), ("amax", "", one.amax)]
+        for name, above, vanishing in one.outside:
+            figures += [(f"share_above_{name}", "ratio", above), (f"share_vanishing_{name}", "ratio", vanishing)]
+        for name, unit, value in figures:
+            yield Metric(
+                name, unit, value, phase=None, about=(one.kind, one.role), provenance=Provenance.MEASURED,
+                better=Better.NONE, rank=Rank.DETAIL, count=one.count,
+            )  # fmt: skip

@@ -1,0 +1,210 @@
+"""What a study of layers is made of: training runs that differ in which layers are low, what they say, their maps.
+
+Losses are means over the last fifth of the steps. A gap is relative to the loss of the reference from the same weights
+and data: above 0 is worse. All here is a pure function of losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fp8bench.model import Environment, Params
+from fp8bench.protocols import Layer, key_of
+
+_LAST = 5
+
+
+class By(StrEnum):
+    """What is taken low at a time."""
+
+    LAYER = "layer"
+    KIND = "kind"
+
+
+class Suffers(StrEnum):
+    """What a run's gap says. NOISE: no more than other draws of the reference's weights."""
+
+    FAILED = "failed"
+    WORSE = "worse"
+    NOISE = "within the noise"
+    BETTER = "better"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run. `low` names the layers that are low; `failure` says why its loss is none.
+
+    `precision` and `precision_map` are those of the case that was run, `draw` that of its initial weights.
+    `gradient_error` is that of the first step, against the reference's.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    precision_map: tuple[tuple[str, str], ...] = ()
+    low: tuple[str, ...] = ()
+    draw: int = 0
+    losses: tuple[float, ...] = ()
+    gradient_error: float | None = None
+    failure: str = ""
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the last fifth of its steps; None for a run that failed."""
+        if self.failure or not self.losses:
+            return None
+        last = self.losses[-last_of(len(self.losses)) :]
+        return math.fsum(last) / len(last)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything that was run, in that order: `candidates` begin with all layers low, each has one less.
+
+    `tolerance` is the largest gap that a suggested map may have.
+    """
+
+    workload: str
+    params: Params
+    device: str
+    low: str
+    reference: str
+    level: str
+    by: By
+    steps: int
+    tolerance: float
+    seed: int
+    baseline: Trial
+    draws: tuple[Trial, ...] = ()
+    probes: tuple[Trial, ...] = ()
+    candidates: tuple[Trial, ...] = ()
+    finished: bool = False
+    started: str = ""
+    environment: Environment = field(default_factory=lambda: Environment({}))
+    path: str = ""
+
+    def gap(self, trial: Trial) -> float | None:
+        """How much larger its loss is than the reference's, as a share; None without a loss."""
+        wanted, found = self.baseline.loss, trial.loss
+        return None if wanted is None or found is None else found / wanted - 1
+
+    @property
+    def noise(self) -> float | None:
+        """The largest gap of another draw of the reference's weights, either way; None without one."""
+        gaps = [abs(gap) for one in self.draws if (gap := self.gap(one)) is not None]
+        return max(gaps, default=None)
+
+    def suffers(self, trial: Trial) -> Suffers:
+        """What its gap says, beside the noise."""
+        gap = self.gap(trial)
+        if gap is None:
+            return Suffers.FAILED
+        if abs(gap) <= (self.noise or 0.0):
+            return Suffers.NOISE
+        return Suffers.WORSE if gap > 0 else Suffers.BETTER
+
+    @property
+    def ranking(self) -> tuple[Trial, ...]:
+        """The probes, worst first: failed ones, then gaps beyond the noise, the rest by their first gradients."""
+        return tuple(sorted(self.probes, key=self._badness, reverse=True))
+
+    def _badness(self, trial: Trial) -> tuple[bool, float, float]:
+        suffers, gap = self.suffers(trial), self.gap(trial)
+        beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
+        error = trial.gradient_error
+        return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
+
+    def keeps(self, trial: Trial) -> bool:
+        """Whether its loss is within the tolerance."""
+        gap = self.gap(trial)
+        return gap is not None and gap <= self.tolerance
+
+    @property
+    def undecided(self) -> bool:
+        """Whether every gap lies within the noise, so that no layer can be told from another."""
+        trials = (*self.probes, *self.candidates)
+        return bool(trials) and all(self.suffers(one) is Suffers.NOISE for one in trials)
+
+    @property
+    def suggested(self) -> Trial | None:
+        """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""
+        return None if self.undecided else next((one for one in self.candidates if self.keeps(one)), None)
+
+    def together(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+        """The first gradients' errors of the probes of each group, put together as errors that know nothing of each
+        other: the root of the sum of their squares. Groups without any are left out."""
+        by_name = {one.name: one.gradient_error for one in self.probes}
+        found = {}
+        for group, names in groups.items():
+            errors = [error for name in names if (error := by_name.get(name)) is not None]
+            if errors:
+                found[group] = math.hypot(*errors)
+        return found
+
+
+def last_of(steps: int) -> int:
+    """How many steps a loss is the mean of."""
+    return max(1, steps // _LAST)
+
+
+PrecisionMap = tuple[tuple[str, str], ...]
+
+
+def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
+    """The map for a case in the first of the modes, the low one, that leaves just the layers named low in it.
+
+    All others take the second one, the reference; `high` is what layers that stay high have without a map.
+    """
+    wanted = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
+    usual = {layer.name: high if layer.high else modes[0] for layer in layers}
+    return shortened(layers, wanted, usual)
+
+
+def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
+    """A map by kinds and prefixes of names where they say the same as names; nothing for what is usual."""
+    found: dict[str, str] = {}
+    for kind in dict.fromkeys(layer.kind for layer in layers):
+        _enter(found, kind, [layer.name for layer in layers if layer.kind == kind], wanted, usual)
+    for front in _fronts(layers):
+        inside = [layer.name for layer in layers if layer.name == front or layer.name.startswith(f"{front}.")]
+        if not all(_said(layers, found, usual)[name] == wanted[name] for name in inside):
+            _enter(found, front, inside, wanted, usual)
+    # A layer's name may be another one's kind: what it says there is mended by that one's name.
+    while wrong := [name for name, mode in _said(layers, found, usual).items() if mode != wanted[name]]:
+        found.update({name: wanted[name] for name in wrong})
+    return tuple(found.items())
+
+
+def _enter(
+    found: dict[str, str], key: str, names: Sequence[str], wanted: Mapping[str, str], usual: Mapping[str, str]
+) -> None:
+    """Take a key where all its layers want the same, and something else than they have anyway."""
+    modes = {wanted[name] for name in names}
+    if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
+        found[key] = modes.pop()
+
+
+def _fronts(layers: Sequence[Layer]) -> list[str]:
+    """Front parts of names that several layers share, the shortest first."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        words = layer.name.split(".")
+        for length in range(1, len(words)):
+            front = ".".join(words[:length])
+            counts[front] = counts.get(front, 0) + 1
+    shared = [front for front, count in counts.items() if count > 1]
+    return sorted(shared, key=lambda front: front.count("."))
+
+
+def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
+    """What every layer has under a map."""
+    keys = {layer.name: key_of(layer, found) for layer in layers}
+    return {name: usual[name] if key is None else found[key] for name, key in keys.items()}
+
+
+def as_words(precision_map: PrecisionMap) -> str:
+    """As --precision-map takes it."""
+    return ",".join(f"{key}={mode}" for key, mode in precision_map)

@@ -1,0 +1,261 @@
+"""Changes in the courses of a history: where figures stepped up or down from one commit to another, and stayed there.
+
+Steps are looked for among figures of one version that were measured under the same conditions, and of whole
+measurements. Commits in between that have no such figure lie in a step's range like any other.
+
+An ack that covers a change keeps it from alarming; one that goes further alarms again.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
+from fp8bench.model import Ack, Comparison, Conditions, Course, Direction, Evidence, Figure
+
+# Two builds of one program differ by as much for where their code and data lie.
+BAND = 0.01
+TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
+BELOW_ZERO = "values below 0, between which no ratio says anything"
+# Among other values 0 counts as so much of the least one.
+_NOTHING = 0.5
+
+
+Look = Callable[[Sequence[Sequence[float]]], list[tuple[Step, ...]]]
+
+
+class State(StrEnum):
+    """What became of a change since. Only an OPEN one that is worse alarms."""
+
+    OPEN = "open"
+    ACKNOWLEDGED = "acknowledged"
+    # A later step took it back, half of it at least.
+    REVERTED = "reverted"
+    # The work or the method has changed since: what is measured now does not compare.
+    OLD_VERSION = "old version"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A step of a course as a comparison of the level after it with the one before it.
+
+    It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
+    has the new level first. `commits` counts those of the course in that range, and `unmeasured` those of them that
+    have no figure to compare. `error` is the standard error of the ratio's logarithm. `current` says that the newest
+    figure was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
+    """
+
+    course: Course
+    comparison: Comparison
+    first: str
+    commits: int
+    unmeasured: int
+    error: float
+    version: str
+    current: bool
+    state: State = State.OPEN
+    ack: Ack | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        return self.comparison.direction is Direction.WORSE
+
+    @property
+    def alarms(self) -> bool:
+        """Whether somebody should look at it."""
+        return self.is_worse and self.state is State.OPEN
+
+    @property
+    def size(self) -> float:
+        """The absolute logarithm of its ratio; infinite for one from or to nothing."""
+        return math.inf if self.comparison.ratio is None else abs(math.log(self.comparison.ratio.point))
+
+
+@dataclass(frozen=True)
+class Found:
+    """All changes, the worst first; how many courses were looked at, and how many were not, and why."""
+
+    changes: tuple[Change, ...]
+    looked_at: int
+    left: Counter[str]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Figures of a course that compare: their places in it, and their values. `read` gives the course."""
+
+    read: Callable[[], Course]
+    places: Sequence[int]
+    values: Sequence[float]
+
+
+def find_changes(courses: Iterable[Course]) -> Found:
+    """Look at each course, all at once. Nothing is acknowledged yet."""
+    return changes_of((_stretches(course) for course in courses), steps_of_many)
+
+
+def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
+    """The changes of courses by their stretches. `look` finds steps; only courses that have some are read."""
+    left: Counter[str] = Counter()
+    chosen: list[Stretch] = []
+    looked_at = 0
+    for of_course in stretches:
+        compared = [one for one in of_course if len(one.values) >= LEAST_VALUES]
+        sound = [one for one in compared if min(one.values) >= 0]
+        chosen += sound
+        looked_at += bool(sound)
+        if not sound:
+            left[BELOW_ZERO if compared else TOO_FEW] += 1
+    steps = look([_above_zero(one.values) for one in chosen])
+    found = [change for stretch, of_it in zip(chosen, steps, strict=True) for change in _changes(stretch, of_it)]
+    return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
+
+
+def _stretches(course: Course) -> list[Stretch]:
+    """The figures of a course by version and conditions."""
+    alike: dict[tuple[str, Conditions], list[int]] = {}
+    for place, figure in enumerate(course.figures):
+        if _counts(figure):
+            alike.setdefault((figure.version, figure.under), []).append(place)
+    return [
+        Stretch(lambda: course, places, [_value(course.figures[place]) for place in places])
+        for places in alike.values()
+    ]
+
+
+def _counts(figure: Figure) -> bool:
+    return figure.value is not None and math.isfinite(figure.value) and not figure.hasty
+
+
+def _value(figure: Figure) -> float:
+    assert figure.value is not None
+    return figure.value
+
+
+def _above_zero(values: Sequence[float]) -> Sequence[float]:
+    """Values that have logarithms, as steps are looked for in these."""
+    if min(values) > 0:
+        return values
+    nothing = _NOTHING * min((value for value in values if value > 0), default=1.0)
+    return [value or nothing for value in values]
+
+
+def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
+    ends = [0, *(step.at for step in steps), len(stretch.values)]
+    for number, step in enumerate(steps):
+        if abs(math.log(step.after / step.before)) < math.log1p(BAND):
+            continue
+        before, after = step.before, step.after
+        if min(stretch.values) <= 0:
+            before, after = (statistics.median(stretch.values[slice(*ends[n : n + 2])]) for n in (number, number + 1))
+        change = _change(stretch, step, before, after)
+        yield replace(change, state=_state(change, [later.after for later in steps[number + 1 :]]))
+
+
+def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change:
+    course = stretch.read()
+    low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
+    inside = range(low + 1, high + 1)
+    figures = course.figures
+    direction = Direction.WORSE if step.after > step.before else Direction.BETTER
+    comparison = Comparison(
+        case_of(course), course.series.workload, course.series.metric, unit_of_series(course.series), direction,
+        Evidence.HISTORY,
+        before, after, step.ratio if before > 0 and after > 0 else None, step.p_value,
+        why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
+        since=figures[low].commit, until=figures[high].commit,
+    )  # fmt: skip
+    unmeasured = sum(place not in stretch.places for place in inside)
+    version = figures[first].version
+    newest = next(place for place in reversed(range(len(figures))) if _counts(figures[place]))
+    return Change(
+        course, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
+        current=newest in stretch.places,
+    )  # fmt: skip
+
+
+def case_of(course: Course) -> str:
+    """A cell as cases are called: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
+    precision, *values = course.cell
+    inside = ",".join(f"{name}={value}" for name, value in zip(course.series.param_names[1:], values, strict=True))
+    return f"{course.series.workload}[{inside}]@{course.machine['machine']}/{precision}"
+
+
+def _state(change: Change, later: Sequence[float]) -> State:
+    """Whether a change still holds: it does not where a later level lies nearer to the one before it."""
+    if change.version != change.course.series.version:
+        return State.OLD_VERSION
+    before, after = change.comparison.before, change.comparison.after
+    assert before is not None and after is not None
+    middle = math.sqrt(before * after) or (before + after) / 2
+    back = any(level < middle if change.is_worse else level > middle for level in later)
+    return State.REVERTED if back else State.OPEN
+
+
+def worst_first(change: Change) -> tuple[object, ...]:
+    """What alarms first, then improvements, the largest first; those of about one size in the order of their series."""
+    states = list(State)
+    size = change.size if math.isinf(change.size) else round(change.size, 2)
+    return states.index(change.state), not change.is_worse, -size
+
+
+# A level may turn out to be so much further off than it looked when it was acknowledged, or so many standard errors.
+_FURTHER = 0.02
+_ERRORS = 3.0
+# Nothing at all is less than any figure.
+_LEAST = 1e-300
+
+
+def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
+    """The same with the acks that cover open changes."""
+    changes = sorted((_with_ack(change, acks) for change in found.changes), key=worst_first)
+    return replace(found, changes=tuple(changes))
+
+
+def ack_of(change: Change, when: str, because: str) -> Ack:
+    """A new ack that covers a change."""
+    course, one = change.course, change.comparison
+    assert one.before is not None and one.after is not None
+    return Ack(
+        secrets.token_hex(4), course.series.name, course.cell, str(course.machine["machine"]), course.python,
+        change.version, one.direction, one.since, one.until, one.before, one.after, when, because,
+    )  # fmt: skip
+
+
+def _with_ack(change: Change, acks: Sequence[Ack]) -> Change:
+    if change.state is not State.OPEN:
+        return change
+    ack = next((one for one in reversed(acks) if covers(one, change)), None)
+    return change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack)
+
+
+def covers(ack: Ack, change: Change) -> bool:
+    """Whether an ack is of that change: the same course, ranges that overlap, and a level that is not further off."""
+    course, comparison = change.course, change.comparison
+    assert comparison.before is not None and comparison.after is not None
+    here = (
+        course.series.name, course.cell, course.machine["machine"], course.python, change.version, comparison.direction,
+    )  # fmt: skip
+    if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != here:
+        return False
+    sign = 1 if change.is_worse else -1
+    if sign * (_log(comparison.after) - _log(ack.after)) > max(_FURTHER, _ERRORS * change.error):
+        return False
+    if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
+        return False  # it begins where the other one ended
+    places = {figure.commit: place for place, figure in enumerate(course.figures)}
+    ends = [places.get(commit) for commit in (ack.since, ack.until)]
+    low, high = places[comparison.since], places[comparison.until]
+    since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
+    return ends != [None, None] and max(since, low) < min(until, high)
+
+
+def _log(level: float) -> float:
+    return math.log(max(level, _LEAST))

@@ -1,0 +1,44 @@
+"""`fp8bench compare A B`: two runs, commits or stores, figure by figure."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import check_outputs, stdout_look, write_outputs
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_OK
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Compares what was measured at two times, or of two commits: every case and figure that both "
+        "have. `fp8bench gate` judges what this shows."
+    )
+    parser.epilog = "Exit codes: 0 compared, whatever it says; 2 wrong usage, or there is no such run."
+    words = "runs (ids, files' stems, paths, 'last'), a commit, or a store's folder; several with commas count as one"
+    parser.add_argument("before", metavar="A", help=words)
+    parser.add_argument("after", metavar="B", help="the same; ratios are of B over A")
+    shared(parser, "--store", help="where A and B are, as in suite")
+    shared(parser, "--json", help="print the comparison as JSON instead of the table")
+    shared(parser, "--csv", help="also write it there as rows, one a figure; '-' prints them instead of the table")
+    shared(parser, "--md", "--explain")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read both sides, hold them against each other, tell. What it finds is no failure: `gate` judges."""
+    from fp8bench.jobs.compare import compared_sides
+    from fp8bench.report.data.comparison import as_csv, as_json, as_markdown
+    from fp8bench.report.terminal.comparison import render
+
+    check_outputs(arguments)
+    compared = compared_sides(arguments.before, arguments.after, arguments.store, TERMINAL)
+    rows = as_csv(compared.comparisons)
+    with write_outputs({"--csv": (arguments.csv, rows), "--md": (arguments.md, as_markdown(compared))}):
+        if arguments.csv == "-":
+            say(rows)
+        else:
+            say(as_json(compared) if arguments.json else render(compared, **stdout_look(arguments.explain)))
+    return EXIT_OK

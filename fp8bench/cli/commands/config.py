@@ -1,0 +1,43 @@
+"""`fp8bench config`: a file of options for `suite --config`, with those that are given here."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.commands import suite
+from fp8bench.cli.grammar import request_of
+from fp8bench.cli.outputs import check_files, write_outputs
+from fp8bench.cli.streams import complain, say
+from fp8bench.errors import EXIT_OK
+from fp8bench.plan.make import check_names
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of `suite`, and where the file goes."""
+    suite.add(parser)
+    parser.description = (
+        "Writes a file of options in YAML: those that are given here as they are given, all others as comments with "
+        "what they are for. `fp8bench suite --config FILE` reads it."
+    )
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage."
+    words = "write the file there instead of printing it"
+    parser.add_argument("--write", type=types.path, metavar="FILE", help=words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """What could not be measured is refused here already."""
+    from fp8bench.cli.config_file import written
+
+    check_files({"--write": arguments.write})
+    if arguments.suite is not None:
+        check_names(request_of(arguments))
+    command = argparse.ArgumentParser()
+    suite.add(command)
+    text = written(command, arguments)
+    with write_outputs({"--write": (arguments.write, text)}):
+        if arguments.write is None:
+            say(text)
+        else:
+            complain(f"{arguments.write} is written; `fp8bench suite --config {arguments.write}` reads it")
+    return EXIT_OK

@@ -1,0 +1,115 @@
+"""`fp8bench gate`: what fails a build, and what it says to whom."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8bench.analysis.gate.thresholds import check_rules
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.streams import complain, say
+from fp8bench.errors import UsageError
+from fp8bench.interrupts import only_once
+
+if TYPE_CHECKING:
+    from fp8bench.jobs.gate.source import Source
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects once more, in a fresh "
+        "process, before it says so."
+    )
+    parser.epilog = (
+        "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the baseline is "
+        "missing or does not compare, 130 interrupted."
+    )
+    what = parser.add_argument_group("what is judged")
+    words = "what was, and what is: runs, commits or stores, as in compare"
+    what.add_argument("sides", nargs="*", metavar="A B", help=words)
+    words = "a stored duel instead: an id, a file's stem, a path, or 'last'"
+    what.add_argument("--duel", metavar="DUEL", help=words)
+    words = "the steps in the store's history instead, those not acknowledged"
+    what.add_argument("--history", action="store_true", help=words)
+    shared(what, "--store", help="where they are, as in suite")
+    shared(what, "--import", help="module or .py file of suites of your own, for the history")
+    how = parser.add_argument_group("how")
+    words = "YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory"
+    how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
+    words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
+    how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
+    where = parser.add_argument_group("where")
+    where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
+    words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
+    shared(where, "--md", help=words)
+    shared(where, "--explain")
+    words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
+    where.add_argument("--benchmark-json", type=types.path, metavar="PATH", help=words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge, look again at what is suspected, tell everybody who asked; returns the exit code."""
+    from fp8bench.cli.thresholds_file import read_rules
+    from fp8bench.jobs.gate.source import judged
+    from fp8bench.report.data.gate import as_junit, as_trend
+    from fp8bench.report.terminal.gate import as_markdown, render
+
+    _check(arguments)
+    rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
+    with only_once():
+        source = _source(arguments)
+        for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
+            complain(note)
+        verdict = judged(source, rules, arguments.rerun, TERMINAL)
+        markdown = as_markdown(verdict)
+        with write_outputs({
+            "--junit": (arguments.junit, as_junit(verdict)),
+            "--md": (arguments.md, markdown),
+            "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged)),
+        }):  # fmt: skip
+            _summarise(markdown)
+            say(render(verdict, **stdout_look(arguments.explain)))
+    return verdict.exit_code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What is asked for is one thing, and can be written, before anything is measured."""
+    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history}
+    asked = [name for name, there in given.items() if there]
+    if len(asked) != 1:
+        words = "nothing was" if not asked else f"{' and '.join(asked)} were"
+        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, or --history.")
+    if arguments.sides and len(arguments.sides) != 2:
+        count = len(arguments.sides)
+        raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
+    check_files({"--junit": arguments.junit, "--md": arguments.md, "--benchmark-json": arguments.benchmark_json})
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    from fp8bench.jobs.gate.history import of_history
+    from fp8bench.jobs.gate.stored_runs import of_duel, of_sides
+
+    if arguments.duel is not None:
+        return of_duel(arguments.duel, arguments.store, TERMINAL)
+    if arguments.history:
+        return of_history(arguments.store, TERMINAL)
+    before, after = arguments.sides
+    return of_sides(before, after, arguments.store, TERMINAL)
+
+
+def _summarise(markdown: str) -> None:
+    """Under a GitHub job, where there is one. That it cannot be written is no reason to fail a build."""
+    path = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(markdown)
+    except OSError as error:
+        complain(f"the job's summary {path} could not be written ({error.strerror})")

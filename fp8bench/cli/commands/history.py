@@ -1,0 +1,266 @@
+"""`fp8bench history`: what is kept, one series over time, what changed, whether it is sound, and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import in_store, options_of, stdout_look
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.streams import complain, say
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
+from fp8bench.registry import workloads
+from fp8bench.report.terminal.history import (
+    render_course,
+    render_courses,
+    render_faults,
+    render_joined,
+    render_rebuilt,
+    render_runs,
+    run_row,
+)
+from fp8bench.store.commit_runs import UNREADABLE
+from fp8bench.store.files import is_locked
+from fp8bench.store.find_runs import gone
+from fp8bench.store.runs.read import closed_folders, load_run, run_files
+from fp8bench.store.series import tracked_by
+from fp8bench.store.verify import verify
+
+if TYPE_CHECKING:
+    from fp8bench.model import Course
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The commands of history, each with its options."""
+    commands = parser.add_subparsers(dest="history_command", metavar="COMMAND", parser_class=type(parser))
+
+    def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=epilog, allow_abbrev=False
+        )
+        shared(made, "--store", help="as in suite")
+        shared(made, "--import", help="module or .py file of suites of your own that were measured")
+        return made
+
+    _add_reading(command)
+    _add_changes(command)
+    _add_keeping(command)
+
+
+def _add_reading(command: Callable[..., argparse.ArgumentParser]) -> None:
+    listing = command("list", "the series that there are, or the runs")
+    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
+    shared(listing, "--explain")
+    listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
+    show = command("show", "one series, commit by commit")
+    shared(show, "--explain")
+    words = "as `history list` names it; a part that fits one series will do"
+    show.add_argument("series", metavar="SERIES", help=words)
+
+
+def _add_changes(command: Callable[..., argparse.ArgumentParser]) -> None:
+    codes = "Exit codes: 0 none that is open is worse, 1 one is, 2 wrong usage."
+    regressions = command("regressions", "where series stepped up or down, and stayed there", codes)
+    words = "also what was acknowledged, taken back by a later change, or measured with another version"
+    regressions.add_argument("--all", action="store_true", help=words)
+    shared(regressions, "--explain")
+    shared(regressions, "--json", help="print all of them as JSON instead")
+    ack = command("ack", "say that a change of a series is known and stays, so that it alarms no more")
+    words = "as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
+    ack.add_argument("series", metavar="SERIES", help=words)
+    words = "the last commit that it may be, as regressions shows it; needed where several are open"
+    ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
+    ack.add_argument("--because", metavar="TEXT", help="why it stays")
+    ack.add_argument("--undo", action="store_true", help="it does alarm again")
+
+
+def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
+    codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
+    command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
+    codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
+    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", codes)
+    codes = "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken."
+    merge = command("merge", "take in the store of another machine, or let an interpreter count as another", codes)
+    merge.add_argument("folder", nargs="?", type=types.path, metavar="DIR", help="the other store; it is only read")
+    words = "an interpreter's path that counts as another's from now on: a virtual environment that moved"
+    merge.add_argument("--rename-env", action="append", default=[], type=types.renaming, metavar="OLD=NEW", help=words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what one of history's commands asks for; returns the exit code."""
+    commands = {
+        "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
+        "rebuild": _rebuild, "merge": _merge,
+    }  # fmt: skip
+    return commands[arguments.history_command](arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import announce, existing_store, opened
+
+    store = existing_store(arguments.store)
+    if not announce(store, TERMINAL, reading=arguments.runs):
+        begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
+        say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
+        return EXIT_OK
+    word = arguments.word.lower()
+    if arguments.runs:
+        return _list_runs(store, word)
+    found = opened(store, TERMINAL)
+    endings = found.endings(lambda name: word in name.lower())
+    if not endings and word and found.runs:
+        raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
+    say(
+        render_courses(
+            endings,
+            str(store),
+            found.runs,
+            found.commits,
+            found.left,
+            options_of(arguments),
+            **stdout_look(arguments.explain),
+        )
+    )
+    return EXIT_OK
+
+
+def _list_runs(store: Path, word: str) -> int:
+    rows = []
+    left: Counter[str] = Counter()
+    for path in run_files(store):
+        try:
+            run = load_run(path)
+        except StoreError:
+            left[UNREADABLE] += 1
+            continue
+        row = run_row(run, not run.finished and is_locked(path), in_store(store))
+        if any(word in field.text.lower() for field in row):
+            rows.append(row)
+    if not rows and word:
+        raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
+    say(render_runs(rows, str(store), left, in_store(store), **stdout_look()))
+    return EXIT_OK
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import announce, existing_store, opened, series_meant
+
+    store = existing_store(arguments.store)
+    announce(store, TERMINAL, reading=False)
+    found = opened(store, TERMINAL)
+    wanted = series_meant(arguments.series, found, store)
+    courses = found.courses(lambda name: name == wanted).courses
+    commits = {figure.commit for course in courses for figure in course.figures}
+    lost = gone(commits, Path())
+    if lost == commits:
+        complain("none of these commits is in the repository of this directory")
+        lost = frozenset()
+    say(render_course(courses, _description(courses[0]), lost, **stdout_look(arguments.explain)))
+    return EXIT_OK
+
+
+def _description(course: Course) -> str:
+    """What a series is, in its workload's words."""
+    grid = workloads.get(course.series.workload).history
+    assert grid is not None
+    unit = course.series.unit
+    words = next(one.description for one in tracked_by(grid) if one.name == course.series.metric)
+    return f"{words}, in {unit}" if unit != "ratio" else f"{words}, a ratio"
+
+
+def _regressions(arguments: argparse.Namespace) -> int:
+    """Tell the open changes; the exit code says whether one of them is worse."""
+    from fp8bench.jobs.history import all_changes, announce, existing_store, opened
+    from fp8bench.report.terminal.changes import changes_json, render_changes
+
+    store = existing_store(arguments.store)
+    announce(store, TERMINAL, reading=False)
+    found = all_changes(opened(store, TERMINAL), store, TERMINAL)
+    if arguments.json:
+        say(changes_json(found))
+    else:
+        say(render_changes(found, str(store), arguments.all, options_of(arguments), **stdout_look(arguments.explain)))
+    return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
+
+
+def _acknowledge(arguments: argparse.Namespace) -> int:
+    """Write down that changes of a series are known and stay, or that they are not any more."""
+    from fp8bench.jobs.history import Acknowledging, acknowledge, announce, existing_store
+
+    store = existing_store(arguments.store)
+    announce(store, TERMINAL, reading=False)
+    asked = Acknowledging(arguments.series, arguments.until, arguments.because, arguments.undo)
+    lines = [f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}"]
+    for name, since, until in acknowledge(asked, store, TERMINAL):
+        lines.append(f"  {name}, after {since[:8]} and up to {until[:8]}")
+    say("\n".join(lines) + "\n")
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import announce, existing_store
+
+    store = existing_store(arguments.store)
+    announce(store, TERMINAL)
+    found = verify(store, Path(), datetime.now(UTC))
+    say(render_faults(found.faults, found.sound, str(store), **stdout_look()))
+    return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK
+
+
+def _rebuild(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import announce, existing_store
+    from fp8bench.store.merge_stores import rebuild
+
+    store = existing_store(arguments.store)
+    announce(store, TERMINAL)
+    made = rebuild(store)
+    say(render_rebuilt(str(store), len(made.files), made.series, made.runs, made.left, **stdout_look()))
+    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in made.aside)
+    return _complain_of(made.failed)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.history import announce, existing_store
+    from fp8bench.store.merge_stores import find_store, join
+
+    store = arguments.store
+    if arguments.folder is None and not arguments.rename_env:
+        raise UsageError("nothing was given to merge. Give DIR, another machine's store, or --rename-env OLD=NEW.")
+    other = find_store(arguments.folder, store) if arguments.folder is not None else None
+    if other is None:
+        existing_store(store)
+    announce(store if other is None else other, TERMINAL)
+    done = join(store, other, arguments.rename_env)
+    counts: dict[str, int] = {}
+    if other is not None:
+        counts["runs that are new here"] = len(done.runs.copied)
+        counts["runs that had gone on there"] = len(done.runs.extended)
+        counts["runs that were here already"] = done.runs.same
+        counts["asv's files that are new or have more in them"] = len(done.taken.files)
+        counts |= {"acknowledgements that are new here": done.acks} if done.acks else {}
+    if done.renamed:
+        counts["asv's files that have come under another interpreter"] = len(done.folded)
+    counts["asv's files made again from the runs"] = len(done.view.files)
+    say(
+        render_joined(
+            f"{store}: took in {other}" if other is not None else str(store), counts, done.renamed, **stdout_look()
+        )
+    )
+    _complain_of([*done.runs.notes, *done.taken.notes])
+    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in done.view.aside)
+    return _complain_of(done.failed)
+
+
+def _complain_of(sentences: Iterable[str]) -> int:
+    """Say each on stderr; returns the exit code of what could not be done."""
+    code = EXIT_OK
+    for sentence in sentences:
+        complain(sentence)
+        code = EXIT_FAILED
+    return code

@@ -1,0 +1,38 @@
+"""`fp8bench list`: what there is to choose from."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import say_folded
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_OK, UnknownName, UsageError
+from fp8bench.jobs import doctor
+from fp8bench.plan.make import files_of
+from fp8bench.registry import devices, precisions, workloads
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("what", nargs="?", metavar="WHAT", help="suites, dtypes, devices, or a suite (its axes)")
+    words = "one of the dtypes: all that there is to say of it, its options too"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=words)
+    shared(parser, "--import", help="as in suite")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """All names, or what this machine makes of some."""
+    files = files_of(arguments.what or "")
+    kinds = {"suites": workloads.names(), "dtypes": precisions.names(), "devices": devices.names()}
+    if arguments.what is None:
+        say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in kinds.items()))
+        return EXIT_OK
+    if not files and arguments.what not in (*kinds, *kinds["suites"]):
+        raise UnknownName("thing to list", arguments.what, [*kinds, *kinds["suites"]])
+    if arguments.name is not None and arguments.what != "dtypes":
+        raise UsageError(f"{arguments.name!r:.80} was given, and {arguments.what} takes no name. Leave it out.")
+    if arguments.name is not None:
+        precisions.get(arguments.name)
+    say_folded(doctor.listing(arguments.what, (*arguments.imports, *files), arguments.name))
+    return EXIT_OK

@@ -1,0 +1,75 @@
+"""`fp8bench sensitivity`: which layers suffer most in low precision, and a precision map that keeps the loss."""
+
+from __future__ import annotations
+
+import argparse
+
+from fp8bench.analysis.sensitivity import By, Study
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import shared
+from fp8bench.cli.outputs import check_outputs, stdout_look, write_outputs
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.streams import say
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from fp8bench.interrupts import only_once
+from fp8bench.model.request import PERCENT, whole_number
+from fp8bench.report.data.sensitivity import as_csv, as_json
+from fp8bench.report.terminal.sensitivity import render
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = (
+        "Trains the transformer with one layer at a time in low precision and the rest in the reference, then looks "
+        "for a precision map that keeps the loss, and runs every map that it tries."
+    )
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
+    add = parser.add_argument
+    add("--size", default="nano", metavar="NAME", help="the model, as in suite transformer; default nano")
+    add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
+    add("--reference", default="bf16", metavar="DTYPE", help="the precision of the rest; default bf16")
+    add("--by", choices=("layer", "kind"), default="layer", help="what is low at a time; default layer")
+    words = "training steps of every run; default 50"
+    add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
+    words = "the largest loss gap that a suggested map may have; default 1"
+    add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
+    shared(parser, "--seed", help="for data and weights; default 0")
+    shared(parser, "--threads")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
+    shared(parser, "--data")
+    shared(parser, "--import", help="as in suite")
+    shared(parser, "--case-timeout", help="the most that one training may take; default far more than its work needs")
+    shared(parser, "--no-isolation", help="train in this process, without a worker")
+    shared(parser, "--store", help="as in suite")
+    shared(parser, "--explain")
+    shared(parser, "--json", help="print all of it as JSON instead of the tables, every loss included")
+    shared(parser, "--csv", help="also write the runs there as rows; '-' prints them instead of the tables")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
+    from fp8bench.jobs.sensitivity import Question, kept, studied
+
+    def tell(study: Study) -> None:
+        rows = as_csv(study)
+        with write_outputs({"--csv": (arguments.csv, rows)}):
+            if arguments.csv == "-":
+                say(rows)
+            else:
+                say(as_json(study) if arguments.json else render(study, **stdout_look(arguments.explain)))
+
+    check_outputs(arguments)
+    question = Question(
+        arguments.dtype, arguments.reference, By(arguments.by), arguments.size, arguments.steps,
+        arguments.tolerance / 100, arguments.seed, arguments.threads, arguments.device, arguments.data,
+        tuple(arguments.imports), arguments.isolation, arguments.case_timeout,
+    )  # fmt: skip
+    with only_once():
+        study = studied(question, arguments.store, TERMINAL)
+        try:
+            study = kept(study, arguments.store)
+        finally:  # what the store does not take is told at least
+            tell(study)
+    if not study.finished and not study.baseline.failure:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if study.baseline.failure else EXIT_OK

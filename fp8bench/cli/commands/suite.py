@@ -1,0 +1,187 @@
+"""`fp8bench suite`: measure a suite, or resume a run that was interrupted."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from fp8bench.cli import option_types as types
+from fp8bench.cli.grammar import request_of, shared
+from fp8bench.cli.outputs import check_outputs, how_to_resume, print_run, stdout_look, wanted_of
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.streams import complain, say
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
+from fp8bench.interrupts import only_once
+from fp8bench.measure.environment import command_line
+from fp8bench.model import Plan, Request, Run
+from fp8bench.model.request import REQUEST_RULES as RULES
+from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
+from fp8bench.plan.make import check_names
+from fp8bench.registry import workloads
+from fp8bench.report.terminal.plan import render_plan
+from fp8bench.store.runs.read import find_run
+from fp8bench.units import clock
+
+_BESIDE_RESUME = {
+    "--resume", "--store", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
+    "--wandb", "--explain",
+}  # fmt: skip
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
+    words = "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them"
+    parser.add_argument("suite", nargs="?", metavar="NAME", help=words)
+    _add_what(parser.add_argument_group("what to measure"))
+    _add_how(parser.add_argument_group("how"))
+    _add_where(parser.add_argument_group("where"))
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    shared(group, "--dtypes", "--devices")
+    add("--reference", metavar="DTYPE", help="what the others are compared with; default the highest precision")
+    shared(group, "--set")
+    words = "the cases whose history is kept, as `asv run` measures them; --set has the last word"
+    add("--grid", action="store_true", help=words)
+    words = (
+        "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
+        "of names (blocks.0); the reference stays pure"
+    )
+    add("--precision-map", type=types.layers, default=(), metavar="LAYER=DTYPE,...", help=words)
+    words = "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed"
+    add("--static-scales", type=types.whole(RULES["static_scales"]), metavar="N", help=words)
+    words = "renew the scales from data in every M-th step"
+    add("--refresh-scales", type=types.whole(RULES["refresh_scales"]), metavar="M", help=words)
+    words = "renew a tensor's scale from data whenever more than so many percent of its values would saturate"
+    add("--saturation-bound", type=types.number(RULES["saturation_bound"]), metavar="PERCENT", help=words)
+    shared(group, "--data", "--import")
+
+
+def _add_how(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    shared(group, "--quick", "--budget", "--rounds", "--seed", "--threads")
+    add("--dry-run", action="store_true", help="print the plan, measure nothing")
+    shared(group, "--case-timeout")
+    words = "also record a few steps of each case there, untimed: traces for Perfetto and for TensorBoard's profiler"
+    add("--trace", type=types.path, metavar="DIR", help=words)
+    words = "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
+    add("--no-energy", dest="energy", action="store_false", help=words)
+    words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
+    add("--max-batch", action="store_true", help=words)
+    words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
+    add("--memory-limit", type=types.size, metavar="SIZE", help=words)
+    shared(group, "--no-isolation")
+
+
+def _add_where(group: argparse._ArgumentGroup) -> None:
+    shared(group, "--store")
+    words = "options in YAML, by their names without dashes, and suite: NAME; the command line wins"
+    group.add_argument("--config", type=types.path, metavar="FILE", help=words)
+    words = "resume a run that was interrupted: only what it lacks is measured"
+    group.add_argument("--resume", metavar="RUN", help=words)
+    shared(group, "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open")
+    words = "write no report; `fp8bench report RUN` does it later"
+    group.add_argument("--no-report", dest="report", action="store_false", help=words)
+    shared(group, "--tensorboard", "--wandb")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, measure, tell; or do the rest of a run."""
+    check_outputs(arguments)
+    if arguments.resume is not None:
+        return _resume(arguments)
+    if arguments.suite is None:
+        raise UsageError(f"no suite was named. Give one of {', '.join(workloads.names())}, all, or a .py file.")
+    request = request_of(arguments)
+    check_names(request)
+    if arguments.dry_run:
+        from fp8bench.pipeline import plan_only
+
+        plan, facts = plan_only(request, arguments.store)
+        say(f"{render_plan(plan, facts, **stdout_look())}{_expected(plan, request)}\n\n")
+        return EXIT_OK
+    from fp8bench.pipeline import execute
+
+    with only_once():
+        with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
+            measured = execute(request, arguments.store, observer, command_line())
+        _tell_how_to_go_on(measured)
+    return _ended(measured, arguments)
+
+
+def _expected(plan: Plan, request: Request) -> str:
+    """How long a run would take, as far as that is known before anything is measured."""
+    groups = sum(any(planned.runs for planned in group.cases) for group in plan)
+    if request.budget is not None:
+        return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
+    if request.rounds is not None or request.quick:
+        count = request.rounds or QUICK_ROUNDS
+        return f"time: {count} rounds of every group take what they take; --budget SECONDS sets an end"
+    low, high = BUDGET_SECONDS * groups, 2 * BUDGET_SECONDS * groups
+    return f"time: about {clock(low)} to {clock(high)}, more where a step takes seconds; --budget SECONDS sets an end"
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    """Go on with a run; what was asked stands in its file, so that nothing may be asked anew."""
+    from fp8bench.jobs.after_run import exported
+    from fp8bench.pipeline import resume
+
+    _check_alone(arguments.words, arguments)
+    path = find_run(arguments.resume, arguments.store)
+    with only_once():
+        with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
+            resumed, measured = resume(path, arguments.store, observer, command_line())
+        _tell_how_to_go_on(measured)
+    if resumed:
+        return _ended(measured, arguments)
+    complain(f"run {measured.id} is finished; nothing was missing")
+    print_run(measured, arguments)
+    told = exported(measured, arguments.store, wanted_of(arguments), complain)
+    return EXIT_OK if told else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
+    """What the store did not take is printed at least."""
+    try:
+        yield
+    except NotKept as error:
+        print_run(cast(Run, error.run), arguments)
+        raise
+
+
+def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
+    """--resume takes what to measure, and how, from the run."""
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    others = [word for word in options if word not in _BESIDE_RESUME]
+    if arguments.suite is not None:
+        others.insert(0, arguments.suite)
+    if others:
+        raise UsageError(
+            f"--resume takes what to measure, and how, from the run, and {others[0]} was given too. Leave it out; "
+            "--store and what says where it is printed go with it."
+        )
+
+
+def _tell_how_to_go_on(run: Run) -> None:
+    """Said before the table, which may be cut off by another interrupt."""
+    if not run.finished:
+        complain(f"interrupted; what was finished is kept in {run.path}. To do the rest: {how_to_resume(run)}")
+
+
+def _ended(run: Run, arguments: argparse.Namespace) -> int:
+    """Print a run that was measured, do what follows it; returns the exit code."""
+    from fp8bench.jobs.after_run import after_run
+
+    code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
+    try:
+        print_run(run, arguments, report_comes=arguments.report and run.finished)
+    except KeyboardInterrupt:  # it cuts the table short, and nothing else
+        code = EXIT_INTERRUPTED
+    finally:  # nor is a stdout that takes nothing a reason for a hole in the history
+        whole = after_run(run, arguments.store, wanted_of(arguments), complain)
+    return code if whole else EXIT_INTERRUPTED

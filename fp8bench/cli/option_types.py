@@ -1,0 +1,100 @@
+"""What a word of the command line may be: parsers of single values, each of which says what it expected."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8bench.model.request import REQUEST_RULES, Rule
+from fp8bench.units import bytes_of
+
+
+def path(text: str) -> Path:
+    """A path that a file system may have."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
+    return Path(text)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name; give names with commas between, like a,b")
+    return words
+
+
+def axis(text: str) -> tuple[str, tuple[str, ...]]:
+    """An axis and its values: 'AXIS=A,B'."""
+    name, equals, values = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form AXIS=VALUE,VALUE")
+    return name, words(values)
+
+
+def renaming(text: str) -> tuple[str, str]:
+    """Two interpreters: 'OLD=NEW'."""
+    old, equals, new = text.partition("=")
+    if not old or not new or not equals or old == new:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW, two different interpreters")
+    return old, new
+
+
+def layers(text: str) -> tuple[tuple[str, str], ...]:
+    """Layers and their precisions: 'LAYER=DTYPE,...'."""
+    pairs = [tuple(part.strip() for part in one.split("=", 1)) for one in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
+    if len({pair[0] for pair in pairs}) != len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def whole(rule: Rule) -> Callable[[str], int]:
+    """A whole number that a rule holds for."""
+
+    def parse(text: str) -> int:
+        is_whole = text.isascii() and text.isdigit() and len(text) < 11
+        return int(_held(rule, text, int(text) if is_whole else math.nan))
+
+    return parse
+
+
+def number(rule: Rule) -> Callable[[str], float]:
+    """A number that a rule holds for."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        return float(_held(rule, text, value))
+
+    return parse
+
+
+def size(text: str) -> int:
+    """Bytes, from '2GiB' and its like."""
+    try:
+        value = bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+    return int(_held(REQUEST_RULES["memory_limit"], text, value))
+
+
+def _held(rule: Rule, text: str, value: float) -> float:
+    if not rule.holds(value):
+        raise argparse.ArgumentTypeError(f"expected {rule.words}, got {text!r}")
+    return value
+
+
+def commit(text: str) -> str:
+    """The beginning of a commit's hash."""
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
+    return text.lower()

@@ -1,0 +1,177 @@
+"""Where results go: the table, JSON or CSV on stdout, files that options name, and what follows a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8bench.cli.grammar import DEFAULT_STORE
+from fp8bench.cli.streams import say
+from fp8bench.errors import NotPrinted, UsageError
+from fp8bench.model import Finding, Run
+from fp8bench.model.duel import Duel
+from fp8bench.report.data.boards import check_tensorboard, check_wandb
+from fp8bench.report.terminal.layout import Look, wrap
+from fp8bench.store.runs.read import store_of
+
+if TYPE_CHECKING:
+    from fp8bench.jobs.after_run import Wanted
+
+# Longer lines are hard to read.
+_WIDEST = 160
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """What is wrong with where results shall go is said before anything is measured."""
+    given = vars(arguments)
+    if given.get("json") and given.get("csv") == "-":
+        raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
+    pages = [name for name in ("html", "md", "open") if given.get(name)]
+    if pages and not given.get("report", True):
+        raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
+    if given.get("dry_run"):
+        if given["json"] or given["csv"] is not None:
+            raise UsageError("--dry-run measures nothing, so that there is nothing for --json or --csv. Leave one out.")
+        exports = [name for name in ("trace", "tensorboard", "wandb") if given[name] is not None]
+        for name in (*pages, *exports):
+            raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
+    if given.get("csv") not in (None, "-"):
+        check_files({"--csv": given["csv"]}, "a file, or '-'")
+    check_files({f"--{name}": given.get(name) for name in ("html", "md")})
+    if given.get("tensorboard") is not None:
+        check_tensorboard(given["tensorboard"])
+    if given.get("wandb") is not None:
+        check_wandb()
+
+
+def check_files(wanted: Mapping[str, str | Path | None], expected: str = "a file") -> None:
+    """Raise for the file of an option that cannot be written, as far as that can be known without writing it."""
+    for option, file in wanted.items():
+        why = _why_not_written(Path(file)) if file is not None else ""
+        if why:
+            raise UsageError(f"{option} {str(file)!r:.200} cannot be written: {why}. Give {expected}.")
+
+
+def _why_not_written(path: Path) -> str:
+    try:
+        if path.is_dir():
+            return "it is a directory"
+        if not path.parent.is_dir():
+            return f"there is no directory {path.parent}"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "it may not be written"
+
+
+@contextmanager
+def write_outputs(wanted: Mapping[str, tuple[str | Path | None, str]], again: str = "") -> Iterator[None]:
+    """Write texts to the files that options name ('-' is no file); one that cannot be written costs nobody the rest."""
+    failed = ""
+    for option, (path, text) in wanted.items():
+        if path is None or path == "-":
+            continue
+        try:
+            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            failed = f"{option} {path} could not be written ({error.strerror}).{again}"
+    yield
+    if failed:
+        raise UsageError(failed)
+
+
+def wanted_of(arguments: argparse.Namespace) -> Wanted:
+    """What the options want made of a run."""
+    from fp8bench.jobs.after_run import Wanted
+    from fp8bench.jobs.report_files import Pages
+
+    given = vars(arguments)
+    pages = Pages(given.get("html"), given.get("md"), given.get("csv_wide", False), given.get("open", False))
+    return Wanted(pages if given.get("report", True) else None, given.get("tensorboard"), given.get("wandb"))
+
+
+def print_run(run: Run, arguments: argparse.Namespace, report_comes: bool = False) -> None:
+    """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
+    from fp8bench.analysis.findings import findings
+    from fp8bench.report.data.run import as_csv
+
+    found = findings(run)
+    rows = as_csv(run, found, getattr(arguments, "csv_wide", False)) if arguments.csv is not None else ""
+    again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
+    with write_outputs({"--csv": (arguments.csv, rows)}, again):
+        try:
+            say(rows if arguments.csv == "-" else _text(run, found, arguments.json, arguments.explain, report_comes))
+        except NotPrinted as error:
+            raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
+
+
+def _text(run: Run, found: Mapping[str, Finding], in_json: bool, explain: bool, report_comes: bool) -> str:
+    if in_json:
+        from fp8bench.report.data.run import as_json
+
+        return as_json(run, found)
+    from fp8bench.jobs.report_files import place_of_report
+    from fp8bench.report.terminal.run import render
+
+    return render(run, found, report=place_of_report(run, report_comes), **stdout_look(explain))
+
+
+def print_duel(duel: Duel, as_json: bool = False, explain: bool = False) -> None:
+    """A duel as it was asked for."""
+    if as_json:
+        from fp8bench.report.data.run import duel_as_json
+
+        say(duel_as_json(duel))
+    else:
+        from fp8bench.report.terminal.duel import render
+
+        say(render(duel, **stdout_look(explain)))
+
+
+def how_to_resume(run: Run) -> str:
+    """The command that does what a run lacks, from here."""
+    return f"fp8bench suite --resume {run.id}{in_store(run)}"
+
+
+def in_store(kept: Run | Path) -> str:
+    """' --store DIR' for a store, or that of a run, that commands do not look into by themselves."""
+    if isinstance(kept, Path):
+        return "" if kept == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(kept))}"
+
+    store = store_of(Path(kept.path))
+    if store is None or store == Path(DEFAULT_STORE).resolve():
+        return ""
+    return f" --store {shlex.quote(os.path.relpath(store))}"
+
+
+def options_of(arguments: argparse.Namespace) -> str:
+    """The words that another command needs to find the same: ' --store DIR --import MODULE'."""
+    return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
+
+
+def stdout_look(explain: bool = False) -> Look:
+    """How text is laid out on stdout: as wide as the terminal or COLUMNS says, coloured for a person."""
+    return {
+        "width": min(shutil.get_terminal_size((100, 24)).columns, _WIDEST),
+        "color": _in_color(),
+        "explain": explain,
+    }
+
+
+def say_folded(lines: Iterable[str]) -> None:
+    """Lines of plain text, each folded to the terminal."""
+    width = stdout_look()["width"]
+    for line in lines:
+        hang = "        " if line.startswith(" ") else "    "
+        say("".join(f"{part}\n" for part in wrap(line, width, hang=hang)))
+
+
+def _in_color() -> bool:
+    """Whether stdout is somebody's terminal, and they have not said that they want no colour."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,237 @@
+"""What whoever started a command sees while a job is done: sentences, and one live line on a terminal.
+
+Observers are called between slots, so they do next to nothing most of the time: no threads, and a run's line is drawn
+at most five times a second as long as the same is being done.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TextIO
+
+from fp8bench import units
+from fp8bench.cli.outputs import print_duel
+from fp8bench.cli.streams import complain
+from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell
+from fp8bench.model import Case, Plan, Record, Status
+from fp8bench.model.duel import Duel
+from fp8bench.protocols import Observer
+
+REDRAW_SECONDS = 0.2
+# An estimate from less than this would jump about.
+_LEAST_SECONDS = 3.0
+_LEAST_SHARE = 0.05
+_ERASE = "\r\x1b[2K"
+_FALLBACK_COLUMNS = 80
+
+
+class LiveLine:
+    """A line that replaces itself where a person watches; nothing in pipes, CI and dumb terminals."""
+
+    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
+        self._stream = stream if is_watched(stream, environ) else None
+        self._drawn = False
+
+    @property
+    def room(self) -> int:
+        """So many columns may be used: a full last one would wrap on some terminals."""
+        return max(0, columns_of(self._stream) - 1) if self._stream is not None else 0
+
+    def show(self, text: str) -> None:
+        """That text, cut where the terminal ends."""
+        self._write(_ERASE + text[: self.room])
+        self._drawn = True
+
+    def close(self) -> None:
+        """Erase the line. May be called twice."""
+        if self._drawn:
+            self._write(_ERASE)
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        """A terminal that has gone away must not end anything."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._stream = None
+
+
+class RunProgress:
+    """An observer of a run that keeps one line up to date. `close` erases it."""
+
+    def __init__(
+        self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._line = LiveLine(stream, environ)
+        self._clock = clock
+        self._begun = clock()
+        self._shown_at = -REDRAW_SECONDS
+        self._doing = ""
+        self._running: dict[str, int] = {}
+        self._total = 0
+        self._done = 0
+        self._measured: dict[str, int] = {}
+
+    def planned(self, plan: Plan) -> None:
+        self._running = {group.setting: sum(planned.runs for planned in group.cases) for group in plan}
+        self._total = plan.num_cases
+        self._begun = self._clock()
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        now = self._clock()
+        # What begins may take long: that another thing is done is told at once.
+        if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
+            self._doing, self._shown_at = doing, now
+            left = _left(now - self._begun, self._share(case.setting, share))
+            head = f"{self._done}/{self._total} cases{left}, {doing} "
+            self._line.show(head + _shorten(case.id, self._line.room - len(head)))
+
+    def finished(self, record: Record) -> None:
+        self._done += 1
+        if record.status is not Status.SKIPPED:  # a skip takes no time: it says nothing about the time left
+            setting = record.case.setting
+            self._measured[setting] = self._measured.get(setting, 0) + 1
+
+    def close(self) -> None:
+        """Erase the line. May be called twice."""
+        self._line.close()
+
+    def _share(self, setting: str, share: float) -> float:
+        """How much of all the work is done."""
+        all_running = sum(self._running.values())
+        done = sum(self._measured.values())
+        here = self._running.get(setting, 0) - self._measured.get(setting, 0)
+        return (done + max(0, here) * min(max(share, 0.0), 1.0)) / all_running if all_running else 0.0
+
+
+class GroupLines:
+    """An observer of a run that nobody watches: a line when a group is done, where there are several."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._begun = clock()
+        self._left: dict[str, int] = {}
+        self._groups = 0
+
+    def planned(self, plan: Plan) -> None:
+        self._left = {group.setting: len(group.cases) for group in plan}
+        self._groups = len(self._left)
+        self._begun = self._clock()
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        return None
+
+    def finished(self, record: Record) -> None:
+        setting = record.case.setting
+        self._left[setting] -= 1
+        if self._left[setting] == 0 and self._groups > 1:
+            done = sum(not cases for cases in self._left.values())
+            spent = units.clock(self._clock() - self._begun)
+            self._say(f"{done}/{self._groups} groups after {spent}: {setting}")
+
+    def close(self) -> None:
+        return None
+
+
+class DuelProgress:
+    """An observer that is told of every session of a case too."""
+
+    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
+        self._line = LiveLine(stream, environ)
+        self._begun = time.monotonic()
+        self._words = ""
+
+    def starts(self) -> None:
+        """Workers are started, which takes a while."""
+        self._line.show(f"{self._words}, starting workers" if self._words else "starting workers")
+
+    def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
+        """A case is measured, counted from 0."""
+        left = _left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
+        self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
+        self._line.show(self._words)
+
+    def planned(self, plan: Plan) -> None:
+        return None
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self._line.show(f"{self._words}, {doing} {case.id}")
+
+    def finished(self, record: Record) -> None:
+        return None
+
+    def close(self) -> None:
+        """Erase the line."""
+        self._line.close()
+
+
+class TerminalJob:
+    """An observer of jobs that tells whoever started the command."""
+
+    def note(self, sentence: str) -> None:
+        complain(sentence)
+
+    @contextmanager
+    def measuring(self) -> Iterator[Observer]:
+        watched = is_watched(sys.stderr, os.environ)
+        with closing(RunProgress(sys.stderr, os.environ) if watched else GroupLines(complain)) as observer:
+            yield observer
+
+    @contextmanager
+    def duelling(self) -> Iterator[DuelObserver]:
+        with closing(DuelProgress(sys.stderr, os.environ)) as observer:
+            yield observer
+
+    @contextmanager
+    def counting(self) -> Iterator[Tell]:
+        line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
+
+        def tell(done: int, total: int, things: str, doing: str) -> None:
+            line.show(f"{done}/{total} {things}{_left(time.monotonic() - begun, done / total)}, {doing}")
+
+        with closing(line):
+            yield tell
+
+    def cut_off(self, duel: Duel) -> None:
+        print_duel(duel)
+
+
+TERMINAL: JobObserver = TerminalJob()
+
+
+def _left(spent: float, share: float) -> str:
+    """', about 42 s left', from the share of the work done so far; '' while it is too early to tell."""
+    if spent < _LEAST_SECONDS or not _LEAST_SHARE <= share <= 1:
+        return ""
+    return f", about {units.clock(spent * (1 - share) / share)} left"
+
+
+def _shorten(text: str, room: int) -> str:
+    """The text with its middle left out, since both ends tell: the workload and the precision."""
+    if len(text) <= room:
+        return text
+    kept = max(0, room - 3)
+    tail = kept // 2
+    return f"{text[: kept - tail]}...{text[len(text) - tail :]}"
+
+
+def columns_of(stream: TextIO) -> int:
+    """How wide a terminal is, as far as it says so."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _FALLBACK_COLUMNS
+    except (OSError, ValueError, AttributeError):
+        return _FALLBACK_COLUMNS
+
+
+def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
+    """Whether a person looks at a stream, on a terminal that can redraw a line."""
+    if stream is None or stream.closed or not stream.isatty():
+        return False
+    return not environ.get("CI") and environ.get("TERM") != "dumb"

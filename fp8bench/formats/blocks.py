@@ -1,0 +1,211 @@
+"""Blocks that share a scale: their scales and elements under each scaling, as pure functions that can be traced.
+
+Scales come from largest magnitudes: each step is one float32 operation rounded to nearest, and powers of two are made
+of bits, because a logarithm would round. Scales decode: value = element * scale. `amax` is float32 throughout, NaN
+where a NaN is among its elements.
+
+Blocks come in one of two layouts, whole (what is missing at an end is filled with zeros): (blocks, size) where a block
+is part of a row, and (down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or
+in several of one shape that together hold the blocks: vector_access.py says what that is for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
+from fp8bench.formats.quantise import nearest, on_grid, rounded_magnitudes, saturated, signed
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+
+_EXPONENT_MASK = 0x7F800000
+_MANTISSA_MASK = 0x007FFFFF
+_MAGNITUDE_MASK = 0x7FFFFFFF
+_MANTISSA_BITS = 23
+_SIGN_PLACE = 31
+_BIAS = 127
+_SMALLEST_NORMAL = 2.0**-126
+_LARGEST_FACTOR = 2.0**126
+"""Above it the factor's inverse would be a subnormal number."""
+
+
+def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
+    """What elements are multiplied by so that the largest magnitude becomes the format's: largest / amax.
+
+    At most 2^126, and 1 where amax is zero, infinite or NaN. POWER_OF_TWO takes the power of two at or below.
+    """
+    usable = amax.isfinite() & (amax > 0)
+    factor = torch.where(usable, _like(amax, fmt.largest) / amax, 1.0).clamp(max=_LARGEST_FACTOR)
+    if rounding is ScaleRounding.POWER_OF_TWO:
+        factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
+    return factor
+
+
+def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
+    """The e8m0 scale of MX blocks as float32, and its inverse.
+
+    With the exponent E of amax and that of the format's largest value, e: FLOOR takes 2^(E - e); EVEN the same once
+    amax is rounded to the elements' mantissa; CEIL once it is rounded up to a power of two; RCEIL the power of two at
+    or above the exact quotient amax / largest. From 2^-127 (of zero blocks too) to 2^(128 - e), that of blocks with an
+    infinity. NaN where amax is: its inverse is then a number.
+    """
+    # What carries into the exponent: mantissas above that of the largest value, above zero, from a tie on, or none.
+    carry = {
+        ScaleRounding.RCEIL: _MANTISSA_MASK - (_bits(fmt.largest) & _MANTISSA_MASK),
+        ScaleRounding.CEIL: _MANTISSA_MASK,
+        ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
+        ScaleRounding.FLOOR: 0,
+    }[rounding]
+    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have any sign
+    raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
+    exponent = (raised - (fmt.max_exponent << _MANTISSA_BITS)).clamp(min=0)
+    inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
+    # All bits where amax is NaN: not by `where`, which costs more than all the rest if a block is done at a time.
+    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
+    return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
+
+
+def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
+    """The scale above all block scales: it takes a tensor's amax to the largest block scale times the largest element.
+
+    amax / (448 * 6), at least 2^-126, and 1 where amax is zero, infinite or NaN.
+    """
+    usable = amax.isfinite() & (amax > 0)
+    return torch.where(usable, amax / _like(amax, E4M3.largest * E2M1.largest), 1.0).clamp(min=_SMALLEST_NORMAL)
+
+
+def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
+    """The e4m3 scale of NVFP4 blocks as float32: amax / 6 / tensor_scale, rounded to nearest even or up.
+
+    Infinity saturates to 448, NaN stays; what NEAREST rounds to zero makes a block of zeros.
+    """
+    quotient = amax / _like(amax, E2M1.largest) / tensor_scale
+    return _up(quotient, E4M3) if rounding is ScaleRounding.UP else nearest(quotient, E4M3)
+
+
+def _like(amax: Tensor, number: float) -> Tensor:
+    """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places and on GPUs."""
+    return torch.full_like(amax, number)
+
+
+def _up(values: Tensor, fmt: Format) -> Tensor:
+    """Magnitudes rounded to the format's next value at or above, its largest at most."""
+    smallest = (fmt.min_exponent + _BIAS) << _MANTISSA_BITS
+    exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest)
+    step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
+    inverse = (2 * _BIAS << _MANTISSA_BITS) - step
+    raised = (values * inverse.view(torch.float32)).ceil() * step.view(torch.float32)
+    return raised.clamp(max=fmt.largest)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """The float32 number with those bits for exponent and none for mantissa; that of zero is 2^-127, a subnormal."""
+    return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
+
+
+def _bits(value: float) -> int:
+    """Of a positive number as float32."""
+    return int.from_bytes(struct.pack(">f", value))
+
+
+RECTANGLE_DIMENSIONS = 4
+
+Lanes = Sequence[Tensor]
+
+_NEVER_ABOVE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
+"""Under them no number exceeds the largest element, but for infinities."""
+
+
+def block_values(
+    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+) -> list[Tensor]:
+    """What their format and scaling leave of the blocks, in the same layout.
+
+    With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, from these blocks unless
+    it is given.
+    """
+    left = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
+    return [signed(one, lane, fmt) for one, lane in zip(left, lanes, strict=True)]
+
+
+def magnitudes_left(
+    magnitudes: Lanes,
+    fmt: Format,
+    scaling: Scaling,
+    tensor_scale: Tensor | None = None,
+    random: Lanes | None = None,
+    apart: bool = False,
+) -> list[Tensor]:
+    """The same of numbers without signs; `apart` has a fused kernel make all scales before the first element."""
+    scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
+    # An infinite element stays one under these scales, and so does its value either way.
+    elements = _elements(scaled, fmt, scaling, random, saturate=scaling.rounding not in _NEVER_ABOVE)
+    return [one * scaled.left for one in elements]
+
+
+def block_elements(
+    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Elements on the format's grid, the blocks' scales, NVFP4's tensor scale; scales keep reduced dimensions.
+
+    A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
+    under float32 scales it stays alone.
+    """
+    scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False)
+    elements = _elements(scaled, fmt, scaling, random, saturate=True)
+    return [signed(one, lane, fmt) for one, lane in zip(elements, lanes, strict=True)], scaled.scales, scaled.above
+
+
+def block_amax(magnitudes: Lanes) -> Tensor:
+    """The largest of each block, reduced dimensions kept; NaN where one is among them."""
+    inside = (1, 3) if magnitudes[0].dim() == RECTANGLE_DIMENSIONS else (1,)
+    return reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)
+
+
+class _Scaled(NamedTuple):
+    """Magnitudes before they are rounded, the blocks' scales, NVFP4's tensor scale, and what elements are times."""
+
+    magnitudes: list[Tensor]
+    scales: Tensor
+    above: Tensor | None
+    left: Tensor
+
+
+def _scaled(magnitudes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None, apart: bool) -> _Scaled:
+    amax, kept = block_amax(magnitudes), _kept if apart else _inline
+    if scaling.scale is None:
+        factor = kept(float_factor(amax, fmt, scaling.rounding))
+        scales = kept(factor.reciprocal())
+        return _Scaled([one * factor for one in magnitudes], scales, None, scales)
+    if scaling.scale is E8M0:
+        scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))
+        return _Scaled([one * inverse for one in magnitudes], scales, None, scales)
+    # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
+    above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
+    scales = nvfp4_block_scale(amax, above, scaling.rounding)
+    left = kept(scales * above)
+    divisor = torch.where(left == 0, torch.inf, left)  # under a scale of zero every element is zero, with its sign
+    return _Scaled([one / divisor for one in magnitudes], scales, above, left)
+
+
+def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool) -> list[Tensor]:
+    drawn: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
+    pairs = list(zip(scaled.magnitudes, drawn, strict=True))
+    if scaling.scale is None:
+        return [rounded_magnitudes(one, fmt, by) for one, by in pairs]
+    # A NaN is in its block's scale already.
+    return [on_grid(saturated(one, fmt) if saturate else one, fmt, by) for one, by in pairs]
+
+
+def _kept(scales: Tensor) -> Tensor:
+    """In memory of their own: Inductor repeats no operation before this one, and its loop has vectors of scales."""
+    return scales.as_strided(scales.shape, scales.stride())
+
+
+def _inline(scales: Tensor) -> Tensor:
+    return scales

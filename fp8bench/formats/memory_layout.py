@@ -1,0 +1,177 @@
+"""Where a tensor lies, and how a fused quantiser takes it: as it is if it can, else as a copy that it can take.
+
+A matrix that lies in memory row by row is taken as it is, and so is the transpose of one, as operands of backward
+products are. What lies otherwise, is of another dtype or does not fill its last blocks is copied first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8bench.formats.fused import Kernel, Layout
+from fp8bench.formats.grids import E4M3, Format, Overflow
+from fp8bench.formats.scaled import current_tensor_scale, factor
+from fp8bench.formats.scalings import Scaling
+from fp8bench.formats.vector_access import result_words, words
+
+_MOST_ELEMENTS = (1 << 31) - 1
+"""A kernel's indices may have 32 bits."""
+_WIDEST_WORD = 8
+"""Bytes."""
+_GPU_VECTOR = 16
+"""Bytes that a compiled GPU kernel takes at once."""
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What is asked of a call of a quantiser, apart from its tensors."""
+
+    fmt: Format
+    scaling: Scaling | None = None
+    overflow: Overflow = Overflow.SATURATE
+    stochastic: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """A kernel, and the matrix that it sees: `turned` if x is the transpose of what lies row by row.
+
+    `filled` says that whole blocks make the matrix larger than x.
+    """
+
+    kernel: Kernel
+    height: int
+    width: int
+    turned: bool
+    filled: bool
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """`x` as that matrix, copied only where it must be."""
+        laid = x.t() if self.turned else x.contiguous()
+        matrix = laid.to(self.kernel.source)
+        if self.filled:
+            rows, columns = _matrix(matrix)
+            matrix = pad(matrix.view(rows, columns), (0, self.width - columns, 0, self.height - rows))
+        return matrix if _aligned(matrix) else matrix.clone()
+
+    def takes(self, out: Tensor) -> bool:
+        """Whether a kernel can write into `out` itself."""
+        laid = out.t() if self.turned else out
+        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and _aligned(out)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for what `out` does not take."""
+        return torch.empty(self.height, self.width, dtype=self.kernel.target, device=device)
+
+    def words(self, matrix: Tensor) -> Tensor:
+        """The matrix as words in the kernel's layout."""
+        return words(matrix.view(self._shape()), self.kernel.twos)
+
+    def result_words(self, matrix: Tensor) -> Tensor:
+        """The same of what is written."""
+        return result_words(matrix.view(self._shape()), self.kernel.twos)
+
+    def keep(self, matrix: Tensor, out: Tensor) -> None:
+        """Copy what a kernel wrote elsewhere."""
+        if self.filled:
+            rows, columns = _matrix(out.t() if self.turned else out)
+            matrix = matrix.view(self.height, self.width)[:rows, :columns]
+        out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
+
+    def _shape(self) -> tuple[int, ...]:
+        rows, columns = self.kernel.block
+        match self.kernel.layout:
+            case Layout.FLAT:
+                return (self.height * self.width,)
+            case Layout.BLOCKS:
+                return self.height * self.width // columns, columns
+            case Layout.UPRIGHT:
+                return self.height // rows, rows, self.width
+            case Layout.RECTANGLES:
+                return self.height // rows, rows, self.width // columns, columns
+        return self.height, self.width
+
+
+def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None:
+    """Where a call finds its kernel; None where none serves it: empty and huge tensors, blocks of whole rows.
+
+    Looks at shapes, strides and dtypes alone.
+    """
+    scaling = what.scaling
+    if not 0 < x.numel() <= _MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
+        return None
+    turned = _turned(x, what)
+    layout, block = _layout(scaling, turned)
+    rows, columns = _matrix(x.t() if turned else x)
+    height, width = _whole(rows, block[0]), _whole(columns, block[1])
+    divided = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
+    paired = x.dtype is torch.bfloat16 and divided % 2 == 0
+    source = torch.bfloat16 if paired else torch.float32
+    target = torch.bfloat16 if paired and out.dtype is torch.bfloat16 else torch.float32
+    kernel = Kernel(
+        fmt=what.fmt,
+        scaling=scaling if block != (0, 0) else None,
+        layout=layout,
+        source=source,
+        target=target,
+        device=str(x.device),
+        block=block,
+        overflow=what.overflow,
+        factor=scaling is not None and (block == (0, 0) or (scaling.scale is E4M3 and layout is Layout.UPRIGHT)),
+        stochastic=what.stochastic,
+    )
+    return MemoryLayout(kernel, height, width, turned, (height, width) != (rows, columns))
+
+
+def factor_of(x: Tensor, what: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
+    """The factor that a kernel takes, as it takes it: `scale`, or from `x`. None for kernels without."""
+    kernel = layout.kernel
+    if what.scaling is None or not kernel.factor:
+        return None
+    if kernel.scaling is not None:
+        return current_tensor_scale(x)
+    found = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
+    if kernel.layout is Layout.FLAT:
+        return found.reshape(())
+    each = found.expand(*x.shape[:-1], 1)
+    if kernel.layout is Layout.ROWS:
+        return each.reshape(layout.height, 1)
+    return result_words(each.reshape(1, layout.width).contiguous(), kernel.twos)
+
+
+def _turned(x: Tensor, what: Quantisation) -> bool:
+    """Whether to take x as the transpose of a matrix; random numbers are counted along rows, or up a column's block."""
+    if x.dim() != 2 or x.is_contiguous() or not x.t().is_contiguous():
+        return False
+    return not what.stochastic or _layout(what.scaling, True)[0] is Layout.UPRIGHT
+
+
+def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, int]]:
+    """The layout, and the rows and columns that a block has in memory."""
+    if scaling is None or scaling.rows == 0:
+        return Layout.FLAT, (0, 0)
+    if scaling.columns == 0:
+        return (Layout.COLUMNS if turned else Layout.ROWS), (0, 0)
+    block = (scaling.columns, scaling.rows) if turned else (scaling.rows, scaling.columns)
+    if block[0] == 1:
+        return Layout.BLOCKS, block
+    return (Layout.UPRIGHT if block[1] == 1 else Layout.RECTANGLES), block
+
+
+def _matrix(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of a tensor whose last dimension is its columns."""
+    return prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
+
+
+def _whole(length: int, block: int) -> int:
+    return length if block < 2 else -(-length // block) * block
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether words can be read where it lies."""
+    return x.data_ptr() % (_GPU_VECTOR if x.is_cuda else _WIDEST_WORD) == 0

@@ -1,1 +1,0 @@
-"""Where a gate's comparisons come from, and how its suspects are measured again: two sides, a duel, the history."""

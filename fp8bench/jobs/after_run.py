@@ -1,0 +1,113 @@
+"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it.
+
+The run is kept by then, so that a step that cannot be done is told and fails nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError
+from fp8bench.jobs.report_files import PAGE, ROWS, Pages, folder_of, typed_from_here, why_not_shown, write_report
+from fp8bench.model import Finding, Run
+from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
+from fp8bench.store.asv.view import update_view
+from fp8bench.store.index.history import keep_figures
+from fp8bench.store.runs.read import store_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is made of a run beside its history. `pages` is None for no report; `wandb` is a project."""
+
+    pages: Pages | None = None
+    tensorboard: Path | None = None
+    wandb: str | None = None
+
+
+def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
+    """All of it, told step by step; False where that was interrupted. A run that was cut off gets its history only."""
+    store = store_of(Path(run.path)) or store
+    try:
+        note(into_history(run, store))
+    except KeyboardInterrupt:
+        note(
+            f"history: interrupted while asv's view was brought up to date; the run is kept in {run.path}, and "
+            "`fp8bench history rebuild` makes the view again"
+        )
+        return False
+    if not run.finished:
+        return True
+    if wanted.pages is not None:
+        try:
+            for sentence in _report(run, store, wanted.pages):
+                note(f"report: {sentence}")
+        except KeyboardInterrupt:
+            note(f"report: interrupted while it was written; `fp8bench report {run.id}` writes it")
+            return False
+    return exported(run, store, wanted, note)
+
+
+def into_history(run: Run, store: Path, view: bool = True) -> str:
+    """Keep the run's figures, and bring asv's view up to date; returns what became of the view."""
+    told = update_view(run, store) if view else ""
+    keep_figures(store, Path(run.path))
+    return told
+
+
+def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
+    """What other programs get, told one by one; False where that was interrupted."""
+    if wanted.tensorboard is None and wanted.wandb is None:
+        return True
+    found = findings(run)
+    try:
+        if wanted.tensorboard is not None:
+            note(f"tensorboard: {_to_tensorboard(run, found, wanted.tensorboard)}")
+        if wanted.wandb is not None:
+            note(f"wandb: {_to_wandb(run, found, wanted.wandb, list(_files(run, store)))}")
+    except KeyboardInterrupt:
+        note(f"interrupted; the run is kept, and `fp8bench show {run.id}` takes --tensorboard and --wandb too")
+        return False
+    return True
+
+
+def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
+    try:
+        page = write_report([run], store, pages)
+    except StoreError as error:
+        yield f"{error} The run is kept; `fp8bench report {run.id}` writes it again"
+        return
+    yield typed_from_here(page)
+    problem = why_not_shown(page) if pages.browser else ""
+    if problem:
+        yield problem
+
+
+def _to_tensorboard(run: Run, found: Mapping[str, Finding], folder: Path) -> str:
+    try:
+        files = write_tensorboard(run, found, folder)
+    except StoreError as error:
+        return f"{error} The run is kept; `fp8bench show {run.id} --tensorboard DIR` writes it again"
+    if not files:
+        return "nothing was measured, so that there is nothing to write"
+    return f"{len(files)} curve{'s' * (len(files) != 1)} in {folder}; `tensorboard --logdir {folder}`"
+
+
+def _to_wandb(run: Run, found: Mapping[str, Finding], project: str, files: list[Path]) -> str:
+    try:
+        send_to_wandb(run, found, project, files)
+    except Exception as error:
+        again = f"`fp8bench show {run.id} --wandb {project}` sends it again"
+        return f"not sent ({type(error).__name__}: {error}). The run is kept; {again}"
+    return f"sent to project {project}"
+
+
+def _files(run: Run, store: Path) -> Iterator[Path]:
+    """The run, and its report where there is one."""
+    folder = folder_of([run], store_of(Path(run.path)) or store)
+    for file in (Path(run.path), folder / PAGE, folder / ROWS):
+        if run.path and file.is_file():
+            yield file

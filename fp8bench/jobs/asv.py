@@ -1,0 +1,110 @@
+"""What asv gets to read: the grid of a workload, measured once, with what its commit has come to before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from fp8bench.errors import AsvFileError, Fp8benchError, NotKept
+from fp8bench.jobs.after_run import into_history
+from fp8bench.model import Cell, Point, Request, Run, Status
+from fp8bench.pipeline import execute
+from fp8bench.protocols import Observer
+from fp8bench.store.asv.results import load_results
+from fp8bench.store.asv.view import results_of
+from fp8bench.store.commit_runs import TrackedRun, runs_of_commit, tracked_run, why_not
+from fp8bench.store.find_runs import commit_named
+from fp8bench.store.points import followed, merged
+
+# What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+Outcome = tuple[str, object]
+
+
+class Asked(NamedTuple):
+    """What asv was told: to append samples to those it has; the commit to save results under, '' for not at all."""
+
+    appending: bool = False
+    commit: str = ""
+
+
+NOTHING = Asked()
+
+
+def measured_by_asv(
+    request: Request, store: Path, root: Path, observer: Observer, asked: Asked = NOTHING
+) -> dict[str, dict[Cell, Outcome]]:
+    """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
+
+    A case that fails now is failed, whatever was measured before. Samples that asv appends to it is not given again.
+    What is no number of the commit that asv saves it under is not given: in its place comes what that commit has come
+    to, else the reason, as of a failure.
+    """
+    try:
+        run = execute(request, store, observer, "asv run", origin="asv", folder=root)
+        into_history(run, store, view=False)  # asv writes its own
+    except NotKept as error:
+        run = cast(Run, error.run)
+    if not run.finished and not run.troubles:
+        raise KeyboardInterrupt
+    own = followed(run)
+    if not own.points:
+        why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
+        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
+    commit = _saved_under(run, asked, root)
+    why = _not_of(commit, run) if asked.commit else ""
+    others = _others(run, store, commit, asked.appending) if why or not why_not(run) else []
+    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
+    for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
+        outcomes.setdefault(name, {})[cell] = _outcome(point)
+    for point in own.points:
+        if why:
+            outcome = ("failed", why) if point.samples else _outcome(point)
+            outcomes[point.series].setdefault(point.cell, outcome)
+        elif point.status is Status.FAILED:
+            outcomes[point.series][point.cell] = _outcome(point)
+    return outcomes
+
+
+def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
+    """Points of the other runs of a commit, of the same machine, interpreter and versions as a run's."""
+    tracked = tracked_run(run)
+    if tracked is None:
+        return []
+    known = _recorded(store, tracked, commit) if appending else frozenset()
+    place = tracked.place._replace(commit=commit)
+    company = [one for one in runs_of_commit(store, commit) if one.run.id != run.id and one.is_of(place)]
+    versions = {(point.series, point.version) for point in tracked.content.points}
+    return [
+        point for one in company for point in one.content.points
+        if point.series not in known and (point.series, point.version) in versions
+    ]  # fmt: skip
+
+
+def _saved_under(run: Run, asked: Asked, root: Path) -> str:
+    """The commit that asv saves under, or that of the run."""
+    named = commit_named(asked.commit, root) if asked.commit else None
+    return named or str(run.environment.get("commit"))
+
+
+def _not_of(commit: str, run: Run) -> str:
+    """Why what a run measured is not of a commit; '' if it is."""
+    here = run.environment.get("commit")
+    if isinstance(here, str) and here != commit:
+        return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"
+    return why_not(run)
+
+
+def _recorded(store: Path, tracked: TrackedRun, commit: str) -> frozenset[str]:
+    """The series whose samples asv has, beside the statistics: it was asked to record them."""
+    path = results_of(store) / tracked.place.machine / tracked.identity.file_name(commit)
+    try:
+        rows = load_results(path).rows
+    except AsvFileError:  # there is none yet, or asv cannot read it either
+        return frozenset()
+    return frozenset(name for name, row in rows.items() if any(row.samples))
+
+
+def _outcome(point: Point) -> Outcome:
+    if point.samples:
+        return "samples", list(point.samples)
+    return ("failed" if point.status is Status.FAILED else "none"), point.reason

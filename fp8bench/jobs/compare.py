@@ -1,0 +1,67 @@
+"""Two runs, commits or stores held against each other, figure by figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.sides import Side, hardware, side_of
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.model import Run
+from fp8bench.store.find_runs import runs_meant
+from fp8bench.store.runs.read import load_run
+
+
+def compared_sides(before: str, after: str, store: Path, observer: JobObserver) -> Compared:
+    """What two words come to. Raises RunNotFound, UsageError where both mean the same."""
+    old, new = (read_runs(runs_meant(word, store), observer) for word in (before, after))
+    return compared_of(before, old, after, new, observer)
+
+
+def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver) -> Compared:
+    """What the runs that two words mean come to. Raises UsageError where a run is on both sides."""
+    both = {run.id for run in old} & {run.id for run in new}
+    if both:
+        raise UsageError(
+            f"{before!r:.80} and {after!r:.80} have the run {min(both)} in common. Give two sides of different runs."
+        )
+    old, new = _on_one_machine(old, new, observer)
+    return compare(_side(before, old), _side(after, new))
+
+
+def read_runs(paths: Sequence[Path], observer: JobObserver) -> list[Run]:
+    """The runs of some files; one that cannot be read is left out, and said so, unless it was the only one."""
+    runs = []
+    for path in paths:
+        try:
+            runs.append(load_run(path))
+        except StoreError as error:
+            if len(paths) == 1:
+                raise
+            observer.note(f"left out: {error}")
+    if not runs:
+        raise StoreError(f"none of {len(paths)} runs can be read. `fp8bench history verify` says why.")
+    return runs
+
+
+def _on_one_machine(old: Sequence[Run], new: Sequence[Run], observer: JobObserver) -> tuple[list[Run], list[Run]]:
+    """Of sides with runs of several machines, those of the one that the newest run of the second was made on."""
+    kinds = {hardware(run) for run in (*old, *new)}
+    wanted = hardware(max(new, key=lambda run: run.started))
+    kept = tuple([run for run in side if hardware(run) == wanted] for side in (old, new))
+    if len(kinds) == 1 or not all(kept):
+        return list(old), list(new)
+    left = len(old) + len(new) - len(kept[0]) - len(kept[1])
+    observer.note(f"{left} run{'s' * (left != 1)} of other machines left out: the rest is of {_machine(new, wanted)}")
+    return kept[0], kept[1]
+
+
+def _machine(runs: Sequence[Run], wanted: object) -> str:
+    return str(next(run for run in runs if hardware(run) == wanted).environment.get("machine"))
+
+
+def _side(name: str, runs: Sequence[Run]) -> Side:
+    return side_of(name, [(run, findings(run)) for run in runs])

@@ -1,0 +1,237 @@
+"""What this machine can do: natively, emulated, or not at all and why; and what the harness itself costs here.
+
+Gathers and words its findings; the command line prints them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.errors import WorkerError
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
+from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.measure.sensors.device_state import device_lines, driver_state
+from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
+from fp8bench.model.raw import Settings
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import make_plan, suites_of
+from fp8bench.plan.precision_map import layers_of
+from fp8bench.protocols import Precision
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.report.words.run_facts import shortened
+from fp8bench.units import percent, seconds, size
+
+_LOOP_STEPS = 4
+_LOOP_ROUNDS = 25
+
+
+def examine(calibrate: bool) -> Iterator[str]:
+    """The doctor's report, line by line as it becomes known."""
+    with ProcessWorker(Settings()) as worker:
+        facts = worker.probe()
+        environment = gather(worker.software(), __version__, 1)
+        yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
+        yield f"machine   {environment.get('machine')}, {environment.get('system')}"
+        yield from _processor(environment.facts)
+        for one in facts:
+            yield ""
+            yield from _device(one)
+            yield from (f"  {line}" for line in state_of(one))
+        if not any(one.accelerated for one in facts):
+            yield ""
+            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
+        yield f"compiler  {compiler_state(worker, facts)}"
+        yield f"boards    {boards()}"
+        if calibrate:
+            yield ""
+            for one in facts:
+                yield from _overheads(worker, one)
+            yield from _harness(facts)
+
+
+def _processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
+    load, count = facts["load_1min"], facts["cpu_count"]
+    busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
+    yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if busy else "")
+    governor = facts["cpu_governor"]
+    yield f"clocks    governor {governor}" if governor else "clocks    governor not readable (a virtual machine?)"
+    quota = facts["cgroup_cpu_max"]
+    if quota and not str(quota).startswith("max"):
+        yield f"quota     cgroup cpu.max is {quota}: slots may be cut short"
+
+
+def _device(facts: DeviceFacts) -> Iterator[str]:
+    details = [size(facts.memory_bytes)]
+    if facts.capability is not None:
+        details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
+    if facts.cuda or facts.hip:
+        details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
+    yield f"{facts.key}: {facts.name} ({', '.join(details)})"
+    longest = max(len(name) for name in precisions.names())
+    for name in by_rank():
+        support = precisions.get(name).support(facts)
+        yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
+
+
+def state_of(facts: DeviceFacts) -> Iterator[str]:
+    """What the device's driver says of it, and where its energy comes from; trying the source takes up to 3 s."""
+    with meter_for(facts) as meter:
+        yield from device_lines(meter)
+
+
+def by_rank() -> list[str]:
+    """Precisions from the highest down."""
+    return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
+
+
+def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
+    """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
+    quantisers = quantisers_for(False, os.environ)
+    if not quantisers.compiled:
+        return f"not tried: {quantisers.why_eager}"
+    return "; ".join(f"{one.key}: {_compiler(worker, one)}" for one in facts)
+
+
+def _compiler(worker: Worker, facts: DeviceFacts) -> str:
+    try:
+        return worker.compiler(facts)
+    except WorkerError as error:
+        return f"compiling ended the worker: {error}"
+
+
+def boards() -> str:
+    """Which programs that --trace, --tensorboard and --wandb write for are installed, and what they need."""
+    known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
+    words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
+    if not known["torch-tb-profiler"]:
+        return words
+    return f"{words}; the profiler's page in TensorBoard needs internet access in the browser, chrome://tracing none"
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, '' if it is not there. Nothing is imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
+    cost = worker.overheads(facts)
+    yield f"what looking costs on {facts.key} (best of many)"
+    yield f"  phase marker on    {seconds(cost.marker_on)}   (goal 600 ns on a CPU)"
+    yield f"  phase marker off   {seconds(cost.marker_off)}   (goal 200 ns)"
+    yield f"  one clock stamp    {seconds(cost.stamp)}"
+    if cost.event_pair is not None:
+        yield f"  event pair, device {seconds(cost.event_pair)}"
+
+
+def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    """The nano transformer's step inside the harness against the same step in a bare loop, as paired CPU time."""
+    cpu = next(one for one in facts if one.kind == "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepare_corpus(None, Path(folder))
+        request = Request("transformer", ("bf16",), ("cpu",), axes=(("size", ("nano",)),))
+        case = make_plan(request, facts, corpus.identity).groups[0].cases[0].case
+        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
+            pairs = worker.ask(START_SECONDS, "bare_loop", case, cpu, _LOOP_STEPS, _LOOP_ROUNDS)
+    ratios = sorted(inside / outside for inside, outside in zip(*pairs, strict=True))
+    quarter = len(ratios) // 4
+    yield (
+        f"nano transformer step in the harness against a bare loop: {percent(statistics.median(ratios) - 1, 2)} more "
+        f"CPU time (quartiles {percent(ratios[quarter] - 1, 2)} to {percent(ratios[-1 - quarter] - 1, 2)}, "
+        f"{len(ratios)} pairs; goal 1%)"
+    )
+
+
+def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
+    """The lines of `list WHAT`; support and axes are those of this machine."""
+    if what == "suites":
+        for name in workloads.names():
+            yield f"{name:<14} {workloads.get(name).summary}"
+        return
+    with ProcessWorker(Settings(imports=imports)) as worker:
+        facts = worker.probe()
+    if what == "devices":
+        for one in facts:
+            yield f"{one.key:<8} {one.name}, {size(one.memory_bytes)}"
+        missing = [kind for kind in devices.names() if all(one.kind != kind for one in facts)]
+        yield from (f"{kind:<8} none on this machine" for kind in missing)
+    elif what == "dtypes":
+        yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
+    else:
+        chosen = next((one for one in facts if one.accelerated), facts[0])
+        for name in suites_of(Request(what)):
+            yield from _axes(name, chosen)
+
+
+def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
+    yield f"{name}: {workloads.get(name).summary}"
+    yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
+    for axis in workloads.get(name).axes(facts):
+        yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+    layers = layers_of(workloads.get(name), _settings(name, facts))
+    if layers:
+        kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+        names = f"{layers[0].name} to {layers[-1].name}" if len(layers) > 1 else layers[0].name
+        yield f"layers for --precision-map: by kind {kinds}; by name {names}, or a prefix of names"
+    grid = workloads.get(name).history
+    if grid is not None:
+        values = " ".join(
+            f"{axis}={','.join(one)}" for axis, one in (grid.gpu if facts.accelerated else grid.cpu).items()
+        )
+        yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
+
+
+def _settings(name: str, facts: DeviceFacts) -> list[Params]:
+    """The parameters of a suite's default cases there."""
+    return [group.cases[0].case.params for group in make_plan(Request(name, devices=(facts.key,)), (facts,))]
+
+
+# What is longer than this leaves a summary no room in a line.
+_ROOM = 58
+
+
+def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    """A line for each, short enough for any terminal: what every device makes of it."""
+    for name in by_rank():
+        precision = precisions.get(name)
+        levels = ", ".join(f"{precision.support(one).level} on {one.key}" for one in facts)
+        also = f"  (also {', '.join(_aliases(name))})" if _aliases(name) else ""
+        line = f"{name:<12} {levels}{also}"
+        yield f"{line}  {shortened(precision.summary, 78 - len(line))}" if len(line) < _ROOM else line
+    yield "what one is made of, and its options: fp8bench list dtypes NAME"
+
+
+def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    """All there is to say of one."""
+    aliases = _aliases(precision.name)
+    also = f" (also {', '.join(aliases)})" if aliases else ""
+    yield f"{precision.name}{also}: {precision.summary}"
+    for one in facts:
+        support = precision.support(one)
+        note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
+        yield f"    on {one.key} {support.level.value}{note}"
+    yield from _options(precision)
+    if precision.options:
+        yield "options stand behind a precision's name, any number of them: fp8-delayed:history=16:margin=1"
+
+
+def _aliases(name: str) -> list[str]:
+    return [alias for alias, known in precisions.aliases().items() if known == name]
+
+
+def _options(precision: Precision) -> Iterator[str]:
+    """Each with its default and what it says, in a column of their own."""
+    words = [f"{option.name}={option.default}" for option in precision.options]
+    for word, option in zip(words, precision.options, strict=True):
+        also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
+        yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"

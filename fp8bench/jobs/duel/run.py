@@ -1,0 +1,251 @@
+"""A duel: two interpreters or two revisions, measured in the same rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fp8bench.analysis.compare.duel_interval import LEAST_ROUNDS
+from fp8bench.errors import (
+    Fp8benchError,
+    StoreError,
+    UsageError,
+)
+from fp8bench.interrupts import held_back, ignored
+from fp8bench.jobs.duel.sessions import CaseProgress, CaseRunner, begin_case
+from fp8bench.jobs.duel.side_workers import SideWorkers, refresh, side_workers
+from fp8bench.jobs.duel.sides import SAME, Question, Ready, Sides, opened
+from fp8bench.jobs.observer import DuelObserver, JobObserver
+from fp8bench.measure.environment import command_line, gather
+from fp8bench.measure.limits import Limits
+from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.model import Environment, Request
+from fp8bench.model.duel import Duel, Side
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
+from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.plan.make import check_names, reads_corpus, suites_of
+from fp8bench.store.duels import DuelWriter, load_duel, start_duel
+from fp8bench.store.runs.write import check_store
+from fp8bench.user_code import user_module
+
+_SESSIONS, _QUICK_SESSIONS = 4, 1
+_SESSION_SECONDS = 2.5
+_LEAST_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class StartedSides:
+    """Both sides with their workers started."""
+
+    sides: Sides
+    pair: tuple[SideWorkers, SideWorkers]
+    cases: tuple[str, ...]
+    sessions: int
+
+
+def run_duel(
+    question: Question, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
+) -> Duel:
+    """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
+    check_names(request)
+    why_eager = quantisers_for(request.quick, os.environ).why_eager
+    check_store(store)
+    corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
+    start = time.monotonic()
+    sessions = question.sessions or (_QUICK_SESSIONS if request.quick else _SESSIONS)
+    with observer.duelling() as progress:
+        progress.starts()
+        with (
+            opened(question, request.imports) as sides,
+            _start(sides, request, corpus, why_eager, sessions) as started,
+        ):
+            kept = tuple(name for name in started.cases if not only or name in only)
+            if not kept:
+                raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+            return _measured(replace(started, cases=kept), request, store, observer, progress, start)
+
+
+@contextmanager
+def _start(
+    sides: Sides, request: Request, corpus: Corpus | None, why_eager: str, sessions: int
+) -> Iterator[StartedSides]:
+    """All workers started, both sides planned, and what they have in common."""
+    with ExitStack() as stack:
+        pair = []
+        for ready in (sides.before, sides.after):
+            settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
+            pair.append(stack.enter_context(side_workers(ready.start, settings, why_eager)))
+        identity, names = corpus.identity if corpus else None, suites_of(request)
+        for one in pair:
+            one.meet(request, names, identity)
+        cases = tuple(name for name in pair[0].cases if name in pair[1].cases)
+        if not cases:
+            raise UsageError(
+                f"the sides have no case in common: A would measure {next(iter(pair[0].cases))}, and B "
+                f"{next(iter(pair[1].cases))}. Name --devices that both have."
+            )
+        notes = (*sides.notes, *_alone(pair[0], pair[1]), *_alone(pair[1], pair[0]))
+        yield StartedSides(replace(sides, notes=notes), (pair[0], pair[1]), cases, sessions)
+
+
+def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
+    """A note on the cases that one side would measure and the other has not."""
+    names = [name for name in own.cases if name not in other.cases]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"only side {own.name} has {names[0]}{more}: not compared"
+
+
+def _measured(
+    started: StartedSides, request: Request, store: Path, observer: JobObserver, progress: DuelObserver, start: float
+) -> Duel:
+    """The duel as far as it came, each session of a case kept as soon as it is over."""
+    begun = _begun(started, request)
+    writer = start_duel(begun, store)
+    begun = replace(begun, path=str(writer.path))
+    cases = [begin_case(case, started.pair) for case in started.cases]
+    try:
+        _check_origins(started)
+        _warn(started, observer, progress)
+        for note in started.sides.notes:
+            writer.note(note)
+        _sessions(started, request, cases, writer, progress, start)
+        for note in _idle(started):
+            writer.note(note)
+        writer.finish("finished")
+    except KeyboardInterrupt:
+        with ignored():
+            progress.close()
+            with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
+                writer.finish("interrupted")
+            observer.note(f"interrupted; what was finished is kept in {writer.path}")
+    except Fp8benchError as error:
+        progress.close()
+        results = tuple(one.result for one in cases if one.sessions)
+        if results:  # what the store did not take, or what was measured before a side was lost for good
+            observer.cut_off(replace(begun, results=results, troubles=(str(error),)))
+        else:
+            writer.path.unlink(missing_ok=True)
+        raise
+    finally:
+        writer.close()
+    with ignored():
+        return load_duel(writer.path)
+
+
+def _sessions(
+    started: StartedSides, request: Request, cases: Sequence[CaseProgress], writer: DuelWriter, progress: DuelObserver,
+    start: float,
+) -> None:  # fmt: skip
+    """Every case once in each session; errors and memory in the first."""
+    runner = CaseRunner(started.pair, request.seed, progress, Limits(request.case_timeout))
+    for number in range(started.sessions):
+        progress.starts()
+        began = time.monotonic()
+        refresh(started.pair, request.seed, number)
+        # Half of the first session's workers were there. Those to come take their time out of the budget too.
+        starting = (time.monotonic() - began) * (1 if number else 2) * (started.sessions - 1 - number)
+        for place, one in enumerate(cases):
+            progress.in_session(number, started.sessions, place, len(cases))
+            alive, left = one.alive, (started.sessions - number) * len(cases) - place
+            if alive:
+                runner.measure(one, number, _rule(request, _share(request.budget, start - starting, left)))
+            if one.alive and number == 0:
+                _check_origins(started)  # more of the user's code may have been imported by now
+                runner.check_values(one)
+            with held_back():
+                _keep(writer, one, number, alive)
+
+
+def _keep(writer: DuelWriter, one: CaseProgress, number: int, measured: bool) -> None:
+    """Write down what a session came to: the case with all there is of it, or one more session."""
+    if number == 0 or (measured and not one.alive):
+        writer.result(one.result)
+    elif measured:
+        writer.session(one.result.after.case.id, one.sessions[-1])
+
+
+def _share(budget: float | None, start: float, left: int) -> float | None:
+    """One session's part of what is left of a budget that began to run at `start`, in seconds."""
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
+
+
+def _rule(request: Request, share: float | None) -> StoppingRule:
+    """When a case has been measured for long enough. No verdict ends it: that is made of all sessions."""
+    most = math.inf if share is None else share
+    if request.rounds is not None:
+        return StoppingRule(fixed=request.rounds, ceiling=most, whole=True)
+    if request.quick:
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(most, CEILING_SECONDS), whole=True)
+    if share is not None:
+        return StoppingRule(least=LEAST_ROUNDS, budget=share, ceiling=share, whole=True)
+    return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
+
+
+def _begun(started: StartedSides, request: Request) -> Duel:
+    before, after = (
+        _side(ready, one, request)
+        for ready, one in zip((started.sides.before, started.sides.after), started.pair, strict=True)
+    )
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return Duel(secrets.token_hex(4), moment, command_line(), request, before, after, started.cases, started.sessions)
+
+
+def _side(ready: Ready, one: SideWorkers, request: Request) -> Side:
+    """A side with what was found out about it. What the worker says of itself wins over what holds here."""
+    worker = one.workers[0]
+    # Their digest is that of the files this process has imported, which are this tree's.
+    imports = request.imports if ready.imports == request.imports else ()
+    here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=ready.tree)
+    environment = Environment({**here.facts, **worker.handshake})
+    return Side(ready.start.name, ready.title, ready.start.python, ready.commit, environment, one.devices)
+
+
+def _check_origins(started: StartedSides) -> None:
+    """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
+    before, after = started.sides.before, started.sides.after
+    if before.tree is None or after.tree is None:
+        return
+    first = started.pair[0].workers[0]
+    alien = set(first.modules_under(after.tree)) - set(first.modules_under(before.tree)) - _shared(before.imports)
+    if alien:
+        raise UsageError(
+            f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
+            "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
+        )
+
+
+def _warn(started: StartedSides, observer: JobObserver, progress: DuelObserver) -> None:
+    """Say before anything is measured that a revision cannot make a difference, as far as that is known by then."""
+    if started.sides.after.commit:
+        same = [note for note in started.sides.notes if note == SAME]
+        for note in (*same, *_idle(started)):
+            progress.close()
+            observer.note(f"{note}. Ctrl-C ends the duel")
+
+
+def _idle(started: StartedSides) -> Iterator[str]:
+    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
+    after = started.sides.after
+    if after.tree is None:
+        return
+    loaded = set(started.pair[1].workers[0].modules_under(after.tree)) - _shared(started.sides.before.imports)
+    if not loaded:
+        yield (
+            "neither side has loaded any code of this repository, so that they differ by nothing but noise: "
+            "--import MODULE names what uses it"
+        )
+
+
+def _shared(imports: Sequence[str]) -> set[str]:
+    """The modules of files that side A runs as given."""
+    return {user_module(name) for name in imports if name.endswith(".py")}

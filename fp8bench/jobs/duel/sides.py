@@ -1,0 +1,254 @@
+"""The sides of a duel made ready: interpreters, working trees, and the folders that each side's code comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.errors import UsageError
+from fp8bench.jobs.duel.worktree import Repository, package_beside, repository_of, revision_of, scratch, worktree
+from fp8bench.measure.other_interpreter import Start
+from fp8bench.model.duel import AFTER, BEFORE
+
+OLDEST = (3, 11)
+_SECONDS = 60.0
+_ASK = "import sys; print('python %d.%d.%d' % sys.version_info[:3])"
+
+
+def interpreter(word: str, option: str) -> str:
+    """The interpreter a word means: a program's name or path, or the folder of a virtual environment.
+
+    Links are not followed: a virtual environment's Python is one, and its packages hang on it.
+    """
+    folder = Path(word) / "bin" / "python"
+    found = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
+    if found is None:
+        raise UsageError(
+            f"{option} {word!r:.200} is no program. Give a Python's name or path, or a virtual environment's folder."
+        )
+    path = str(Path(found).absolute())
+    version = _version(path, f"{option} {word!r:.200}")
+    if version[:2] < OLDEST:
+        raise UsageError(
+            f"{option} {word!r:.200} is Python {'.'.join(map(str, version))}, and fp8bench needs "
+            f"{'.'.join(map(str, OLDEST))} or newer there too. Give a newer one."
+        )
+    return path
+
+
+def _version(path: str, given: str) -> tuple[int, ...]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    try:
+        done = subprocess.run(
+            [path, "-I", "-c", _ASK], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(f"{given} cannot be run ({error.strerror}). Give a Python.") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{given} did not say within {_SECONDS:g} s which Python it is, and was ended. Give a Python."
+        ) from None
+    said = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
+    if done.returncode or said is None:
+        words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:200]
+        raise UsageError(
+            f"{given} is no Python that runs: asked for its version, it ended with status {done.returncode} and said "
+            f"{words!r}. Give a Python."
+        )
+    return tuple(map(int, said.groups()))
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+# How the title of a side begins that is a revision of fp8bench's own.
+OWN = "fp8bench at "
+SAME = "both sides are the same: what they differ by is noise"
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True)
+class Question:
+    """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given."""
+
+    python_a: str | None = None
+    python_b: str | None = None
+    against: str | None = None
+    against_self: str | None = None
+    sessions: int | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the sides are the same, so that a duel measures nothing but noise."""
+        return not any((self.python_a, self.python_b, self.against, self.against_self))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One side, ready to be started. `tree` is the working tree that its code must come from, if it matters."""
+
+    start: Start
+    title: str
+    imports: tuple[str, ...]
+    commit: str = ""
+    tree: Path | None = None
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides, and what there is to know about them."""
+
+    before: Ready
+    after: Ready
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
+    """Both sides, for as long as the body runs. Raises UsageError for what cannot be."""
+    if question.against is not None and question.against_self is not None:
+        raise UsageError(
+            "--against and --against-self would change two things at once, and nobody could say which one did it. "
+            "Leave one out."
+        )
+    pythons = [
+        sys.executable if word is None else interpreter(word, option)
+        for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
+    ]
+    with scratch() as folder:
+        if question.against is not None:
+            with _against(question.against, pythons, imports, folder) as sides:
+                yield sides
+        elif question.against_self is not None:
+            with _against_self(question.against_self, pythons, imports, folder) as sides:
+                yield sides
+        else:
+            paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
+            notes = (SAME,) if question.nothing else ()
+            before, after = (
+                Ready(
+                    Start(name, python, paths), "this Python" if python == sys.executable else "another Python", imports
+                )
+                for name, python in zip((BEFORE, AFTER), pythons, strict=True)
+            )
+            yield Sides(before, after, notes)
+
+
+@contextmanager
+def _against(word: str, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
+    """The user's repository at a revision against this tree of it."""
+    option = "--against"
+    repository = repository_of(Path.cwd(), option)
+    if PACKAGE.parent == repository.top:
+        raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
+    commit = revision_of(repository, word, option)
+    with worktree(repository, commit, folder, option) as tree:
+        package = str(package_beside(folder / "package", PACKAGE))
+        paths = [*_paths_in(repository.top), *_own_paths(imports)]
+        there = [_moved(path, repository.top, tree) for path in paths]
+        moved, notes = _moved_imports(imports, repository.top, tree, word)
+        yield Sides(
+            Ready(_start(BEFORE, pythons[0], package, there), _title(word, commit), moved, commit, tree),
+            Ready(
+                _start(AFTER, pythons[1], package, paths), _this_tree(repository), imports, repository.commit,
+                repository.top,
+            ),
+            (*notes, *_unchanged(repository, commit, pythons)),
+        )  # fmt: skip
+
+
+@contextmanager
+def _against_self(word: str, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
+    """A revision of fp8bench's workers against those that run here."""
+    option = "--against-self"
+    repository = repository_of(PACKAGE, option)
+    if PACKAGE.parent != repository.top:
+        raise UsageError(
+            f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
+            "from one with `pip install -e`."
+        )
+    commit = revision_of(repository, word, option)
+    with worktree(repository, commit, folder, option) as tree:
+        if not (tree / PACKAGE.name / "__init__.py").is_file():
+            raise UsageError(
+                f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
+            )
+        there = str(package_beside(folder / "before", tree / PACKAGE.name))
+        here = str(package_beside(folder / "after", PACKAGE))
+        paths = _own_paths(imports)
+        before, after = _start(BEFORE, pythons[0], there, paths), _start(AFTER, pythons[1], here, paths)
+        yield Sides(
+            Ready(before, f"{OWN}{_title(word, commit)}", imports, commit),
+            Ready(after, f"fp8bench: {_this_tree(repository)}", imports, repository.commit),
+            _unchanged(repository, commit, pythons),
+        )
+
+
+def _start(name: str, python: str, package: str, paths: Sequence[str]) -> Start:
+    return Start(name, python, tuple(dict.fromkeys((package, *paths))))
+
+
+def _title(word: str, commit: str) -> str:
+    """'v1.2 (3fa9c2d1)'; a commit that was given as such once."""
+    return commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
+
+
+def _this_tree(repository: Repository) -> str:
+    changed = " with uncommitted changes" if repository.dirty else ""
+    return f"this tree ({repository.commit[:8]}{changed})"
+
+
+def _unchanged(repository: Repository, commit: str, pythons: Sequence[str]) -> tuple[str, ...]:
+    """A note where this tree is the revision it is held against."""
+    same = commit == repository.commit and not repository.dirty and pythons[0] == pythons[1]
+    return (SAME,) if same else ()
+
+
+def _own_paths(imports: tuple[str, ...]) -> list[str]:
+    """Folders with the user's own code on both sides: the working directory if there is some, and PYTHONPATH.
+
+    Folders of installed packages stay behind: they are this interpreter's.
+    """
+    here = [str(Path.cwd())] if imports else []
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return [*here, *(path for path in given if not _installed(Path(path)))]
+
+
+def _paths_in(top: Path) -> list[str]:
+    """Folders of a repository that this Python looks into, however they came there (an editable install, say)."""
+    own = Path(sys.prefix).resolve()
+    found = [Path.cwd()]
+    for path in map(Path, sys.path):
+        inside = path.resolve().is_relative_to(top) and path.is_dir()
+        if inside and not _installed(path) and not (own != top and path.resolve().is_relative_to(own)):
+            found.append(path.resolve())
+    return list(dict.fromkeys(map(str, found)))
+
+
+def _installed(path: Path) -> bool:
+    return bool(_INSTALLED & set(path.parts))
+
+
+def _moved(path: str, top: Path, tree: Path) -> str:
+    """A path below the repository, below the other tree of it; any other as it is."""
+    resolved = Path(path).resolve()
+    return str(tree / resolved.relative_to(top)) if resolved.is_relative_to(top) else path
+
+
+def _moved_imports(imports: tuple[str, ...], top: Path, tree: Path, word: str) -> tuple[tuple[str, ...], list[str]]:
+    """The user's files as the other tree has them; this tree's, with a note, where it does not."""
+    moved, notes = [], []
+    for name in imports:
+        path = Path(name).resolve()
+        other = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
+        if other is not None and not other.is_file():
+            notes.append(f"{name} is not in {word}: both sides run it as this tree has it, with their own library")
+            other = None
+        moved.append(name if other is None else str(other))
+    return tuple(moved), notes

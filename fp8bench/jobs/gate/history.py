@@ -1,0 +1,202 @@
+"""Steps in a store's history that nobody has acknowledged, where the newest run was made.
+
+Suspects are duelled with the last commit that had the old level, where that is one of the repository at hand; else they
+are measured again, and must lie nearer to the new level than to the old one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from fp8bench.analysis.gate.judging import Key, SecondLook, key_of
+from fp8bench.analysis.metric import PER
+from fp8bench.analysis.steps.changes import Change, Found, State
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
+from fp8bench.jobs.gate.remeasure import duel_with, measured_again
+from fp8bench.jobs.gate.source import Source, failed, unmeasured
+from fp8bench.jobs.history import all_changes, announce, existing_store, opened
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.model import RELATIVE, Comparison, Course, Direction, Evidence, Interval, Record, Run, Status
+from fp8bench.pipeline import AGAIN
+from fp8bench.store.asv.identity import from_facts
+from fp8bench.store.find_runs import commit_named
+from fp8bench.store.index.history import History
+from fp8bench.store.points import cell_of, followed
+from fp8bench.store.runs.read import load_run, run_files
+
+# So many run files are looked through for the newest commit's and the one before it.
+_MOST_LOOKED_AT = 200
+_DERIVED = frozenset(name for name, _ in PER.values())
+
+
+def of_history(path: Path, observer: JobObserver) -> Source:
+    """What the history has come to. Without a run of this commit nothing was measured of it."""
+    store = existing_store(path)
+    announce(store, observer, reading=False)
+    newest = next(_runs(store), None)
+    title = f"the history in {path}"
+    if newest is None:
+        return Source(title, problem="the store has no runs.", code=EXIT_FAILED)
+    title = f"{title}, up to run {newest.id}"
+    problem = _nothing_measured(newest)
+    if problem:
+        return Source(title, problem=problem, code=EXIT_FAILED)
+    history = opened(store, observer)
+    found = all_changes(history, store, observer)
+    failures = tuple(_failures(newest, store))
+    if not found.looked_at and not failures:
+        why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
+        return Source(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE)
+    changes = _judgeable(found, newest, history)
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
+
+    comparisons = (*failures, *(one.comparison for one in changes.values()))
+    return Source(title, comparisons, confirm, tuple(_notes(found)))
+
+
+def _runs(store: Path) -> Iterator[Run]:
+    """The newest runs that can be read. What a gate measured again is a part of one."""
+    for path in islice(run_files(store), _MOST_LOOKED_AT):
+        try:
+            run = load_run(path)
+        except StoreError:
+            continue
+        if run.origin != AGAIN:
+            yield run
+
+
+def _nothing_measured(newest: Run) -> str:
+    if all(record.status is Status.SKIPPED for record in newest.records):
+        return f"no case of run {newest.id} came to a number."
+    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
+    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
+        return f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
+    return ""
+
+
+def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
+    """Cases of the newest run that failed, where they had not failed at the commit before, or were cut off."""
+    commit = newest.environment.get("commit")
+    before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
+    old = {record.case.id: record.status for record in before.records} if before is not None else {}
+    for record in newest.records:
+        if record.status is Status.FAILED and old.get(record.case.id) is not Status.FAILED:
+            yield failed(record.case.id, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+    yield from unmeasured([newest], Evidence.HISTORY)
+
+
+def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]:
+    """The open changes where the newest run was made; of two of one series the larger.
+
+    A time is left to the time over the reference's, where that has a series, for it tells how fast the machine was,
+    too; and the time per FLOP to the time.
+    """
+    chosen: dict[Key, Change] = {}
+    place = from_facts(newest.environment.facts)
+    here = [
+        one for one in found.changes
+        if one.state is State.OPEN and one.course.series.metric not in _DERIVED
+        and (place is None or history.is_of(one.course, place))
+    ]  # fmt: skip
+    relative = _with_relative(here, history)
+    for one in sorted(here, key=lambda change: change.size):
+        if one.course.series.metric == RELATIVE or not (_is_time(one.course) and _place(one.course) in relative):
+            chosen[key_of(one.comparison)] = one
+    return chosen
+
+
+def _is_time(course: Course) -> bool:
+    return course.series.unit == "seconds"
+
+
+def _place(course: Course) -> tuple[object, ...]:
+    return course.series.workload, course.cell, course.machine.get("machine"), course.python
+
+
+def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
+    """Where there is a series of times over the reference's."""
+    suites = {one.course.series.workload for one in changes if _is_time(one.course)}
+    if not suites:
+        return set()
+
+    def wanted(name: str) -> bool:
+        return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
+
+    return {_place(course) for course in history.courses(wanted).courses if course.measured}
+
+
+def _notes(found: Found) -> Iterator[str]:
+    states = Counter(one.state for one in found.changes if one.is_worse and one.state is State.ACKNOWLEDGED)
+    if states:
+        yield f"{sum(states.values())} acknowledged: `fp8bench history regressions --all` tells them"
+    for why, count in found.left.items():
+        yield f"{count} series not looked at: {why}"
+
+
+def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
+    """By duels with the commits before the steps; what cannot be duelled is measured again."""
+    cases = {key_of(one.comparison): case for one in suspects if (case := _case_of(one, newest))}
+    there = [one for one in suspects if key_of(one.comparison) in cases]
+    found: dict[Key, Comparison] = {}
+    how: list[str] = []
+    alone: list[Change] = []
+    for since in dict.fromkeys(one.comparison.since for one in there):
+        changes = [one for one in there if one.comparison.since == since]
+        look = duel_with(since, newest.request, store, [_as_case(one, cases) for one in changes], observer)
+        if look is None or look.refused:
+            alone += changes
+            continue
+        how.append(look.how)
+        for key in (key_of(one.comparison) for one in changes):
+            again = look.comparisons.get((cases[key], key[1]))
+            found |= {key: replace(again, case=key[0])} if again is not None else {}
+    again_cases = {cases[key_of(one.comparison)] for one in alone}
+    again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
+    if again_run is not None:
+        how.append(f"measured again in run {again_run.id}")
+        found |= {key_of(one.comparison): new for one in alone if (new := _new_value(one, again_run)) is not None}
+    return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
+
+
+def _case_of(change: Change, run: Run) -> str:
+    """The id of the case in a run whose cell a change is of; '' if there is none."""
+    course = change.course
+    found: Iterator[Record] = (
+        one for one in run.records
+        if one.case.workload == course.series.workload and cell_of(one.case, run) == course.cell
+    )  # fmt: skip
+    return next((one.case.id for one in found), "")
+
+
+def _as_case(change: Change, cases: Mapping[Key, str]) -> Comparison:
+    """The change under the name that its case has in runs."""
+    return replace(change.comparison, case=cases[key_of(change.comparison)])
+
+
+def _new_value(change: Change, run: Run) -> Comparison | None:
+    """What a run comes to where a series has stepped: worse, if it lies nearer to the level after the step."""
+    course, step = change.course, change.comparison
+    points = [
+        point for point in followed(run).points
+        if (point.series, point.cell, point.version) == (course.series.name, course.cell, change.version)
+    ]  # fmt: skip
+    values = [value for point in points for value in point.samples]
+    if points and points[0].status is Status.FAILED:
+        return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
+    if not values or not step.before or not step.after:
+        return None
+    value = statistics.median(values)
+    nearer = value > math.sqrt(step.before * step.after)
+    ratio = value / step.before
+    return replace(
+        step, direction=Direction.WORSE if nearer else Direction.SAME, after=value,
+        ratio=Interval(ratio, ratio, ratio, 0.0), p_value=None,
+    )  # fmt: skip

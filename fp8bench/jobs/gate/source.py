@@ -1,0 +1,71 @@
+"""What a gate judges: comparisons, what they are of, and the cases that were planned and never measured.
+
+A run or a duel that was cut off is not green for its first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench.analysis.gate.judging import Outcome, SecondLook, Verdict, first_look, second_look, unconfirmed
+from fp8bench.analysis.gate.thresholds import Rule
+from fp8bench.analysis.metric import TIME
+from fp8bench.errors import EXIT_OK
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.model import Comparison, Direction, Evidence, Run
+from fp8bench.model.duel import Duel
+
+Confirm = Callable[[Sequence[Comparison]], SecondLook]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Comparisons and what they are of. `confirm` measures suspects again.
+
+    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for.
+    """
+
+    title: str
+    comparisons: tuple[Comparison, ...] = ()
+    confirm: Confirm | None = None
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    code: int = EXIT_OK
+
+
+def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
+    """A case that came to nothing where it should have."""
+    return Comparison(case, suite, TIME, "s", Direction.NONE, evidence, why=why, failed=True)
+
+
+def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
+    """The cases that unfinished runs lack, where no other of these runs has them."""
+    there = {record.case.id for run in runs for record in run.records}
+    for run in runs:
+        for planned in (one for group in run.plan for one in group.cases):
+            if not run.finished and planned.case.id not in there:
+                there.add(planned.case.id)
+                why = f"run {run.id} was interrupted before it was measured"
+                yield failed(planned.case.id, planned.case.workload, evidence, why)
+
+
+def cut_off_cases(duel: Duel, known: Collection[str]) -> Iterator[Comparison]:
+    """The cases that a duel lacks."""
+    for case in duel.cases:
+        if case not in known:
+            why = "the duel was interrupted before it was measured"
+            yield failed(case, case.partition("[")[0], Evidence.PAIRED, why)
+
+
+def judged(source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobObserver) -> Verdict:
+    """Both looks; the second only where there is something to look at, and somebody may."""
+    figures = first_look(source.comparisons, rules)
+    suspects = [figure.comparison for figure in figures if figure.outcome is Outcome.TO_CONFIRM]
+    if suspects and not source.problem:
+        if rerun and source.confirm is not None:
+            observer.note(f"gate: {len(suspects)} suspected, measured again")
+            figures = second_look(figures, source.confirm(suspects), rules)
+        else:
+            figures = unconfirmed(figures, "--no-rerun")
+    return Verdict(source.title, figures, source.notes, source.problem, source.code)

@@ -1,0 +1,218 @@
+"""The store that a command was given, its history opened, and what has changed over it or is known."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from fp8bench.analysis.steps.changes import (
+    Change,
+    Found,
+    State,
+    Stretch,
+    ack_of,
+    acknowledged,
+    changes_of,
+    find_changes,
+)
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.model import Ack, Course
+from fp8bench.report.terminal.changes import listed
+from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
+from fp8bench.store.asv.identity import resolved
+from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index.history import History, open_history
+from fp8bench.store.interpreters import load_renamings
+from fp8bench.store.runs.read import closed_folders, run_files
+
+# Reading so many takes longer than one waits without a word.
+_MANY_RUNS = 200
+_MOST_NAMED = 20
+_ANY = "*"
+
+
+def existing_store(path: Path) -> Path:
+    """The store, if there is one."""
+    try:
+        if (path / "runs").is_dir() or (path / "asv").is_dir():
+            return path
+        what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
+
+
+def announce(store: Path, observer: JobObserver, reading: bool = True) -> int:
+    """How many run files there are; what a person should know before they are read, if all of them are."""
+    trouble = load_renamings(store).trouble
+    if trouble:
+        observer.note(trouble)
+    try:
+        count = sum(1 for _ in run_files(store))
+    except OSError as error:
+        raise StoreError(f"the store {store} cannot be read ({error.strerror}).") from None
+    for folder in closed_folders(store):
+        observer.note(f"{folder} may not be read, so that its runs are left out")
+    if reading and count > _MANY_RUNS:
+        observer.note(f"reading {count} runs")
+    return count
+
+
+def opened(store: Path, observer: JobObserver) -> History:
+    """The history of a store, with a word where that takes a while or something about its figures' files was wrong."""
+
+    def reads(runs: int) -> None:
+        if runs > _MANY_RUNS:
+            observer.note(f"reading {runs} runs")
+
+    history = open_history(store, reads)
+    for trouble in history.troubles:
+        observer.note(trouble)
+    return history
+
+
+def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
+    """The changes of all courses, those that were acknowledged among them."""
+    memory = Memory(store)
+    changes = changes_of(stretches(history), memory.steps_of_many)
+    for trouble in memory.troubles:
+        observer.note(trouble)
+    return acknowledged(changes, kept_acks(store, changes, observer))
+
+
+def stretches(history: History) -> Iterator[list[Stretch]]:
+    """The figures of each course that compare; a course is read when somebody asks for it."""
+    lines = history.lines
+    for line in lines.lines:
+        read = partial(lines.course, line)
+        yield [Stretch(read, one.places.tolist(), one.values.tolist()) for one in lines.comparable(line)]
+
+
+def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
+    """What was acknowledged, with interpreters under the names that they have in these changes."""
+    found = load_acks(store)
+    for trouble in found.troubles:
+        observer.note(f"{acks_of(store)}: {trouble}")
+    renamings = load_renamings(store)
+    named = {resolved(change.course.python): change.course.python for change in reversed(changes.changes)}
+
+    def name_of(python: str) -> str:
+        known = renamings.name(python)
+        return known if known in named.values() else named.get(resolved(known), known)
+
+    return [replace(one, python=name_of(one.python)) for one in found.acks]
+
+
+def series_meant(word: str, history: History, store: Path) -> str:
+    """The name of the one series that a word fits: its own, or a part of it."""
+    names = [name for name in history.names if word.lower() in name.lower()]
+    exact = [name for name in names if name.lower() == word.lower()]
+    if len(exact or names) == 1:
+        return (exact or names)[0]
+    if names:
+        more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        some = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
+        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{some}{more}")
+    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, history.names, history.left)}")
+
+
+def _nearest(word: str, store: Path, names: Collection[str], left: Collection[str]) -> str:
+    """What a mistyped name was meant to be, perhaps, or why runs are `left` out."""
+    if not names:
+        why = f" Not in it: {'; '.join(left)}." if left else " Begin with: fp8bench suite gemm --grid"
+        return f" The store {store} has no series yet.{why}"
+    unknown = [why for why in left if "--import" in why]
+    if unknown:
+        return f" Not in it: {'; '.join(unknown)}."
+    short = {name.partition("track_")[2].lower(): name for name in names}
+    whole = {name.lower(): name for name in names}
+    for known in (whole, short):
+        near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+        if near:
+            return f" Did you mean {known[near[0]]!r}?"
+    return " `fp8bench history list` names them all."
+
+
+@dataclass(frozen=True)
+class Acknowledging:
+    """What is to be acknowledged, or with `undo` not any more: changes of a series, up to a commit."""
+
+    series: str
+    until: str | None = None
+    because: str | None = None
+    undo: bool = False
+
+
+def acknowledge(asked: Acknowledging, store: Path, observer: JobObserver) -> list[tuple[str, str, str]]:
+    """Write it down; returns the names of the courses and the commits around each change."""
+    if asked.undo and asked.because is not None:
+        raise UsageError("--because says why a change is acknowledged, and --undo was given too. Leave one out.")
+    courses = _courses(opened(store, observer), asked.series, store)
+    changes = find_changes(courses)
+    acks = kept_acks(store, changes, observer)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    if asked.undo:
+        undone = _undone(asked.series, asked.until, courses, acks)
+        append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
+        return [(name, ack.since, ack.until) for ack, name in undone]
+    chosen = _chosen(asked.series, asked.until, acknowledged(changes, acks))
+    append_acks(store, [ack_of(change, now, asked.because or "") for change in chosen])
+    return [(change.course.name, change.comparison.since, change.comparison.until) for change in chosen]
+
+
+def _undone(word: str, until: str | None, courses: Sequence[Course], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
+    """The acknowledgements that are meant, each with the name of its course."""
+    series = {(course.series.name, course.cell) for course in courses}
+    wanted = [
+        ack for ack in acks
+        if (ack.series, ack.cell) in series and (until is None or ack.until.startswith(until))
+    ]  # fmt: skip
+    if not wanted:
+        at = f" up to {until}" if until is not None else ""
+        raise UsageError(f"nothing{at} is acknowledged of {word!r:.80}.")
+    names = {(course.series.name, course.cell): course.name for course in courses}
+    return [(ack, names[ack.series, ack.cell]) for ack in wanted]
+
+
+def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
+    """The open changes that are meant: those up to a commit, or the only ones that there are."""
+    still = [change for change in found.changes if change.state is State.OPEN]
+    if until is not None:
+        chosen = [change for change in still if change.comparison.until.startswith(until)]
+        if not chosen:
+            there = f" Open are:{listed(still)}" if still else " It has no open changes."
+            raise UsageError(f"no open change of {word!r:.80} is up to the commit {until!r:.80}.{there}")
+    elif still:
+        chosen = [change for change in still if change.is_worse] or still
+    else:
+        known = [change for change in found.changes if change.state is State.ACKNOWLEDGED]
+        why = " What it has is acknowledged already." if known else _why_none(found)
+        raise UsageError(f"{word!r:.80} has no open changes.{why}")
+    if len({change.comparison.until for change in chosen}) > 1:
+        raise UsageError(f"{word!r:.80} has several open changes. Give one of:{listed(chosen)}")
+    return chosen
+
+
+def _why_none(found: Found) -> str:
+    return "" if found.looked_at or not found.left else f" Not looked at: {'; '.join(found.left)}."
+
+
+def _courses(history: History, word: str, store: Path) -> Sequence[Course]:
+    """The courses of the one series that a word fits, or of all that a pattern with stars fits."""
+    wanted: Callable[[str], bool]
+    if _ANY in word:
+        pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
+        wanted = lambda name: pattern.fullmatch(name.lower()) is not None  # noqa: E731
+    else:
+        meant = series_meant(word, history, store)
+        wanted = meant.__eq__
+    courses = history.courses(wanted).courses
+    if not courses:
+        raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
+    return courses

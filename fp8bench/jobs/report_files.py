@@ -1,0 +1,113 @@
+"""The report's files: a page and a table for each run, in the store, and wherever else they are wanted."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.jobs.report_history import past_of
+from fp8bench.model import Run
+from fp8bench.report.data.run import all_as_csv
+from fp8bench.report.material import material_of
+from fp8bench.report.page.html import render as as_html
+from fp8bench.report.page.markdown import render as as_markdown
+from fp8bench.report.page.section import page_of
+from fp8bench.store.files import write_whole
+from fp8bench.store.runs.read import load_named, store_of
+
+PAGE = "report.html"
+ROWS = "results.csv"
+_LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where else a report is wanted; with `wide` its table has one row a case; with `browser` its page is shown."""
+
+    html: Path | None = None
+    markdown: Path | None = None
+    wide: bool = False
+    browser: bool = False
+
+
+def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
+    """Write the report of stored runs; returns the page."""
+    runs = [load_named(word, store) for word in words]
+    twice = next((run for place, run in enumerate(runs) if run.path in [one.path for one in runs[:place]]), None)
+    if twice is not None:
+        raise UsageError(f"the run {twice.id} was named twice. Name each run once.")
+    return write_report(runs, store, pages)
+
+
+def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
+    """Write page and table of some runs side by side into the store, and the page where else it is wanted.
+
+    Returns the page in the store. Raises StoreError with a sentence where a file cannot be written. The same runs give
+    the same bytes.
+    """
+    found = [findings(run) for run in runs]
+    past = past_of(runs, store)
+    runs = [replace(run, path=_within(run.path, store)) for run in runs]
+    page = page_of(material_of(runs, found, past))
+    text = as_html(page)
+    folder = folder_of(runs, store)
+    _write(folder / PAGE, text)
+    _write(folder / ROWS, all_as_csv(list(zip(runs, found, strict=True)), pages.wide))
+    if pages.html is not None:
+        _write(pages.html, text)
+    if pages.markdown is not None:
+        _write(pages.markdown, as_markdown(page))
+    return folder / PAGE
+
+
+def why_not_shown(page: Path) -> str:
+    """Show a page in the user's browser; where there is none, say so with the page's address."""
+    address = Path(os.path.realpath(page)).as_uri()
+    try:
+        shown = webbrowser.open(address)
+    except webbrowser.Error:
+        shown = False
+    return "" if shown else f"no browser could be opened. The report is at {address}"
+
+
+def typed_from_here(page: Path) -> str:
+    """A path as short as it can be typed from here."""
+    try:
+        return str(page.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(page)
+
+
+def place_of_report(run: Run, comes: bool = False) -> str:
+    """Where the report of a stored run is, or will be if it `comes` next; '' for none."""
+    store = store_of(Path(run.path)) if run.path else None
+    page = folder_of([run], store) / PAGE if store is not None else None
+    return typed_from_here(page) if page is not None and (comes or page.is_file()) else ""
+
+
+def folder_of(runs: Sequence[Run], store: Path) -> Path:
+    """The folder of a report in the store: called as the run's file, or as the ids of several."""
+    stems = [Path(run.path).stem or run.id for run in runs]
+    name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
+    return store / "reports" / (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{len(runs)}-runs")
+
+
+def _within(path: str, store: Path) -> str:
+    """A run's file as it lies in its store: where the store lies is none of the report's business."""
+    try:
+        return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
+    except ValueError:
+        return Path(path).name
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step: a browser may be reading the one before."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise StoreError(f"the report {path} cannot be written ({error.strerror}).") from None

@@ -1,0 +1,106 @@
+"""What a store knows of the cases of some runs from before: the history that a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fp8bench import units
+from fp8bench.analysis.metric import unit_of_series
+from fp8bench.errors import Fp8benchError
+from fp8bench.model import Course, Figure, Level, Point, Run, course_name
+from fp8bench.report.material import PastFigure, PastSeries
+from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
+from fp8bench.store.index.history import open_history
+from fp8bench.store.index.tables import figure_of
+
+MOST_COMMITS = 100
+
+
+def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
+    """The series of the cases that the runs have, on the machines and under the interpreters they ran with.
+
+    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. A series has
+    its newest commits only; `fp8bench history show` has them all.
+    """
+    tracked = [one for one in map(_tracked, runs) if one is not None]
+    wanted = {(point.series, point.cell) for one in tracked for point in one.content.points}
+    if not wanted:
+        return ()
+    names = {course_name(*one) for one in wanted}
+    history = open_history(store, lambda _: None)
+    courses = history.courses(names.__contains__).courses
+    series = [_series(course, [one for one in tracked if history.is_of(course, one.identity)]) for course in courses]
+    return tuple(one for one in series if one is not None and one.figures)
+
+
+def _tracked(run: Run) -> TrackedRun | None:
+    """What a run says of its cases; None for one without a machine, or of a suite that cannot be asked."""
+    try:
+        return tracked_run(run)
+    except Fp8benchError:
+        return None
+
+
+def _series(course: Course, tracked: Sequence[TrackedRun]) -> PastSeries | None:
+    """A course of its newest version and source, with what is in no course; None where no run was made."""
+    if not tracked:
+        return None
+    version = course.series.version
+    measured = course.measured[-MOST_COMMITS:]
+    kept = [figure for figure in measured if figure.version == version]
+    kept = [figure for figure in kept if figure.source == kept[-1].source]
+    unkept = (figure for one in tracked for figure in _unkept(one, course, kept[-1] if kept else None))
+    figures = [*_figures(kept), *unkept]
+    precision, *values = course.cell
+    pairs = zip(course.series.param_names[1:], values, strict=True)
+    unit = unit_of_series(course.series)
+    return PastSeries(
+        course.name, "" if unit == units.RATIO else unit, tuple(figures),
+        course.series.workload, course.series.metric, str(precision),
+        " ".join(f"{name}={value}" for name, value in pairs), str(course.machine.get("machine")),
+        _emulated(course, tracked), len(measured) - len(kept),
+    )  # fmt: skip
+
+
+def _figures(kept: Sequence[Figure]) -> Iterator[PastFigure]:
+    """In order; one without a date stands with the one before it."""
+    order = 0.0
+    for figure in kept:
+        order = float(figure.date) if figure.date is not None else order
+        yield _past(figure, units.moment(figure.date), order)
+
+
+def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> PastFigure:
+    assert figure.value is not None
+    return PastFigure(
+        when, figure.commit, figure.value, figure.low, figure.high, figure.samples, figure.hasty, unkept, order
+    )
+
+
+def _unkept(one: TrackedRun, course: Course, last: Figure | None) -> Iterator[PastFigure]:
+    """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
+    if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
+        return
+    for point in one.content.points:
+        if not _is_of(point, course) or not point.samples:
+            continue
+        figure = figure_of(one, point, 1)
+        if last is None or figure.source == last.source:
+            when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
+            yield _past(figure, when, one.order[0] * 1000, unkept=True)
+
+
+def _is_of(point: Point, course: Course) -> bool:
+    series = course.series
+    return (point.series, point.cell, point.version) == (series.name, course.cell, series.version)
+
+
+def _emulated(course: Course, tracked: Sequence[TrackedRun]) -> bool:
+    """Whether the runs at hand emulate the precision there: the history itself does not say."""
+    wanted = course.series.workload, course.cell[0]
+    return any(
+        record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted
+        for one in tracked
+        for record in one.run.records
+    )

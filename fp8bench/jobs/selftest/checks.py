@@ -1,0 +1,234 @@
+"""What can be checked here in a minute, each check in plain words. A check can fail; none is for show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8bench.analysis.verdicts import conclude, decided, totals
+from fp8bench.errors import WorkerLost
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.measure.handle import ProcessWorker, Worker
+from fp8bench.measure.rounds import Arm, Session
+from fp8bench.model import (
+    UNATTRIBUTED,
+    Case,
+    DeviceFacts,
+    Environment,
+    Level,
+    Phase,
+    Plan,
+    PlannedCase,
+    Request,
+    Run,
+    Support,
+    Timing,
+    Verdict,
+    Work,
+)  # fmt: skip
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.protocols import float32_products
+from fp8bench.registry import workloads
+from fp8bench.store.runs.read import load_run
+from fp8bench.store.runs.write import start_run
+from fp8bench.units import percent, seconds
+
+NATIVE = Support(Level.NATIVE, "self-test")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was checked, whether it held, and what was seen."""
+
+    what: str
+    held: bool
+    seen: str
+
+
+def checks() -> Iterator[Check]:
+    """All checks, each as it is done."""
+    yield rounding()
+    yield switches()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepare_corpus(None, Path(folder))
+        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
+            facts = next(device for device in worker.probe() if device.kind == "cpu")
+            yield from verdicts(worker, facts)
+            yield phases(worker, facts, corpus)
+            yield crash(worker, facts)
+    yield orphan()
+    yield storage()
+
+
+def rounding() -> Check:
+    """Every FP8 code survives rounding, and every midpoint goes to the even neighbour."""
+    import torch
+
+    from fp8bench.formats.quantise import round_to
+
+    wrong = total = 0
+    for form, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
+        codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        finite = codes[codes.isfinite()].unique()  # type: ignore[no-untyped-call]
+        middles = (finite[1:].double() + finite[:-1].double()).div(2).float()
+        values = torch.cat((finite, middles))
+        wrong += int((round_to(values, form) != values.to(dtype).float()).sum())
+        total += len(values)
+    return Check("FP8 values and midpoints round as torch's own casts do", wrong == 0, f"{wrong} of {total} differ")
+
+
+def switches() -> Check:
+    """A precision's global switches are put back, also when the measured code raises."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    inside = ""
+    try:
+        with float32_products("high"):
+            inside = torch.get_float32_matmul_precision()
+            raise ValueError("planted")
+    except ValueError:
+        pass
+    after = torch.get_float32_matmul_precision()
+    return Check("the TF32 switch is set and put back after an error", (inside, after) == ("high", before), after)
+
+
+def _product(side: int, extra: int) -> Case:
+    params = (
+        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side), ("base.product", "forward"),
+        ("base.operands", "cast"), ("extra", extra),
+    )  # fmt: skip
+    return Case("_planted", params, "fp32", "cpu")
+
+
+def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
+    """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
+    arms = [
+        Arm(key, PlannedCase(_product(256, extra), NATIVE, Work()), facts)
+        for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
+    ]
+    session = Session(arms[0], arms[1], arms[2:])
+    session.prepare(worker)
+    session.run(worker, StoppingRule(budget=8.0), decided, 0, lambda arm, share: None)
+    session.release(worker)
+    timings = [arm.timing() for arm in arms]
+    for name, timing, allowed in (
+        ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
+        ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
+    ):
+        yield _judged(name, timing, timings[0], timings[1], allowed)
+
+
+def _judged(name: str, timing: Timing, reference: Timing, control: Timing, allowed: tuple[Verdict, ...]) -> Check:
+    concluded = conclude(timing, reference, control)
+    assert concluded is not None
+    verdict, interval, _ = concluded
+    seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+    return Check(name, verdict in allowed, seen)
+
+
+def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
+    """Every phase of a training step is seen, and little is left unattributed."""
+    params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
+    case = Case("transformer", params, "bf16", "cpu")
+    work = workloads.get("transformer").work(dict(params))
+    arm = Arm("phases", PlannedCase(case, NATIVE, work), facts)
+    arm.prepare(worker)
+    for number in range(5):
+        arm.run(worker, number)
+    worker.release(arm.key)
+    timing = arm.timing()
+    best = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
+    cells = timing.slots[best].calls_ns[0]
+    rest = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
+    missing = [phase for phase in Phase if phase not in timing.segments.phases]
+    share = rest / sum(cells)
+    seen = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"
+    if missing:
+        seen += f"; never seen: {', '.join(missing)}"
+    return Check(
+        "a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen
+    )
+
+
+def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
+    """A worker that dies in the middle is noticed, and a fresh one answers."""
+    worker.probe()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    try:
+        worker.prepare("crash", _product(64, 0), facts, 60.0)
+    except WorkerLost as lost:
+        return Check("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
+    return Check("a killed worker is noticed and replaced", False, "the loss went unnoticed")
+
+
+_PARENT = """
+import sys, time
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.model.raw import Settings
+worker = ProcessWorker(Settings())
+worker.probe()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def orphan() -> Check:
+    """Only the parent is killed; the worker must be gone within two seconds."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        took = wait_until(lambda: not alive(pid), 5.0)
+    return Check("a worker ends within 2 s of its parent's death", took is not None and took <= 2, f"{took} s")
+
+
+def wait_until(condition: Callable[[], bool], limit: float) -> float | None:
+    """Seconds until the condition holds, None if it does not within the limit."""
+    start = time.monotonic()
+    while time.monotonic() - start < limit:
+        if condition():
+            return round(time.monotonic() - start, 2)
+        time.sleep(0.02)
+    return None
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that only waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return not Path("/proc").is_dir()  # no /proc: the signal went through, so it lives
+    return state != "Z"
+
+
+def storage() -> Check:
+    """A run file cut in the middle of a line still opens, with what was whole."""
+    environment = Environment({"machine": "m"})
+    run = Run("selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), environment, ())
+    with tempfile.TemporaryDirectory() as folder:
+        writer = start_run(run, Path(folder))
+        writer.finish("finished")
+        with writer.path.open("a") as file:
+            file.write('{"record": {"case"')
+        read = load_run(writer.path)
+    same = replace(read, path="", finished=False, troubles=()) == run
+    return Check(
+        "a run file with a damaged last line opens and says so", same and len(read.troubles) == 1, f"{read.troubles}"
+    )

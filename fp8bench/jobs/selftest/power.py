@@ -1,0 +1,284 @@
+"""How often is a verdict right? Slow-downs of known size, planted in real steps, judged by the real estimator.
+
+Each trial runs, interleaved in the same rounds through the real worker: the reference, its control, a candidate that
+is identical (a verdict on it is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A
+comparison may use so many seconds of its own three arms' slots (reference, control, candidate), as if it had the
+machine's measuring to itself. States are made anew every few trials, so that luck with memory layout is drawn again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8bench import __version__
+from fp8bench.analysis.verdicts import best_phases, conclude, decided
+from fp8bench.errors import StoreError, UnknownName
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import ProcessWorker, Worker
+from fp8bench.measure.rounds import Arm, Session
+from fp8bench.model import Case, DeviceFacts, Level, Params, PlannedCase, Support, Timing, Verdict, Work
+from fp8bench.model.raw import Settings
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.plan.corpus import prepare_corpus
+
+OPERATIONS = ("small", "medium", "step")
+EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
+TRIALS_PER_STATE = 5
+_TINY_PROBE = 200
+_TINY_SECONDS = 5e-8
+_SIZING_ROUNDS = 20
+# What is kept of the environment beside the figures.
+_KEPT = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is slowed down, and how many seconds a comparison of it may take. `key` is its word on a command line."""
+
+    key: str
+    name: str
+    precision: str
+    params: Params
+    seconds: float
+
+
+def operations(corpus: str) -> tuple[Operation, ...]:
+    """A product of about 0.3 ms, one of about 2 ms, and the nano transformer's step; times of one core of 2023."""
+    return (
+        Operation("small", "product of 0.3 ms", "fp32", _product(256), 2.0),
+        Operation("medium", "product of 2 ms", "fp32", _product(480), 2.0),
+        Operation(
+            "step", "nano transformer step", "bf16",
+            (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
+             ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"),
+             ("base.attention", "auto"), ("base.data", corpus)),
+            10.0,
+        ),
+    )  # fmt: skip
+
+
+def _product(side: int) -> Params:
+    return (
+        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
+        ("base.product", "forward"), ("base.operands", "cast"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison: what it said, how long its three arms took, and the ratio it found."""
+
+    verdict: str
+    seconds: float
+    rounds: int
+    ratio: float
+    low: float
+    high: float
+
+
+@dataclass
+class Arms:
+    """All comparisons of one operation, by planted effect."""
+
+    operation: str
+    step_seconds: float = 0.0
+    extra: dict[float, int] = field(default_factory=dict)
+    outcomes: dict[float, list[Outcome]] = field(default_factory=lambda: {effect: [] for effect in EFFECTS})
+    loads: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PowerRow:
+    """The figures of one operation and effect."""
+
+    operation: str
+    planted: float
+    found: float
+    trials: int
+    slower: int
+    faster: int
+    same: int
+    unsure: int
+    seconds_median: float
+    seconds_longest: float
+
+    @property
+    def wrong_signs(self) -> int:
+        """Injected slow-downs called faster."""
+        return self.faster if self.planted > 0 else 0
+
+
+@dataclass(frozen=True)
+class Power:
+    """What the experiment came to."""
+
+    rows: tuple[PowerRow, ...]
+    loads: tuple[float, ...]
+
+
+def run_power(words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver) -> Power:
+    """The experiment on operations (all without words), its figures written to `path` after every trial."""
+    for word in words or ():
+        if word not in OPERATIONS:
+            raise UnknownName("operation", word, OPERATIONS)
+    with tempfile.TemporaryDirectory() as folder, observer.counting() as tell:
+        corpus = prepare_corpus(None, Path(folder))
+        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
+            facts = next(device for device in worker.probe() if device.kind == "cpu")
+            environment = gather(worker.software(), __version__, 1)
+            kept = {name: environment.get(name) for name in _KEPT}
+            results: list[Arms] = []
+            for operation in (known for known in operations(corpus.identity) if known.key in (words or OPERATIONS)):
+
+                def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
+                    tell(len(result.loads), trials, "trials", result.operation)
+                    if path is not None:
+                        _write(path, (*done, result), kept)
+
+                results.append(measure_power(worker, facts, operation, trials, len(results), after))
+    rows = tuple(row for result in results for row in summarise(result))
+    return Power(rows, tuple(sorted(load for result in results for load in result.loads)))
+
+
+def measure_power(
+    worker: Worker,
+    facts: DeviceFacts,
+    operation: Operation,
+    trials: int,
+    seed: int,
+    after_trial: Callable[[Arms], None] = lambda result: None,
+) -> Arms:
+    """All trials of one operation."""
+    start = time.monotonic()
+    result = Arms(operation.name)
+    _size_effects(worker, facts, operation, result)
+    for trial in range(trials):
+        if trial % TRIALS_PER_STATE == 0:
+            session = _session(operation, facts, result.extra, trial)
+            session.prepare(worker)
+        _trial(worker, session, operation, result, seed + trial)
+        if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
+            session.release(worker)
+        result.seconds = time.monotonic() - start
+        after_trial(result)
+    return result
+
+
+def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> Arm:
+    case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
+    return Arm(key, PlannedCase(case, Support(Level.NATIVE, "self-test"), Work()), facts)
+
+
+def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
+    """How many tiny calls make each effect: from the step with none and with about half as much again."""
+    bare = _best_seconds(worker, operation, facts, 0)
+    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
+    tiny = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
+    result.step_seconds = bare
+    result.extra = {effect: round(effect * bare / tiny) for effect in EFFECTS}
+
+
+def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
+    arm = _arm(operation, facts, f"sizing-{extra}", extra)
+    arm.prepare(worker)
+    for number in range(_SIZING_ROUNDS):
+        arm.run(worker, number)
+    worker.release(arm.key)
+    return sum(seconds for _, seconds in best_phases(arm.timing()))
+
+
+def _session(operation: Operation, facts: DeviceFacts, extra: dict[float, int], trial: int) -> Session:
+    def arm(name: str, number: int) -> Arm:
+        return _arm(operation, facts, f"{name}-{trial}", number)
+
+    return Session(
+        arm("reference", 0), arm("control", 0), [arm(f"candidate-{effect}", extra[effect]) for effect in EFFECTS]
+    )  # fmt: skip
+
+
+def _trial(worker: Worker, session: Session, operation: Operation, result: Arms, seed: int) -> None:
+    for arm in session.arms:
+        arm.slots.clear()
+
+    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        """The real judge, and the end of this comparison's own time."""
+        return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
+
+    session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
+    assert session.reference is not None and session.control is not None
+    reference, control = session.reference.timing(), session.control.timing()
+    for effect, arm in zip(EFFECTS, session.candidates, strict=True):
+        timing = arm.timing()
+        concluded = conclude(timing, reference, control)
+        assert concluded is not None
+        verdict, interval, _ = concluded
+        result.outcomes[effect].append(
+            Outcome(
+                verdict.value, _cost(timing, reference, control), timing.num_rounds,
+                interval.point, interval.low, interval.high,
+            )
+        )  # fmt: skip
+    result.loads.append(os.getloadavg()[0])
+
+
+def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
+    """Seconds of the slots of a comparison's three arms, over the rounds the candidate was in."""
+    rounds = {slot.round for slot in case.slots}
+    timings = [case, reference] + ([control] if control is not None else [])
+    return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
+
+
+def summarise(result: Arms) -> list[PowerRow]:
+    """A row for each planted effect; `found` is the median of its trials' ratios."""
+    return [_row(result, effect, result.outcomes[effect]) for effect in EFFECTS if result.outcomes[effect]]
+
+
+def _row(result: Arms, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
+    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
+    seconds = [one.seconds for one in outcomes]
+    return PowerRow(
+        result.operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
+        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
+        statistics.median(seconds), max(seconds),
+    )  # fmt: skip
+
+
+def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
+    """The figures and every single comparison, written anew after each trial so that nothing is lost."""
+    content = {
+        "environment": environment,
+        "rows": [asdict(row) for result in results for row in summarise(result)],
+        "operations": [
+            {
+                "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
+                "tiny_calls": {str(effect): count for effect, count in result.extra.items()},
+                "loads": [round(load, 2) for load in result.loads],
+                "comparisons": {
+                    str(effect): [
+                        [one.verdict, round(one.seconds, 3), one.rounds, round(one.ratio, 5), round(one.low, 5),
+                         round(one.high, 5)]
+                        for one in outcomes
+                    ]
+                    for effect, outcomes in result.outcomes.items()
+                },
+            }
+            for result in results
+        ],
+    }  # fmt: skip
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=None, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise StoreError(
+            f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."
+        ) from None

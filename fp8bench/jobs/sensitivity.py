@@ -1,0 +1,240 @@
+"""What a precision costs layer by layer: names are checked before anything is started, cases are made by the plan."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.analysis.sensitivity import By, Study, Trial, map_of
+from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
+from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import Limits
+from fp8bench.model import Case, DeviceFacts, Request, Work
+from fp8bench.pipeline import worker_for
+from fp8bench.plan.checked_workload import sound_layers
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import check_names, make_plan
+from fp8bench.protocols import Layer
+from fp8bench.registry import precisions, workloads
+from fp8bench.report.data.sensitivity import as_json
+
+SUITE = "transformer"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a person asks, as given. `tolerance` is a share."""
+
+    dtype: str
+    reference: str
+    by: By
+    size: str
+    steps: int
+    tolerance: float
+    seed: int = 0
+    threads: int = 1
+    device: str | None = None
+    data: str | None = None
+    imports: tuple[str, ...] = ()
+    isolation: bool = True
+    case_timeout: float | None = None
+
+    @property
+    def request(self) -> Request:
+        """The suite's run that has its two cases."""
+        return Request(
+            SUITE, (self.dtype,), (self.device,) if self.device else (), self.reference, (("size", (self.size,)),),
+            data=self.data, seed=self.seed, threads=self.threads, imports=self.imports, isolation=self.isolation,
+            case_timeout=self.case_timeout,
+        )  # fmt: skip
+
+
+def studied(question: Question, store: Path, observer: JobObserver) -> Study:
+    """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
+    check(question)
+    corpus = prepare_corpus(question.data, store / "data", write=True)
+    with worker_for(question.request, corpus) as worker:
+        return _studied(question, worker, corpus.identity, observer)
+
+
+def _studied(question: Question, worker: Worker, corpus: str, observer: JobObserver) -> Study:
+    study, bed = opened(question, worker.probe(), corpus)
+    environment = gather(worker.software(), __version__, question.threads, question.imports)
+    study = replace(study, started=datetime.now(UTC).isoformat(timespec="milliseconds"), environment=environment)
+    try:
+        with observer.counting() as tell:
+            for further in run(study, bed, worker, tell):
+                study = further
+    except KeyboardInterrupt:
+        observer.note("interrupted; what was trained is shown")
+        return study
+    return replace(study, finished=not study.baseline.failure)
+
+
+def kept(study: Study, store: Path) -> Study:
+    """Write the study into the store."""
+    stamp = study.started.replace("-", "").replace(":", "").replace("+0000", "Z")
+    path = store / "sensitivity" / f"{stamp}-{secrets.token_hex(4)}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_json(study), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."
+        ) from None
+    return replace(study, path=str(path))
+
+
+def check(question: Question) -> None:
+    """Raise for what cannot be meant, before anything is started."""
+    check_names(question.request)
+    low, reference = (precisions.get(word) for word in (question.dtype, question.reference))
+    if low.mode == reference.mode:
+        raise UsageError(
+            f"--dtype and --reference are both {low.mode}, so that no layer would differ. Give --reference a higher "
+            "precision."
+        )
+    if reference.rank > low.rank:
+        raise UsageError(
+            f"--reference {reference.mode} is a lower precision than --dtype {low.mode}: exchange them, or leave "
+            "--reference out."
+        )
+    if low.float32_products != reference.float32_products:
+        raise UsageError(
+            f"{low.mode} and {reference.mode} cannot be mixed layer by layer: TF32 is one switch for a whole process. "
+            "Give another --reference or --dtype."
+        )
+
+
+def opened(question: Question, facts: Sequence[DeviceFacts], corpus: str | None) -> tuple[Study, Bed]:
+    """The study before its first run, and what all its runs share. Raises for a precision that the device refuses."""
+    (group,) = make_plan(question.request, facts, corpus).groups
+    by_mode = {planned.case.precision: planned for planned in group.cases}
+    low, reference = (by_mode[precisions.canonical(word)] for word in (question.dtype, question.reference))
+    for planned in (low, reference):
+        if planned.skip:
+            raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
+    workload, precision = workloads.get(SUITE), precisions.get(low.case.precision)
+    device = next(one for one in facts if one.key == low.case.device)
+    layers = sound_layers(workload, workload.layers(dict(low.case.params)))
+    high = precision.carried_by or precision.mode
+    bed = Bed(
+        low.case, reference.case, layers, high, device, low.work, question.steps, Limits(question.case_timeout)
+    )  # fmt: skip
+    study = Study(
+        SUITE, low.case.params, device.key, low.case.precision, reference.case.precision, low.support.level.value,
+        question.by, question.steps, question.tolerance, question.seed,
+        Trial("reference", "", reference.case.precision),
+    )  # fmt: skip
+    return study, bed
+
+
+# Other draws of the reference's weights, whose losses show what a gap means.
+DRAWS = 2
+_ALL = "all layers"
+
+
+@dataclass(frozen=True)
+class Bed:
+    """What all runs of a study share: the two cases without a map, the layers, and what high ones have without one."""
+
+    low: Case
+    reference: Case
+    layers: tuple[Layer, ...]
+    high: str
+    facts: DeviceFacts
+    work: Work
+    steps: int
+    limits: Limits
+
+
+def run(study: Study, bed: Bed, worker: Worker, tell: Tell) -> Iterator[Study]:
+    """The study after every run that adds to it."""
+    groups = groups_of(bed.layers, study.by)
+    total = 1 + DRAWS + len(groups) + 1
+    runs = Runs(bed, worker, tell, total)
+    study = replace(study, baseline=runs.trained("the reference", study.baseline))
+    yield study
+    if study.baseline.failure:
+        return
+    for draw in range(1, DRAWS + 1):
+        one = replace(study.baseline, name=f"draw {draw}", draw=draw, losses=())
+        study = replace(study, draws=(*study.draws, runs.trained(f"the reference, draw {draw}", one)))
+        yield study
+    for name, kind, names in groups:
+        one = Trial(name, kind, bed.reference.precision, ((name, bed.low.precision),), names)
+        study = replace(study, probes=(*study.probes, runs.trained(f"{name} low", one, gradients=True)))
+        yield study
+    yield from _candidates(study, bed, runs)
+
+
+def _candidates(study: Study, bed: Bed, runs: Runs) -> Iterator[Study]:
+    """All layers low, then without the worst of those that are left, until a map keeps the loss."""
+    left = {layer.name: None for layer in bed.layers}
+    modes = bed.low.precision, bed.reference.precision
+    waiting = list(study.ranking)
+    name = _ALL
+    while left:
+        one = Trial(name, "", bed.low.precision, map_of(bed.layers, left, modes, bed.high), tuple(left))
+        trained = runs.trained(name, one, gradients=len(left) == len(bed.layers))
+        study = replace(study, candidates=(*study.candidates, trained))
+        yield study
+        if study.keeps(trained) or not waiting:
+            return
+        worst = waiting.pop(0)
+        name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
+        for gone in worst.low:
+            del left[gone]
+        runs.total += 1
+
+
+class Runs:
+    """Asks the worker for one training run after the other."""
+
+    def __init__(self, bed: Bed, worker: Worker, tell: Tell, total: int) -> None:
+        self.total = total
+        self._bed = bed
+        self._worker = worker
+        self._tell = tell
+        self._done = 0
+
+    def trained(self, words: str, trial: Trial, gradients: bool = False) -> Trial:
+        """The trial with its losses, and the error of its first gradients; or with the reason why it has none."""
+        self._tell(self._done, self.total, "trainings", f"training with {words}")
+        self._done += 1
+        bed = self._bed
+        case = replace(bed.low, precision=trial.precision, precision_map=trial.precision_map)
+        limit = bed.limits.numbers(bed.work) + bed.limits.steps(bed.work, bed.steps)
+        try:
+            if gradients:
+                error = self._worker.gradient_error(case, bed.reference, bed.facts, limit)
+                trial = replace(trial, gradient_error=error)
+            losses = self._worker.losses(case, bed.facts, bed.steps, trial.draw, limit)
+        except WorkerError as error:
+            if not (isinstance(error, WorkerFault) and error.out_of_memory):
+                self._worker.restart()  # after an error on a GPU nothing in that process works any more
+            return replace(trial, failure=str(error))
+        return replace(trial, losses=losses, failure=_unsound(losses, bed.steps))
+
+
+def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What is taken low at a time: a name for it, its kind, and the layers."""
+    if by is By.LAYER:
+        return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
+    kinds = dict.fromkeys(layer.kind for layer in layers)
+    return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
+
+
+def _unsound(losses: Sequence[float], steps: int) -> str:
+    """Why losses are none to compare; '' if they are."""
+    wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    if wrong is not None:
+        return f"the loss is {losses[wrong - 1]} in step {wrong}"
+    return "" if len(losses) == steps else f"it gave {len(losses)} losses in {steps} steps"

@@ -1,0 +1,151 @@
+"""What a run was made under: machine, system, Python, commit, load. torch's part comes from the worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from fp8bench.model import Environment, Scalar
+from fp8bench.store.asv.identity import as_facts, identify
+from fp8bench.user_code import digest_of
+
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "FP8BENCH_QUANTISERS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def gather(
+    software: Mapping[str, Scalar | None],
+    version: str,
+    threads: int,
+    imports: Iterable[str] = (),
+    *,
+    folder: Path | None = None,
+) -> Environment:
+    """Everything that may explain a number; None where the system does not say.
+
+    `imports` are the user's modules. `folder` is in the repository whose commit counts: the working directory, if None.
+    """
+    facts: dict[str, Scalar | None] = {
+        "fp8bench": version,
+        "machine": platform.node() or "unknown",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "python_implementation": platform.python_implementation(),
+        "cpu_count": os.cpu_count(),
+        "cpu_affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_turbo_off": _read("/sys/devices/system/cpu/intel_pstate/no_turbo"),
+        "smt": _read("/sys/devices/system/cpu/smt/active"),
+        "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
+        "load_1min": _load(),
+        "threads": threads,
+        "imports_sha256": digest_of(imports),
+        **as_facts(identify()),
+        **_commit(folder or Path()),
+        **{f"env_{name}": os.environ[name] for name in _VARIABLES if name in os.environ},
+        **software,
+    }
+    return Environment(facts)
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def load_in_words() -> str:
+    """'load 3.1 on 2 cores'."""
+    load = _load()
+    return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
+
+
+def _read(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return None
+
+
+def _commit(folder: Path) -> dict[str, Scalar | None]:
+    """The commit a folder is at, its author's date (ms since 1970), and whether what runs differs from it.
+
+    None without a working tree or a commit: in a bare repository nothing runs. Files that git does not know do not
+    count: a suite of the user's need not be of the commit that it measures.
+    """
+    inside = _git(folder, "rev-parse", "--is-inside-work-tree")
+    # rev-list, because a user's settings add lines to what log and show print.
+    lines = (_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
+    if inside != "true" or len(lines) != 2:
+        return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _why_no_commit(folder)}
+    commit, seconds = lines[0].removeprefix("commit "), lines[1]
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    other = top is not None and _is_another(Path(top) / _PACKAGE.name)
+    return {
+        "commit": commit,
+        "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
+        "dirty": other or bool(changes) if changes is not None else None,
+    }
+
+
+def _why_no_commit(folder: Path) -> str | None:
+    """Why git names no commit in a repository: it is not there, refuses a stranger's folder; None outside of one."""
+    here = folder.absolute()
+    # Path.exists raises where it may not look.
+    if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
+        return None
+    command = ["git", "rev-parse", "--is-inside-work-tree"]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except OSError as error:
+        return f"git cannot be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return "git gave no answer for 10 s"
+    if done.returncode == 0:
+        return "it has no commit yet" if done.stdout.strip() == "true" else "this is no working tree"
+    words = next(iter(done.stderr.splitlines()), "it does not say why").removeprefix("fatal: ")
+    return None if words.startswith("not a git repository") else words
+
+
+def _is_another(package: Path) -> bool:
+    """Whether a repository is fp8bench's own and what runs is other code: that of another working tree, say."""
+    if not (package / "__init__.py").is_file() or package.samefile(_PACKAGE):
+        return False
+    return _code(package) != _code(_PACKAGE)
+
+
+def _code(package: Path) -> dict[Path, bytes]:
+    # Editors leave links that lead nowhere.
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py") if path.is_file()}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    command = ["git", *words]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def command_line() -> str:
+    """How this process was called, as a person would type it."""
+    words = list(sys.argv)
+    if words and words[0].endswith("__main__.py"):
+        words[0:1] = ["python", "-m", "fp8bench"]
+    elif words:
+        words[0] = Path(words[0]).name or "python"
+    return shlex.join(words)

@@ -1,0 +1,151 @@
+"""Mean power over a window, from the ticks of an energy counter, or from single readings of a power sensor.
+
+A counter that changes every 100 ms says nothing about the time since its last change, so two reads a second apart may
+be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
+difference, whatever the power did in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from fp8bench.model.readings import NoReading
+
+# Fewer tick intervals are no number.
+INTERVALS = 10
+# Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
+RESOLVED = 0.005
+# An end of the stretch moves inwards by a second only for ticks that were seen by so many seconds sharper.
+_WORTH = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A change of the counter to `joules`: it happened after `after` and not later than `seen`, in seconds."""
+
+    after: float
+    seen: float
+    joules: float
+
+    @property
+    def at(self) -> float:
+        """When it happened, as far as one knows."""
+        return (self.after + self.seen) / 2
+
+    @property
+    def late(self) -> float:
+        """How long it may have gone unseen."""
+        return self.seen - self.after
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The counter between two ticks: `joules` is exact, `seconds` as exact as the ticks' instants are.
+
+    `uncertainty` is the share by which `seconds`, and so `watts`, can be off at most.
+    """
+
+    joules: float
+    seconds: float
+    intervals: int
+    uncertainty: float
+
+    @property
+    def watts(self) -> float:
+        """The mean power in between."""
+        return self.joules / self.seconds
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How often a counter changes, in seconds: the median, what intervals differ from it, the longest one."""
+
+    period: float
+    spread: float
+    longest: float
+
+
+def slope(ticks: Sequence[Tick]) -> Slope:
+    """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
+    if len(ticks) <= INTERVALS:
+        seen = max(0, len(ticks) - 1)
+        raise NoReading(f"not measurable: {seen} tick interval(s) of the energy counter, {INTERVALS} are needed")
+    first, last = _ends(ticks)
+    start, end = ticks[first], ticks[last]
+    seconds = end.at - start.at
+    return Slope(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
+
+
+def resolved(ticks: Sequence[Tick]) -> bool:
+    """Whether there are enough ticks for a number, and their instants are sharp enough."""
+    return len(ticks) > INTERVALS and slope(ticks).uncertainty <= RESOLVED
+
+
+def rhythm(ticks: Sequence[Tick]) -> Rhythm:
+    """How a counter changes, by ticks none of which was passed over."""
+    intervals = [later.at - earlier.at for earlier, later in pairwise(ticks)]
+    period = median(intervals)
+    return Rhythm(period, max(abs(one - period) for one in intervals), max(intervals))
+
+
+def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
+    """The outermost ticks, but for those that others were seen so much sharper than that the way inwards pays."""
+    start, end = ticks[0].at, ticks[-1].at
+    first = min(range(len(ticks) - INTERVALS), key=lambda one: ticks[one].late + _WORTH * (ticks[one].at - start))
+    last = min(
+        range(len(ticks) - 1, first + INTERVALS - 1, -1),
+        key=lambda one: ticks[one].late + _WORTH * (end - ticks[one].at),
+    )
+    return first, last
+
+
+# Sensors look a quarter of the time on some devices: a second has several of their looks.
+SHORTEST = 1.0
+FEWEST = 11
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSample:
+    """The power at an instant, in seconds and watts."""
+
+    at: float
+    watts: float
+
+
+@dataclass(frozen=True)
+class MeanPower:
+    """The mean over `seconds`, from `samples` readings."""
+
+    watts: float
+    seconds: float
+    samples: int
+
+
+def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> bool:
+    """Whether there is enough for a mean."""
+    counted = _counted(samples, start, settle)
+    return len(counted) >= FEWEST and counted[-1].at - counted[0].at >= SHORTEST
+
+
+def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> MeanPower:
+    """The trapezoid rule over what comes `settle` seconds after `start` or later; raises NoReading with too little.
+
+    `settle` is what the sensor averages over: an earlier reading is about the time before.
+    """
+    counted = _counted(samples, start, settle)
+    if not sufficient(samples, start, settle):
+        seconds = counted[-1].at - counted[0].at if counted else 0.0
+        raise NoReading(
+            f"not measurable: {len(counted)} reading(s) of the power sensor over {seconds:.2g} s, "
+            f"{FEWEST} over {SHORTEST:g} s are needed" + (f" after {settle:g} s of settling" if settle else "")
+        )
+    joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(counted))
+    seconds = counted[-1].at - counted[0].at
+    return MeanPower(joules / seconds, seconds, len(counted))
+
+
+def _counted(samples: Sequence[PowerSample], start: float, settle: float) -> Sequence[PowerSample]:
+    return [sample for sample in samples if sample.at >= start + settle]

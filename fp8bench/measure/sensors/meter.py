@@ -1,0 +1,236 @@
+"""The energy of a device: which source it has, and windows over it. NVML for NVIDIA's, RAPL for the processor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from fp8bench.measure.sensors import nvml_queries as queries
+from fp8bench.measure.sensors import rapl
+from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
+from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
+from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
+from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
+from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, silence
+from fp8bench.model import DeviceFacts
+from fp8bench.model.readings import NoReading, Read, Readings, Unavailable
+
+# A window that has not enough after so many seconds never will.
+CAP = 5.0
+IDLE = 3.0
+# How long a counter may take to show its rhythm, and by how many ticks it does.
+_CALIBRATION = 2.5
+_TICKS = 7
+_FEWEST_TICKS = 3
+_FEWEST_SAMPLES = 3
+
+
+class Looks(Protocol):
+    """What can be asked of a device beside its energy; nvml.NvmlDevice says what each of them means."""
+
+    def facts(self) -> Readings: ...
+
+    def state(self) -> Readings: ...
+
+    def violations(self) -> Readings: ...
+
+    def process_memory(self, pid: int | None = None) -> Read: ...
+
+    def glance(self) -> Readings: ...
+
+    def restless(self) -> Readings: ...
+
+    def close(self) -> None: ...
+
+
+class Meter:
+    """One device's energy by the first of its sources that works, and its state.
+
+    `refused` says of each better source why it is not used. Nothing here raises NoReading: without a source, windows
+    end at once with the reasons. `hung` is told when a source stops answering.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        device: Looks,
+        why_none: str = "",
+        clock: Clock = HOST,
+        timeout: float = TIMEOUT,
+        hung: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self.device = device
+        self.call_seconds: float | None = None
+        self.refused: tuple[tuple[SourceKind, str], ...] = ()
+        self._why_none = why_none
+        self._clock, self._timeout, self._hung = clock, timeout, hung
+        self.source: Source | None = None
+        self.source = self._first_that_works(sources)
+
+    @property
+    def kind(self) -> SourceKind:
+        """The kind of its source."""
+        return self.source.kind if self.source else SourceKind.NONE
+
+    @property
+    def why(self) -> str:
+        """Why there is no source, or no better one; '' if it is the best."""
+        return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
+
+    def window(self, cap: float = CAP) -> Window | NoWindow:
+        """A window to run a workload in; after `cap` seconds it has enough whatever it has seen."""
+        if self.source is None:
+            return NoWindow(self.why)
+        sampler = Sampler(self.source, self._clock, self.device.restless)
+        return Window(sampler, self.source, self._clock, cap, self._timeout, self._silent)
+
+    def idle(self, seconds: float = IDLE) -> Energy | Unavailable:
+        """The energy while the caller does nothing: the device keeps whatever context it has open."""
+        with self.window() as window:
+            end = self._clock.now() + seconds
+            self._clock.wait(lambda: window.failed or self._clock.now() >= end)
+        return window.energy
+
+    def close(self) -> None:
+        """Lets the device go."""
+        self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _silent(self, why: str) -> None:
+        """A source that hangs is not asked again: each time would cost as long a wait."""
+        self.source = None
+        self._why_none = why
+        self._hung(why)
+
+    def _first_that_works(self, sources: Sequence[Source]) -> Source | None:
+        for source in sources:
+            try:
+                return self._tried(source)
+            except NoReading as failure:
+                self.refused = (*self.refused, (source.kind, failure.reason))
+        return None
+
+    def _tried(self, source: Source) -> Source:
+        """A source that has shown that it works, a counter with its rhythm."""
+        clock = self._clock
+        sampler = Sampler(
+            source, clock, None, lambda one: len(one.ticks) >= _TICKS or len(one.samples) >= _FEWEST_SAMPLES
+        )
+        sampler.start()
+        end = clock.now() + _CALIBRATION
+        clock.wait(lambda: sampler.enough or clock.now() >= end)
+        if not sampler.stop(self._timeout):
+            self._silent(silence("the energy source", self._timeout))
+            raise NoReading(self._why_none)
+        sampler.check()
+        self.call_seconds = sampler.call_seconds
+        return _with_rhythm(source, sampler) if source.counts else source
+
+
+def _with_rhythm(source: Source, sampler: Sampler) -> Source:
+    if len(sampler.ticks) < _FEWEST_TICKS:
+        raise NoReading(f"the counter changed {len(sampler.ticks)} time(s) in {_CALIBRATION:g} s")
+    found = rhythm(sampler.ticks)
+    if (INTERVALS + 1) * found.period > CAP:
+        raise NoReading(
+            f"the counter changes every {found.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s"
+        )
+    return replace(source, rhythm=found)
+
+
+# The NVML device (UUID or PCI address) to read whatever the device of the cases is.
+NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
+_UNWANTED = "--no-energy was given"
+# What power readings of the average kind are an average over.
+_AVERAGED = 1.0
+
+
+def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
+    """The meter of a device that cases run on; opens it. Takes up to 3 s per source that has to be tried.
+
+    Without `energy` none is tried: the device can be asked how it is, and its windows say that nobody wanted them.
+    """
+    named = environ.get(NVML_DEVICE, "")
+    if named:
+        by_address = named.count(":") > 0
+        identity = Identity(uuid="" if by_address else named, pci=named if by_address else "")
+        return nvml_meter(identity, environ, energy=energy)
+    if facts.kind == "cpu":
+        return rapl_meter(energy=energy)
+    if facts.hip:
+        return Meter((), AbsentDevice("NVML knows NVIDIA's devices only"), "NVML knows NVIDIA's devices only")
+    return nvml_meter(Identity(facts.index, facts.uuid, facts.pci), environ, energy=energy)
+
+
+def nvml_meter(
+    identity: Identity,
+    environ: Mapping[str, str] = os.environ,
+    clock: Clock = HOST,
+    library: Library = LIBRARY,
+    energy: bool = True,
+) -> Meter:
+    """The meter of the device that CUDA knows by that identity."""
+    try:
+        device = NvmlDevice(identity, environ, library)
+    except NoReading as failure:
+        return Meter((), AbsentDevice(failure.reason), failure.reason, clock)
+    if not energy:
+        return Meter((), device, _UNWANTED, clock)
+    if device.shared_by > 1:
+        why = f"{device.shared_by} MIG instances share the GPU, and its energy is known as a whole only"
+        return Meter((), device, why, clock)
+    sources = (
+        Source(SourceKind.COUNTER, lambda: queries.energy(device.ask).number),
+        Source(SourceKind.INSTANT, lambda: queries.instant_power(device.ask).number),
+        Source(SourceKind.AVERAGE, lambda: queries.average_power(device.ask).number, settle=_AVERAGED),
+    )
+    return Meter(sources, device, "", clock, library.timeout, library.give_up)
+
+
+def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
+    """The meter of the processor's packages and their memory."""
+    absent = AbsentDevice("a CPU has no NVML")
+    if not energy:
+        return Meter((), absent, _UNWANTED, clock)
+    try:
+        counter = rapl.Counter(rapl.domains(root), clock.now)
+    except NoReading as failure:
+        return Meter((), absent, failure.reason, clock)
+    return Meter((Source(SourceKind.RAPL, counter.read),), absent, "", clock)
+
+
+class Meters:
+    """Opening one takes up to 3 s, in which its counter shows how often it changes; without `energy` it takes none."""
+
+    def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
+        self._energy, self._environ = energy, environ
+        self._opened: dict[str, Meter] = {}
+
+    def of(self, facts: DeviceFacts) -> Meter:
+        """The meter of a device, the same one every time."""
+        if facts.key not in self._opened:
+            self._opened[facts.key] = meter_for(facts, self._environ, self._energy)
+        return self._opened[facts.key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for meter in self._opened.values():
+            meter.close()
+        self._opened.clear()

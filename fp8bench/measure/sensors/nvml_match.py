@@ -1,0 +1,159 @@
+"""Which of NVML's devices a CUDA device is.
+
+NVML counts devices in PCI order and sees all of them; CUDA counts what CUDA_VISIBLE_DEVICES leaves, in an order of its
+own. So an index says nothing: devices are matched by UUID, then by PCI address, then by what CUDA_VISIBLE_DEVICES
+names, and where none of these decides, there is no match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8bench.model.readings import NoReading
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known of a CUDA device: its index among those that are visible, UUID and PCI address ('' if unknown).
+
+    The UUID may lack NVML's 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in hexadecimal.
+    """
+
+    index: int = 0
+    uuid: str = ""
+    pci: str = ""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A MIG instance of a device."""
+
+    uuid: str
+    gpu_instance: int
+    compute_instance: int
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A device as NVML lists it."""
+
+    uuid: str
+    pci: str
+    mig: bool = False
+    instances: tuple[Instance, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The device, and which of its MIG instances; None without MIG, and where it cannot be told."""
+
+    device: Listed
+    instance: Instance | None = None
+
+
+def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
+    """Which device it is; raises NoReading where that cannot be said."""
+    if not devices:
+        raise NoReading("NVML lists no device")
+    found = _by_uuid(identity.uuid, devices) or _by_address(identity.pci, devices)
+    if found is None and (_digits(identity.uuid) or identity.pci):
+        raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
+    if found is None:
+        found = _by_variable(identity.index, devices, environ)
+    if found.device.mig and found.instance is None:
+        return Match(found.device, _visible_instance(identity.index, found.device, environ))
+    return found
+
+
+def _digits(uuid: str) -> str:
+    """A UUID without its prefix; '' for none and for the one of zeros, which virtual devices have."""
+    plain = uuid.strip().lower()
+    for prefix in ("gpu-", "mig-"):
+        plain = plain.removeprefix(prefix)
+    return plain if plain.strip("0-") else ""
+
+
+def _by_uuid(uuid: str, devices: Sequence[Listed]) -> Match | None:
+    wanted = _digits(uuid)
+    for device in devices if wanted else ():
+        if _digits(device.uuid) == wanted:
+            return Match(device)
+        for instance in device.instances:
+            if _digits(instance.uuid) == wanted:
+                return Match(device, instance)
+    return None
+
+
+def _address(pci: str) -> tuple[int, ...] | None:
+    """Domain, bus and device; None where it is no such address. The function, behind a dot, is left out."""
+    parts = pci.partition(".")[0].split(":")
+    try:
+        numbers = [int(part, 16) for part in parts]
+    except ValueError:
+        return None
+    return tuple([0, *numbers][-3:]) if len(numbers) in (2, 3) else None
+
+
+def _by_address(pci: str, devices: Sequence[Listed]) -> Match | None:
+    wanted = _address(pci)
+    if wanted is None:
+        return None
+    return next((Match(device) for device in devices if _address(device.pci) == wanted), None)
+
+
+def _by_variable(index: int, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
+    """What the visible devices say of an index; an index among them is one of CUDA's, not of NVML's."""
+    word = _visible_word(index, environ)
+    if word is not None and not word.isdecimal():
+        return _named(word, devices)
+    position = index if word is None else int(word)
+    if environ.get(ORDER) == "PCI_BUS_ID":
+        ordered = sorted(devices, key=lambda device: _address(device.pci) or ())
+        if position < len(ordered):
+            return Match(ordered[position])
+        raise NoReading(f"NVML lists {len(devices)} device(s), and CUDA's is number {position}, from 0")
+    if len(devices) == 1 and position == 0:
+        return Match(devices[0])
+    raise NoReading(
+        f"NVML lists {len(devices)} device(s), and CUDA may count them in another order: neither a UUID nor a PCI "
+        f"address is known (set {ORDER}=PCI_BUS_ID, or name UUIDs in {VISIBLE})"
+    )
+
+
+def _visible_word(index: int, environ: Mapping[str, str]) -> str | None:
+    """What CUDA_VISIBLE_DEVICES calls a device; None if all are visible."""
+    if VISIBLE not in environ:
+        return None
+    words = [word.strip() for word in environ[VISIBLE].split(",")]
+    if index >= len(words) or not words[index]:
+        raise NoReading(f"{VISIBLE}={environ[VISIBLE]} names no device {index}")
+    return words[index]
+
+
+def _named(word: str, devices: Sequence[Listed]) -> Match:
+    """The device or instance whose name begins with a word; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
+    matches = [Match(device) for device in devices if device.uuid.lower().startswith(word.lower())]
+    for device in devices:
+        for one in device.instances:
+            older = f"MIG-{device.uuid}/{one.gpu_instance}/{one.compute_instance}"
+            if one.uuid.lower().startswith(word.lower()) or older.lower() == word.lower():
+                matches.append(Match(device, one))
+    if len(matches) != 1:
+        raise NoReading(f"{VISIBLE} names {word!r}, and NVML lists {len(matches)} such devices")
+    return matches[0]
+
+
+def _visible_instance(index: int, device: Listed, environ: Mapping[str, str]) -> Instance | None:
+    """The instance, where CUDA gave the whole device's UUID for it: the only one, or the one that is named."""
+    if len(device.instances) == 1:
+        return device.instances[0]
+    try:
+        word = _visible_word(index, environ)
+        named = _named(word, [device]) if word is not None and word.lower().startswith("mig-") else None
+    except NoReading:
+        return None
+    return named.instance if named else None

@@ -1,0 +1,113 @@
+"""RAPL: what the processor counts of its own energy, as Linux shows it under /sys/class/powercap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.model.readings import NoReading
+
+ROOT = Path("/sys/class/powercap")
+_CPUINFO = Path("/proc/cpuinfo")
+_MICRO = 1e-6
+# A counter that has fallen has wrapped around, unless a processor would have had to draw more than this.
+_HIGHEST_WATTS = 10e3
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A part of the machine with a counter: 'package-0', 'package-0/dram'. `range_uj` is where it wraps, if known."""
+
+    name: str
+    path: Path
+    range_uj: int | None
+
+
+def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
+    """The packages, and the memory where it is counted apart: together they overlap nowhere. Raises NoReading.
+
+    'core' and 'uncore' lie within their package, 'psys' holds the packages, and intel-rapl-mmio shows the same again.
+    """
+    if not root.is_dir():
+        raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
+    found = []
+    for package in sorted(root.glob("intel-rapl:*")):
+        name = _text(package / "name")
+        if package.name.count(":") != 1 or not name.startswith("package"):
+            continue
+        parts = sorted(root.glob(f"{package.name}:*"))
+        found += [_domain(name, package)]
+        found += [_domain(f"{name}/dram", part) for part in parts if _text(part / "name") == "dram"]
+    if not found:
+        raise NoReading(f"{root} has no RAPL package: {_why_absent(cpuinfo)}")
+    for domain in found:
+        _energy_uj(domain)
+    return tuple(found)
+
+
+class Counter:
+    """The joules of some domains together since the first reading; goes on where their counters wrap around."""
+
+    def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
+        self._parts = tuple(parts)
+        self._now = now
+        self._last: tuple[int, ...] | None = None
+        self._read_at = 0.0
+        self._total_uj = 0
+
+    def read(self) -> float:
+        """Joules; raises NoReading where a counter cannot be read or was set back."""
+        energies, now = tuple(_energy_uj(part) for part in self._parts), self._now()
+        before, elapsed = self._last, now - self._read_at
+        if before is not None:
+            for part, old, new in zip(self._parts, before, energies, strict=True):
+                self._total_uj += _growth_uj(part, old, new, elapsed)
+        self._last, self._read_at = energies, now
+        return self._total_uj * _MICRO
+
+
+def _growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
+    if new >= old:
+        return new - old
+    around = new - old + (part.range_uj or 0)
+    if part.range_uj is None or not 0 <= around * _MICRO <= _HIGHEST_WATTS * elapsed:
+        raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
+    return around
+
+
+def _domain(name: str, path: Path) -> Domain:
+    limit = None
+    with suppress(NoReading, ValueError):
+        # The counter takes the values from 0 to this one, both included.
+        limit = int(_text(path / "max_energy_range_uj")) + 1
+    return Domain(name, path, limit)
+
+
+def _energy_uj(domain: Domain) -> int:
+    text = _text(domain.path / "energy_uj")
+    if not text.isdecimal():
+        raise NoReading(f"the energy counter of {domain.name} says {text[:40]!r}, which is no number")
+    return int(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except PermissionError as error:
+        raise NoReading(
+            f"{path} may be read by root only (as kernels have had it since CVE-2020-8694): "
+            "`sudo chmod o+r` on it lets you, until the next boot"
+        ) from error
+    except OSError as error:
+        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _why_absent(cpuinfo: Path) -> str:
+    """Why a machine has no RAPL, as far as can be told."""
+    with suppress(OSError):
+        text = cpuinfo.read_text(errors="replace")
+        if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
+            return "this is a virtual machine, and its hypervisor does not pass RAPL on"
+    return "this kernel or container does not show RAPL, or the CPU has none"

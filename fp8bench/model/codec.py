@@ -1,0 +1,192 @@
+"""Frozen dataclasses to plain JSON values and back, by their type hints.
+
+Unknown keys are ignored and missing ones take their defaults, so that a newer minor version's file still reads. Only
+the kinds of types that model.py uses are known: dataclasses, enums, tuples, mappings of scalars, and None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from fp8bench.errors import UsageError
+
+# The version of what is kept of a run, and printed as JSON. It is raised when an old reader would read a new one wrong.
+SCHEMA = 1
+_INTEGERS = {int}
+_LISTS = {list}
+
+T = TypeVar("T")
+
+
+class Malformed(ValueError):
+    """A value does not fit its type."""
+
+
+def encode(value: Any) -> Any:
+    """Plain JSON values. A number that JSON has no word for (inf, NaN) becomes its name as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        if set(map(type, value)) <= _INTEGERS:
+            return list(value)  # raw samples: many, and worth a short way
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def decode(kind: type[T], plain: Any) -> T:
+    """A value of `kind` from plain JSON values; raises Malformed with the place."""
+    try:
+        return cast(T, _decoder(cast(Any, kind))(plain))
+    except Malformed as error:
+        raise Malformed(f"{kind.__name__}{error}") from None
+
+
+@cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """What makes a value of one kind. Made once: a run has hundreds of thousands of values.
+
+    It raises Malformed with the place from there on, and whoever called it puts its own part before that.
+    """
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _union(typing.get_args(kind))
+    if origin is tuple:
+        return _tuple(typing.get_args(kind))
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(typing.get_args(kind)[1])
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(cast(type, kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum(kind)
+    return _float if kind is float else _scalar(kind)
+
+
+def _mapping(inside: Any) -> Callable[[Any], Any]:
+    decode_one = _decoder(inside)
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, dict):
+            raise Malformed(": expected an object")
+        found = {}
+        for key, item in plain.items():
+            try:
+                found[key] = decode_one(item)
+            except Malformed as error:
+                raise Malformed(f".{key}{error}") from None
+        return found
+
+    return decode
+
+
+def _dataclass(kind: type) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    decoders = [(field.name, _decoder(hints[field.name])) for field in dataclasses.fields(kind)]
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, dict):
+            raise Malformed(": expected an object")
+        values = {}
+        for name, decode_one in decoders:
+            if name in plain:
+                try:
+                    values[name] = decode_one(plain[name])
+                except Malformed as error:
+                    raise Malformed(f".{name}{error}") from None
+        try:
+            return kind(**values)
+        except (TypeError, UsageError) as error:
+            raise Malformed(f": {error}") from None
+
+    return decode
+
+
+def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
+    many = len(inside) == 2 and inside[1] is Ellipsis
+    decoders = [_decoder(one) for one in inside if one is not Ellipsis]
+    of_numbers = many and inside[0] is int
+    of_lists_of_numbers = many and inside[0] == tuple[int, ...]
+
+    def decode(plain: Any) -> Any:
+        if not isinstance(plain, list):
+            raise Malformed(": expected a list")
+        if of_numbers and set(map(type, plain)) <= _INTEGERS:
+            return tuple(plain)  # raw samples: many, and worth a short way
+        if of_lists_of_numbers and _are_lists_of_integers(plain):
+            return tuple(map(tuple, plain))
+        if not many and len(decoders) != len(plain):
+            raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
+        try:
+            if many:
+                return tuple(map(decoders[0], plain))
+            return tuple(decode_one(item) for decode_one, item in zip(decoders, plain, strict=True))
+        except Malformed as error:
+            raise Malformed(f"[]{error}") from None
+
+    return decode
+
+
+def _are_lists_of_integers(plain: list[Any]) -> bool:
+    return set(map(type, plain)) <= _LISTS and set(map(type, itertools.chain.from_iterable(plain))) <= _INTEGERS
+
+
+def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
+    decoders = [_decoder(kind) for kind in kinds if kind is not type(None)]
+
+    def decode(plain: Any) -> Any:
+        if type(plain) in plain_kinds:
+            return plain
+        for decode_one in decoders:
+            try:
+                return decode_one(plain)
+            except Malformed:
+                continue
+        raise Malformed(f": {plain!r} fits none of {kinds}")
+
+    return decode
+
+
+def _enum(kind: type[Enum]) -> Callable[[Any], Any]:
+    def decode(plain: Any) -> Any:
+        try:
+            return kind(plain)
+        except ValueError:
+            raise Malformed(f": {plain!r} is no {kind.__name__}") from None
+
+    return decode
+
+
+def _float(plain: Any) -> float:
+    if type(plain) is float:
+        return plain
+    if isinstance(plain, int) and not isinstance(plain, bool):
+        try:
+            return float(plain)
+        except OverflowError:
+            raise Malformed(": a whole number too large for a float") from None
+    if plain in ("inf", "-inf", "nan"):
+        return float(plain)
+    raise Malformed(f": expected float, found {plain!r:.60}")
+
+
+def _scalar(kind: Any) -> Callable[[Any], Any]:
+    def decode(plain: Any) -> Any:
+        if kind is Any or type(plain) is kind:
+            return plain
+        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")
+
+    return decode

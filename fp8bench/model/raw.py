@@ -1,0 +1,48 @@
+"""What a worker is started with, and the raw samples that it answers with. No torch: the parent reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Raised whenever a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
+# parent, or the other way round, would misunderstand each other. tests/worker/test_handshake.py holds what this
+# number stands for.
+PROTOCOL = 2
+# 'eager' in it turns the compiling of quantisers off.
+QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker is started with."""
+
+    threads: int = 1
+    seed: int = 0
+    imports: tuple[str, ...] = ()
+    corpus: str | None = None
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """One timed step: codes[i] is the phase of intervals_ns[i]."""
+
+    codes: tuple[int, ...]
+    intervals_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RawSlot:
+    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
+
+    Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
+    """
+
+    steps: tuple[RawStep, ...]
+    wall_seconds: float
+    cpu_seconds: float
+    host_seconds: float
+    eager_quantisers: int = 0
+    fused_quantisers: int = 0
+    thread_seconds: float | None = None
+    preemptions: int | None = None
+    stolen_seconds: float | None = None

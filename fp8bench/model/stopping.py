@@ -1,0 +1,70 @@
+"""When a group has been measured enough: looks, early decisions, caps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+EMULATED_ROUNDS = 8
+LEAST_ROUNDS = 24
+QUICK_ROUNDS = 10
+BUDGET_SECONDS = 10.0
+CEILING_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class StoppingRule:
+    """From `least` rounds on, look now and then whether the question is answered; stop at a cap.
+
+    `budget` is the time after which measuring ends although nothing is decided, once `least` rounds are done;
+    `ceiling` ends it even before that. `fixed` rounds, if given, replace all of it. Seconds of measuring; with
+    `whole`, seconds since the group was begun, preparing included.
+    """
+
+    least: int = LEAST_ROUNDS
+    most: int = 4096
+    budget: float = BUDGET_SECONDS
+    ceiling: float = CEILING_SECONDS
+    fixed: int | None = None
+    whole: bool = False
+
+    def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
+        """The rule of the next of so many sessions, when so many seconds of the group have gone."""
+        if not self.whole:
+            return self
+        left = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
+        return replace(self, budget=next(left), ceiling=next(left))
+
+    def looks(self, rounds: int) -> bool:
+        """Whether to judge after so many rounds: every 8 rounds up to 128, then at steps of about an eighth.
+
+        Sparser looks later keep the number of looks, and so the chance of a false alarm, small.
+        """
+        if self.fixed is not None or rounds < self.least:
+            return False
+        stride = 8 if rounds <= 64 else 1 << (rounds.bit_length() - 4)
+        return rounds % stride == 0
+
+    def ended(self, rounds: int, seconds: float) -> str:
+        """Why measuring must end now, '' if it need not."""
+        if self.fixed is not None:
+            if rounds >= self.fixed:
+                return f"{self.fixed} rounds, a fixed number"
+            return f"time was up after {rounds} rounds" if seconds >= self.ceiling and rounds else ""
+        if rounds >= self.most:
+            return f"{rounds} rounds, the most a group gets"
+        if seconds >= self.budget and rounds >= self.least:
+            return f"time was up after {rounds} rounds"
+        return f"time was up after {rounds} rounds" if seconds >= self.ceiling and rounds else ""
+
+
+def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingRule:
+    """The rule of one group; `budget` is its share of the seconds the user gave for the whole run, if any."""
+    ceiling = CEILING_SECONDS if budget is None else budget
+    if rounds is not None:
+        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=budget is not None)
+    if quick:
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=budget is not None)
+    if budget is None:
+        return StoppingRule()
+    return StoppingRule(budget=budget, ceiling=budget, whole=True)

@@ -1,0 +1,137 @@
+"""Batches from the text: windows of tokens, and records as loaders find them (compressed) or keep them (decoded).
+
+A record is what an image is to a vision model: bytes that become normalised floats. Which records a batch is made of
+is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8bench.protocols import Operand
+
+BYTES = 256
+
+
+class TokenLoader:
+    """Random windows of the file, the same for the same seed. Each batch is one copy to the device.
+
+    A token of the file is a byte. Where a vocabulary has more than bytes, an id stands for a byte and the one after it,
+    so that some thousand ids occur: with 256 of 50304 nearly all gradients of an embedding would be zero, and those
+    that are not would all be added up in a few rows.
+    """
+
+    def __init__(self, path: str, batch: int, length: int, device: str, seed: int, vocabulary: int) -> None:
+        self._tokens = np.memmap(path, dtype=np.uint16, mode="r")
+        # Bytes that an id is made of.
+        self._span = 2 if vocabulary > BYTES else 1
+        if len(self._tokens) < length + self._span:
+            raise ValueError(f"the token file has {len(self._tokens)} tokens; a sequence of {length} needs more")
+        self._batch, self._length, self._device = batch, length, device
+        self._random = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
+        self._pin = device != "cpu"
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Tokens and the tokens that follow them, (batch, length) each, on the device."""
+        size = self._length + self._span
+        starts = self._random.integers(0, len(self._tokens) - size + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + size] for start in starts]).astype(np.int64)
+        if self._span == 2:
+            ids = ids[:, :-1] * BYTES + ids[:, 1:]
+        host = torch.from_numpy(ids % self._vocabulary)
+        if self._pin:
+            host = host.pin_memory().to(self._device, non_blocking=True)
+        return host[:, :-1].contiguous(), host[:, 1:].contiguous()
+
+
+# What PNG writers choose unless told otherwise.
+_LEVEL = 6
+# As images are normalised: the middle of a byte's range and a quarter of it.
+_MEAN, _DEVIATION = 127.5, 63.75
+
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+Bytes = NDArray[np.uint8]
+Indices = NDArray[np.int64]
+
+
+def text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
+    """Windows of the token file's text at random places, (count, size)."""
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    if len(tokens) < size:
+        raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
+    starts = random.integers(0, len(tokens) - size + 1, count)
+    return np.stack([tokens[start : start + size] for start in starts]).astype(np.uint8)
+
+
+def normalised(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
+    """Bytes as floats about zero."""
+    result = values.astype(dtype)
+    result -= _MEAN
+    result /= _DEVIATION
+    return result
+
+
+class Records(ABC):
+    """Somewhere that batches come from."""
+
+    @abstractmethod
+    def batch(self, indices: Indices) -> Tensor:
+        """The records of these numbers as normalised fp32 on the host, (batch, size)."""
+
+
+class CompressedRecords(Records):
+    """Records in a file, each compressed alone as PNG does it. The file has no name and ends with this object."""
+
+    def __init__(self, records: Bytes) -> None:
+        packed = [zlib.compress(record.tobytes(), _LEVEL) for record in records]
+        ends = np.cumsum([len(one) for one in packed])
+        self._places = [slice(end - len(one), end) for end, one in zip(ends.tolist(), packed, strict=True)]
+        self._size = records.shape[1]
+        with tempfile.TemporaryFile() as file:
+            file.write(b"".join(packed))
+            file.flush()
+            # The mapping keeps the file, which was unlinked when it was made, until the array goes.
+            self._file = np.memmap(file, dtype=np.uint8, mode="r")
+
+    def batch(self, indices: Indices) -> Tensor:
+        rows = [zlib.decompress(self._file[self._places[index]], bufsize=self._size) for index in indices]
+        stacked = np.stack([np.frombuffer(row, dtype=np.uint8) for row in rows])
+        return torch.from_numpy(normalised(stacked))
+
+
+class DecodedRecords(Records):
+    """Records that lie decoded in memory."""
+
+    def __init__(self, records: Bytes) -> None:
+        self._values = torch.from_numpy(normalised(records))
+
+    def batch(self, indices: Indices) -> Tensor:
+        return self._values.index_select(0, torch.from_numpy(indices))
+
+
+class Destination:
+    """Where batches go on a device: buffers made once for one batch, with its scale if it has one.
+
+    To a GPU a batch goes from pinned memory, so that the host need not wait. On a processor the way is one copy.
+    """
+
+    def __init__(self, like: Operand, device: str) -> None:
+        self._pin = device != "cpu"
+        self.buffers = [torch.empty_like(part, device=device) for part in _parts(like)]
+
+    def take(self, operand: Operand) -> None:
+        """Copy a batch there."""
+        for buffer, part in zip(self.buffers, _parts(operand), strict=True):
+            buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)
+
+
+def _parts(operand: Operand) -> list[Tensor]:
+    return [operand.data] if operand.scale is None else [operand.data, operand.scale]

@@ -1,0 +1,226 @@
+"""Where a tensor's scale comes from, if not from the tensor as it is: earlier casts (delayed), or data (static).
+
+The host reads none of it, unless it asks for a scale as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.blocks import float_factor
+from fp8bench.formats.grids import FORMATS, Format
+from fp8bench.formats.recipes import Amax, Delayed, Recipe, Treatment
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.numerics.factors import Factors, factors_of
+from fp8bench.numerics.figures import ScaleCourse, scale_course
+from fp8bench.protocols import Precision, Role, ScaleBook, ScaleState
+
+
+class DelayedScale:
+    """The scale of one role's tensor in one layer, and the history that it comes from.
+
+    As in Transformer Engine a cast takes the scale that stands, then enters its own largest magnitude. The scale starts
+    at 1; a history of zeros leaves it as it is, and so does a cast with infinities or NaN, which enters a 0.
+    """
+
+    def __init__(self, delayed: Delayed, fmt: Format) -> None:
+        self._delayed = delayed
+        self._fmt = fmt
+        self._casts = 0
+        self._scale: Tensor | None = None
+        self._history: Tensor | None = None
+        self._used: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the next cast will be multiplied by, float32 on the device; None before the first."""
+        return self._scale
+
+    @property
+    def history(self) -> Tensor | None:
+        """Largest magnitudes, a ring that is filled from its front; None before the first cast."""
+        return self._history
+
+    def next(self, x: Tensor, again: bool = False) -> Tensor:
+        """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
+
+        `again`: the cast before is done once more (a block is computed again in backward). It gets the scale that it
+        had, and is not entered twice.
+        """
+        if again and self._used is not None:
+            return self._used
+        if self._scale is None or self._history is None:
+            self._scale = torch.ones((), dtype=torch.float32, device=x.device)
+            self._history = torch.zeros(self._delayed.history, dtype=torch.float32, device=x.device)
+        self._used = self._scale
+        self._enter(largest_magnitude(x), self._scale, self._history)
+        return self._used
+
+    def _enter(self, amax: Tensor, scale: Tensor, history: Tensor) -> None:
+        entry = torch.where(amax.isfinite(), amax, 0.0)
+        history[self._casts % len(history)] = entry
+        self._casts += 1
+        if self._casts % self._delayed.interval:
+            return
+        found = history.amax() if self._delayed.algorithm is Amax.MAX else entry
+        wanted = float_factor(found, self._fmt, ScaleRounding.EXACT) / 2.0**self._delayed.margin
+        self._scale = torch.where(amax.isfinite() & (found > 0), wanted, scale)
+
+
+def backward_is_running() -> bool:
+    """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again.
+
+    Never while a graph is compiled, whose backward is traced apart.
+    """
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """As float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    # aminmax reads the tensor once and allocates nothing of its size; abs().amax() is 12 times slower on a CPU.
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).to(torch.float32)
+
+
+def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment]) -> dict[Role, StaticScale]:
+    """Scales for a layer by role, entered into the book."""
+    found = {}
+    for role, one in treatments.items():
+        assert one.scaling is not None
+        known = None if book.known is None else book.known.get((layer, role.value))
+        found[role] = StaticScale(book, one.fmt, one.scaling.rounding, known)
+        book.keep(layer, role.value, found[role])
+    return found
+
+
+class StaticScale:
+    """The scale of one role's tensor in one layer, kept by a book that says when it is renewed.
+
+    While the book is watching a cast takes the current scale, and its largest magnitude is entered; from the first
+    cast after that on the largest one entered gives the scale. Magnitudes that are 0 or not finite do not count.
+    A scale that is known and never renewed changes nothing here, so that a graph may be compiled around it.
+    """
+
+    def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, known: float | None = None) -> None:
+        """`known` is the largest magnitude, if it was found before; its scale lies where tensors are being made."""
+        self._book = book
+        self._fmt = fmt
+        self._rounding = rounding
+        self._amax: Tensor | None = None
+        self._scale: Tensor | None = None
+        self._renewals: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._used: Tensor | None = None
+        if known is not None:
+            self._settle(torch.full((), known, dtype=torch.float32))
+
+    def next(self, x: Tensor, again: bool = False) -> Tensor:
+        """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
+
+        `again`: the cast before is done once more, and gets the scale that it had.
+        """
+        if again and self._used is not None:
+            return self._used
+        if self._book.watching:
+            self._used = self._enter(x)
+            return self._used
+        scale = self._standing(x)
+        if self._book.rule.bound is not None:
+            self._used = scale = self._bounded(x, scale, self._book.rule.bound)
+        elif self._used is not None:
+            self._used = None
+        return scale
+
+    def state(self) -> ScaleState | None:
+        """As it is now; waits for the device."""
+        if self._entered is not None:
+            self._settle(self._entered)
+        if self._amax is None or self._scale is None or self._renewals is None:
+            return None
+        return ScaleState(float(self._amax), float(self._scale), int(self._renewals))
+
+    def _enter(self, x: Tensor) -> Tensor:
+        amax = largest_magnitude(x)
+        counted = torch.where(amax.isfinite(), amax, 0.0)
+        self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
+        return self._factor(amax)
+
+    def _standing(self, x: Tensor) -> Tensor:
+        """The scale that stands, once what was entered counts; of a tensor that nobody has seen its own."""
+        if self._entered is not None:
+            self._settle(self._entered)
+        elif self._scale is None:
+            self._settle(largest_magnitude(x))
+        assert self._scale is not None
+        return self._scale
+
+    def _settle(self, amax: Tensor) -> None:
+        """Scale by that largest magnitude from now on: the first time found, later renewed."""
+        self._entered = None
+        if self._scale is None:
+            self._amax, self._scale = amax, self._factor(amax)
+            self._renewals = torch.zeros((), dtype=torch.int64, device=amax.device)
+        else:
+            self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
+
+    def _bounded(self, x: Tensor, scale: Tensor, bound: float) -> Tensor:
+        """The scale that stands, or the current one from now on where too many values would be cut off."""
+        # On a GPU no answer is waited for: all is counted, both scales are found, and one is taken there.
+        waits = x.device.type == "cpu"
+        # Divided as float_factor divides: elsewhere than on a processor torch takes a reciprocal.
+        limit, amax = torch.full_like(scale, self._fmt.largest) / scale, largest_magnitude(x)
+        if waits and amax <= limit:
+            return scale
+        beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > limit)
+        too_many = beyond > bound * x.numel()
+        if waits and not too_many:
+            return scale
+        self._renew(amax, too_many)
+        assert self._scale is not None
+        return self._scale
+
+    def _renew(self, amax: Tensor, wanted: Tensor) -> None:
+        assert self._amax is not None and self._scale is not None and self._renewals is not None
+        renew = wanted & amax.isfinite() & (amax > 0)
+        self._amax = torch.where(renew, amax, self._amax)
+        self._scale = torch.where(renew, self._factor(amax), self._scale)
+        self._renewals = self._renewals + renew
+
+    def _factor(self, amax: Tensor) -> Tensor:
+        return float_factor(amax, self._fmt, self._rounding)
+
+
+@dataclass(frozen=True)
+class RecipeView:
+    """The elements' format and factors of one tensor, None where nobody knows; the course of a delayed scale."""
+
+    fmt: Format | None = None
+    factors: Factors | None = None
+    course: ScaleCourse | None = None
+
+
+def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor] = ()) -> RecipeView:
+    """Of `x` after the tensors of earlier steps, the nearest first. Precisions without a recipe are their format."""
+    recipe = getattr(precision, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        return RecipeView(FORMATS.get(precision.name))
+    treatment = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))[role]
+    if recipe.delayed is None:
+        return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling))
+    scales, course = _delayed_course(recipe.delayed, treatment.fmt, [*reversed(before), x])
+    return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1]), course)
+
+
+def _delayed_course(delayed: Delayed, fmt: Format, steps: Sequence[Tensor]) -> tuple[list[Tensor], ScaleCourse]:
+    """The scale of every step, and how it followed; the first has none to come from, and is no part of the course."""
+    memory = DelayedScale(delayed, fmt)
+    scales = [memory.next(step) for step in steps]
+    amaxes = [float(step.abs().max()) for step in steps]
+    told = slice(1, None) if len(steps) > 1 else slice(None)
+    return scales, scale_course([float(one) for one in scales[told]], amaxes[told], fmt)

@@ -1,0 +1,81 @@
+"""Error metrics of results: how far one is from its reference, and how much of it is gone.
+
+Sums are in fp64, piece by piece, so that they never need an fp64 copy of a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Elements of a piece: 8 MiB in fp64. A multiple of every block of a scaling, so that no block is cut.
+TILE = 1 << 20
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` without its gradient, as rows of its last dimension; a number is one row of one."""
+    width = x.shape[-1] if x.dim() else 1
+    return x.detach().reshape(x.numel() // width if width else 0, width)
+
+
+def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Slices (rows, columns) that cover a matrix once, whole rows where a row is no longer than a piece."""
+    if not height or not width:
+        return
+    rows = max(1, TILE // width)
+    for top in range(0, height, rows):
+        for left in range(0, width, TILE):
+            yield slice(top, min(top + rows, height)), slice(left, min(left + TILE, width))
+
+
+def relative_frobenius(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||, Frobenius norms, sums in fp64.
+
+    Against a zero reference: 0 where the value is zero too, infinity where it is not. NaN where the difference has
+    one. Shapes must agree: broadcasting would give a number that means nothing.
+    """
+    return joint_relative_frobenius([value], [reference])
+
+
+def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """The relative Frobenius error of many tensors taken as one long vector, without joining them in memory."""
+    difference = size = 0.0
+    for value, reference in zip(values, references, strict=True):
+        noise, signal = _squares(value, reference)
+        difference, size = difference + noise, size + signal
+    if size == 0:
+        return math.nan if math.isnan(difference) else (math.inf if difference else 0.0)
+    return math.sqrt(difference / size)
+
+
+def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """The share of all values that are zero and are not in the reference; 0 where there are none.
+
+    What a norm cannot see: it knows the largest values only, and most of the others may be gone.
+    """
+    gone = count = 0
+    for value, reference in zip(values, references, strict=True):
+        _check_shapes(value, reference)
+        gone += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
+        count += value.numel()
+    return gone / count if count else 0.0
+
+
+def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
+    """The sums of the squares of the difference and of the reference."""
+    _check_shapes(value, reference)
+    given, wanted = as_rows(value), as_rows(reference)
+    difference = size = torch.zeros((), dtype=torch.float64, device=reference.device)
+    for place in tiles(*wanted.shape):
+        exact = wanted[place].to(torch.float64)
+        difference = difference + (given[place].to(torch.float64) - exact).square().sum()
+        size = size + exact.square().sum()
+    return float(difference), float(size)
+
+
+def _check_shapes(value: Tensor, reference: Tensor) -> None:
+    if value.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")

@@ -1,0 +1,98 @@
+"""What a workload says of its cases, held against what a plan can keep: foreign code may answer anything.
+
+Said in one sentence before anything is measured, and not when a run is written, or read, hours later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.model import Level, Params, Support, Work
+from fp8bench.protocols import Layer, Workload
+from fp8bench.user_code import own_words
+
+_MOST_TOKENS = 1 << 62
+
+
+@contextmanager
+def answering(workload: Workload) -> Iterator[None]:
+    """What a user's own workload raises while it is asked about its cases, as a sentence; ours are to be reported."""
+    try:
+        yield
+    except Fp8benchError:
+        raise
+    except Exception as error:
+        if type(workload).__module__.startswith("fp8bench."):
+            raise
+        raise _cannot(workload, own_words(error)) from error
+
+
+def sound_params(workload: Workload, params: Params) -> Params:
+    """The parameters, if they are pairs of a name and a plain value that can be printed on a line."""
+    given: object = params
+    if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        raise _cannot(workload, f"its parameters are {given!r:.120}, and must be a tuple of pairs")
+    for name, value in given:
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise _cannot(workload, f"a parameter is called {name!r:.80}, and its name must be text on one line")
+        if type(value) not in (int, float, str, bool):
+            kind = type(value).__name__
+            words = f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
+            raise _cannot(workload, words)
+        if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, str) and not _plain(value)):
+            raise _cannot(workload, f"parameter {name!r} is {value!r:.80}, and must be finite, or text on one line")
+    return params
+
+
+def sound_work(workload: Workload, work: Work) -> Work:
+    """The work, if it is made of counts."""
+    given: object = work
+    if not isinstance(given, Work):
+        raise _cannot(workload, f"work() gave {given!r:.80}, and must give a Work")
+    for name, value in vars(given).items():
+        whole = name == "tokens"
+        if type(value) is not int and (whole or type(value) is not float):
+            wanted = "a whole number (int)" if whole else "a number (float)"
+            raise _cannot(workload, f"work() gave {name} = {value!r:.80}, and it must be {wanted}")
+        if not math.isfinite(value) or value < 0 or (whole and value >= _MOST_TOKENS):
+            raise _cannot(workload, f"work() gave {name} = {value!r:.80}, which is no count")
+    return work
+
+
+def sound_support(workload: Workload, support: Support) -> Support:
+    """The support, if it is a level and a reason."""
+    level, reason = getattr(support, "level", None), getattr(support, "reason", None)
+    if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):
+        raise _cannot(workload, f"support() gave {support!r:.120}, and must give a Support of a Level and a text")
+    return support
+
+
+def sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
+    """The layers, if each has a name of its own and a kind that a precision map can be written with."""
+    if not isinstance(layers, tuple):
+        raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")
+    for one in layers:
+        if not isinstance(one, Layer) or not all(map(_word, (one.name, one.kind))) or one.high not in (True, False):
+            words = "name and kind must be text without commas, blanks, '=' and empty parts between points"
+            raise _cannot(workload, f"layers() gave {one!r:.120}, which is no Layer, or whose {words}")
+    if len({one.name for one in layers}) < len(layers):
+        raise _cannot(workload, "two of its layers have the same name")
+    return layers
+
+
+def _word(text: object) -> bool:
+    if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
+        return False
+    return all(text.split("."))
+
+
+def _plain(text: str) -> bool:
+    """Line breaks and control characters would break tables, halves of surrogate pairs every file but JSON."""
+    return text.isprintable()
+
+
+def _cannot(workload: Workload, why: str) -> UsageError:
+    return UsageError(f"suite {workload.name!r} cannot be planned: {why}. Fix the file.")

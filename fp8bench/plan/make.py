@@ -1,0 +1,383 @@
+"""Request and device facts in, plan out: a pure function, so that plans for any device are tested on any machine.
+
+What a device cannot do becomes a case with a reason, never a missing row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
+from fp8bench.plan.checked_workload import answering, sound_params, sound_support, sound_work
+from fp8bench.plan.precision_map import (
+    PrecisionMap,
+    check_map,
+    layers_of,
+    mapped_support,
+    with_static_scales,
+)
+from fp8bench.protocols import Layer, Precision, Workload, keys_of
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.units import size
+from fp8bench.user_code import user_module
+
+ALL = "all"
+# What is added as the reference where the precisions that were named leave nothing to compare.
+ADDED = "fp32"
+MOST_CASES = 20_000
+# What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
+_CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One suite of a request: its workload, the precisions it gets with the reference first, and its map.
+
+    `layers` holds those keys of the map that name a layer of some case of the suite; `may_add` says that a
+    reference may be added.
+    """
+
+    workload: Workload
+    modes: tuple[str, ...]
+    reference: str
+    layers: PrecisionMap
+    may_add: bool = False
+
+
+def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None, compares: bool = True) -> Plan:
+    """All groups of a request, in order of suite, device and parameters. Raises UsageError for what cannot be meant.
+
+    Where precisions are to be compared and those that were named leave nothing to compare, fp32 is added.
+    """
+    chosen = _devices(request, facts)
+    parts = _parts(request, chosen)
+    if not compares:
+        parts = [replace(part, may_add=False) for part in parts]
+    groups = []
+    added: dict[str, None] = {}
+    for part in parts:
+        with answering(part.workload):
+            own = [
+                _group(part, params, device, request.reference is not None)
+                for device in chosen
+                for params in _parameters(request, part.workload, device, corpus)
+            ]
+        groups += own
+        added |= dict.fromkeys(_added(part, group) for group in own)
+    notes = [note for note in added if note]
+    if request.data is not None and not any(part.workload.uses_corpus for part in parts):
+        notes.append(f"--data has no effect: suite {request.suite} reads no text")
+    notes += _check_memory(request, chosen)
+    if request.scales is None:
+        return Plan(tuple(groups), tuple(notes))
+    changed, more = with_static_scales(groups, request.scales)
+    return Plan(changed, (*notes, *more))
+
+
+def has_reference_added(plan: Plan) -> bool:
+    """Whether fp32 may have been added to a plan. One made before it ever was is made again without it."""
+    return any(planned.case.precision == ADDED for group in plan for planned in group.cases)
+
+
+def suites_of(request: Request) -> tuple[str, ...]:
+    """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
+    words = _suite_words(request.suite)
+    if not all(words):
+        raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
+    names = tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+    if not request.grid:
+        return names
+    followed = tuple(name for name in names if workloads.get(name).history is not None)
+    if not followed:
+        raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
+    return followed
+
+
+def files_of(suite: str) -> tuple[str, ...]:
+    """The files among the words of a suite: importing them is what makes their suites known."""
+    return tuple(word for word in _suite_words(suite) if word.endswith(".py"))
+
+
+def _suite_words(suite: str) -> list[str]:
+    return [word.strip() for word in suite.split(",")]
+
+
+def _suites(word: str) -> Sequence[str]:
+    if word == ALL:
+        return workloads.names()
+    if word.endswith(".py"):
+        names = workloads.names_in(user_module(word))
+        if not names:
+            raise UsageError(
+                f"{word} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
+                "--import and name a suite."
+            )
+        return names
+    if word not in workloads.names():
+        if "/" in word:
+            raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
+        raise UnknownName("suite", word, [*workloads.names(), ALL])
+    return [word]
+
+
+def reads_corpus(request: Request) -> bool:
+    """Whether any suite of the request reads the text."""
+    return any(workloads.get(name).uses_corpus for name in suites_of(request))
+
+
+def check_names(request: Request) -> None:
+    """Raise for unknown names, and for what cannot be kept, at once: before anything slow is started."""
+    _check_batches(request)
+    parts = _parts(request, _CLASSES)
+    for word in request.devices:
+        devices.canonical(word.partition(":")[0])
+    # Names and parsers of axes are the same on every device, only their defaults differ.
+    for part in parts:
+        with answering(part.workload):
+            for params in _parameters(request, part.workload, _CLASSES[0], None):
+                sound_work(part.workload, part.workload.work(dict(params)))
+
+
+def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
+    """The same case with another batch; None where its axis does not take that, or the suite that combination."""
+    case, workload = planned.case, workloads.get(planned.case.workload)
+    with answering(workload):
+        axis = next((one for one in workload.axes(facts) if one.name == workload.batch_axis), None)
+        try:
+            value = axis.parse(str(batch)) if axis is not None else None
+            if value is None:
+                return None
+            expanded = workload.expand({**dict(case.params), workload.batch_axis: value})
+        except (ValueError, UsageError):
+            return None
+        if len(expanded) != 1:
+            return None
+        params = sound_params(workload, expanded[0])
+        other = _case(workload, params, facts, case.precision, case.precision_map)
+    return replace(other, case=replace(other.case, static=case.static))
+
+
+def searched_for_batches(plan: Plan) -> frozenset[str]:
+    """The settings of the groups whose largest batch is looked for: one of those that differ in nothing but batch."""
+    first: dict[object, str] = {}
+    for group in plan:
+        case = group.cases[0].case
+        axis = workloads.get(case.workload).batch_axis
+        if axis:
+            rest = tuple(pair for pair in case.params if pair[0] != axis)
+            first.setdefault((case.workload, case.device, rest), case.setting)
+    return frozenset(first.values())
+
+
+def _check_batches(request: Request) -> None:
+    """Raise where --max-batch cannot be meant."""
+    if not request.max_batch or any(workloads.get(name).batch_axis for name in suites_of(request)):
+        return
+    having = [name for name in workloads.names() if workloads.get(name).batch_axis]
+    raise UsageError(
+        f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your own "
+        "names the axis that is its batch in `batch_axis`."
+    )
+
+
+def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
+    """Raise where --max-batch cannot be done on a device; what it will do, in words."""
+    if not request.max_batch:
+        return []
+    limit = request.memory_limit
+    for one in chosen:
+        if limit is None and not one.accelerated:
+            raise UsageError(
+                f"--max-batch on {one.key} needs --memory-limit SIZE (2GiB, say): up to its own end the search would "
+                "take the memory of everything else on this machine."
+            )
+        if limit is not None and one.memory_bytes and limit > one.memory_bytes:
+            raise UsageError(
+                f"--memory-limit {size(limit)} is more than {one.key} has ({size(one.memory_bytes)}). Choose less."
+            )
+    where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
+    notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
+    without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]
+    return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
+
+
+def _parts(request: Request, facts: Sequence[DeviceFacts]) -> list[_Part]:
+    chosen = [workloads.get(name) for name in suites_of(request)]
+    _check_axes(request, chosen)
+    layers = {workload.name: _layers(request, workload, facts) for workload in chosen}
+    check_map(request, [one for found in layers.values() for one in found])
+    parts = []
+    for workload in chosen:
+        with answering(workload):
+            parts.append(_part(request, workload, keys_of(layers[workload.name])))
+    return parts
+
+
+def _layers(request: Request, workload: Workload, facts: Sequence[DeviceFacts]) -> list[Layer]:
+    """The layers of all cases of a suite; none is asked for where there is no map."""
+    if not request.precision_map:
+        return []
+    return layers_of(workload, [params for one in facts for params in _parameters(request, workload, one, None)])
+
+
+def _part(request: Request, workload: Workload, keys: Collection[str]) -> _Part:
+    """Precisions of one suite: those asked for, else its own; the reference first."""
+    own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
+    names = [precisions.canonical(word) for word in (request.dtypes or own)]
+    if request.reference is not None:
+        names.append(precisions.canonical(request.reference))
+        lead = names[-1]
+    else:
+        lead = min(names, key=lambda name: precisions.get(name).rank)
+    modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
+    named = request.reference is None and len(request.dtypes) > 1 and not request.grid
+    may_add = named and workload.fused and ADDED not in modes
+    return _Part(workload, modes, lead, _precision_map(request, keys, modes, lead), may_add)
+
+
+def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
+    """Every axis given must be one of some suite; the others do without it."""
+    nowhere = DeviceFacts("cpu", 0, "", 0, "")
+    known = set()
+    for workload in chosen:
+        with answering(workload):
+            known |= {axis.name for axis in workload.axes(nowhere)}
+    for name, _ in request.axes:
+        if name not in known:
+            raise UnknownName(f"axis of suite {request.suite}", name, known)
+
+
+def _precision_map(request: Request, keys: Collection[str], modes: Sequence[str], reference: str) -> PrecisionMap:
+    """Layers and their precisions. Cases other than the reference take it; the reference stays pure."""
+    layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
+    if layers and all(name == reference for name in modes):
+        raise UsageError(
+            f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
+            "dtype to --dtypes, or another --reference."
+        )
+    for mode in (name for name in modes if name != reference):
+        for _, other in layers:
+            if precisions.get(mode).float32_products != precisions.get(other).float32_products:
+                raise UsageError(
+                    f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave "
+                    f"{other} out of the map, or {mode} out of --dtypes."
+                )
+    return tuple(layers)
+
+
+def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
+    """The devices asked for; by default the first GPU, else the processor. 'cuda' is every GPU's first."""
+    known = {one.key: one for one in facts}
+    if not request.devices:
+        return [next((one for one in facts if one.accelerated), facts[0])]
+    chosen = []
+    for word in request.devices:
+        key = f"{word}:0" if word != "cpu" and ":" not in word else word
+        if key not in known:
+            raise UnknownName("device on this machine", word, known)
+        chosen.append(known[key])
+    return list(dict.fromkeys(chosen))
+
+
+def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:
+    axes = _axes(request, workload, facts)
+    combinations = math.prod(len(one) for one in axes.values())
+    if combinations > MOST_CASES:
+        raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
+    seen: dict[Params, None] = {}
+    for combination in itertools.product(*axes.values()):
+        for params in workload.expand(dict(zip(axes, combination, strict=True))):
+            sound = sound_params(workload, params)
+            seen[(*sound, ("data", corpus)) if corpus and workload.uses_corpus else sound] = None
+    return seen
+
+
+def _axes(request: Request, workload: Workload, facts: DeviceFacts) -> dict[str, list[Scalar]]:
+    """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
+    given = dict(request.axes)
+    if request.grid and workload.history is not None:
+        given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
+    return {axis.name: axis.values(given.get(axis.name, axis.default)) for axis in workload.axes(facts)}
+
+
+def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
+    pure = [_case(part.workload, params, facts, name, ()) for name in part.modes]
+    native = [planned for planned in pure if _is_native(planned)]
+    added = _case(part.workload, params, facts, ADDED, ()) if part.may_add and len(native) == 1 else None
+    if added is not None and _is_native(added):
+        mapped = [planned if planned in native else _mapped(part, planned, facts) for planned in pure]
+        return Group((added, *mapped), 0)
+    lead = _lead(pure, part.modes.index(part.reference), firm)
+    cases = (planned if index == lead else _mapped(part, planned, facts) for index, planned in enumerate(pure))
+    return Group(tuple(cases), lead)
+
+
+def _added(part: _Part, group: Group) -> str:
+    """What to know of a reference that nobody named; '' where there is none."""
+    reference, *others = group.cases
+    if not part.may_add or reference.case.precision != ADDED:
+        return ""
+    kept = next(planned.case.precision for planned in others if _is_native(planned))
+    return (
+        f"{ADDED} was added as the reference: on {reference.case.device} {kept} would have had nothing native to "
+        f"compare with (--reference {kept} leaves it out)"
+    )
+
+
+def _is_native(planned: PlannedCase) -> bool:
+    return planned.runs and planned.support.level is Level.NATIVE
+
+
+def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
+    """The case with the map of its suite, if there is one."""
+    case = planned.case
+    return _case(part.workload, case.params, facts, case.precision, part.layers) if part.layers else planned
+
+
+def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
+    case = Case(workload.name, params, name, facts.key, layers, workload.version)
+    named = dict(params)
+    answers = [workload.support(named, precisions.get(name), facts), *mapped_support(workload, named, facts, layers)]
+    support = _worst([sound_support(workload, answer) for answer in answers])
+    work = sound_work(workload, workload.work(named))
+    skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)
+    return PlannedCase(case, support, work, skip)
+
+
+def _too_large(work: Work, facts: DeviceFacts) -> str:
+    """Why a case is not begun although its precision would do; '' if it may be."""
+    if not facts.memory_bytes or work.least_memory <= facts.memory_bytes:
+        return ""
+    return (
+        f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: choose "
+        "smaller sizes"
+    )
+
+
+def _worst(supports: Sequence[Support]) -> Support:
+    """A case is as native as the least native of its layers."""
+    order = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
+    return max(supports, key=lambda support: order.index(support.level))
+
+
+def _lead(cases: Sequence[PlannedCase], wanted: int, firm: bool) -> int:
+    """The reference's place: the one wanted, or the highest native precision that can run.
+
+    An emulated reference has no speed to compare with, so it takes the user's word (`firm`) to have one beside native
+    cases.
+    """
+    if cases[wanted].runs and (firm or cases[wanted].support.level is Level.NATIVE):
+        return wanted
+    able = [index for index, planned in enumerate(cases) if planned.runs]
+    native = [index for index in able if cases[index].support.level is Level.NATIVE]
+    pool = native or able
+    return min(pool, key=lambda index: _rank(cases[index])) if pool else wanted
+
+
+def _rank(planned: PlannedCase) -> int:
+    precision: Precision = precisions.get(planned.case.precision)
+    return precision.rank

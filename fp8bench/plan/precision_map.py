@@ -1,0 +1,116 @@
+"""Which layer of a case takes which precision, and which scales: a request held against the layers its cases have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
+from fp8bench.plan.checked_workload import answering, sound_layers
+from fp8bench.protocols import Layer, TensorScale, Workload, key_of, keys_of
+from fp8bench.registry import precisions, workloads
+
+PrecisionMap = tuple[tuple[str, str], ...]
+# So many names show how they are made.
+_SHOWN = 4
+
+
+def layers_of(workload: Workload, settings: Iterable[Params]) -> list[Layer]:
+    """The layers of all cases of a suite, each once."""
+    with answering(workload):
+        found = [sound_layers(workload, workload.layers(dict(params))) for params in settings]
+    return list(dict.fromkeys(layer for layers in found for layer in layers))
+
+
+def check_map(request: Request, layers: Sequence[Layer]) -> None:
+    """Every key of the map must name a layer of some case."""
+    known = keys_of(layers)
+    for key, _ in request.precision_map:
+        if key not in known:
+            kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+            names = ", ".join(layer.name for layer in layers[:_SHOWN])
+            shown = f"{kinds}; layers by name ({names}, {len(layers)} in all), and prefixes of names"
+            raise UnknownName(f"layer of suite {request.suite}", key, known, shown if layers else "")
+
+
+def mapped_support(
+    workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap
+) -> Iterator[Support]:
+    """How a device does the layers that a map names, key by key; a key may name none in this case."""
+    own = sound_layers(workload, workload.layers(params)) if layers else ()
+    keys = [key for key, _ in layers]
+    for key, word in layers:
+        if key not in keys_of(own):
+            kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
+            yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
+        for kind in dict.fromkeys(layer.kind for layer in own if key_of(layer, keys) == key):
+            yield workload.layer_support(kind, params, precisions.get(word), facts)
+
+
+def modes_of(workload: Workload, case: Case) -> dict[str, None]:
+    """The precisions that the layers of a case have, each once."""
+    keys = dict(case.precision_map)
+    own = precisions.get(case.precision)
+    found: dict[str, None] = {}
+    for layer in sound_layers(workload, workload.layers(dict(case.params))):
+        key = key_of(layer, keys)
+        high = own.carried_by or case.precision
+        found[keys[key] if key is not None else high if layer.high else case.precision] = None
+    return found
+
+
+def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+    """The groups with scales from data where layers can have them, and what to know of it. Raises if none can."""
+    taken = [[_scales(planned.case) for planned in group.cases] for group in groups]
+    if not any(scales - {TensorScale.NONE} for found in taken for scales in found):
+        known = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
+        raise UsageError(
+            "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
+            f"Add a dtype that has ({', '.join(known)}), or leave it out."
+        )
+    changed = tuple(
+        replace(
+            group,
+            cases=tuple(
+                _scaled(planned, rule) if scales - {TensorScale.NONE} else planned
+                for planned, scales in zip(group.cases, found, strict=True)
+            ),
+        )
+        for group, found in zip(groups, taken, strict=True)
+    )
+    return changed, tuple(_notes(groups, taken))
+
+
+def _scaled(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
+    """A case with scales from data, or the reason why it cannot have them."""
+    case = replace(planned.case, static=rule)
+    refused = workloads.get(case.workload).scales_refused(dict(case.params), rule)
+    if planned.skip or not refused:
+        return replace(planned, case=case)
+    return replace(planned, case=case, support=Support(Level.REFUSED, refused), skip=refused)
+
+
+def _scales(case: Case) -> set[TensorScale]:
+    """Where the layers of a case have their scales from; empty where it has no layers."""
+    return {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
+
+
+def _notes(groups: Sequence[Group], taken: Sequence[Sequence[set[TensorScale]]]) -> Iterator[str]:
+    others: dict[str, None] = {}
+    layerless: dict[str, None] = {}
+    delayed: dict[str, None] = {}
+    for group, found in zip(groups, taken, strict=True):
+        for index, (planned, scales) in enumerate(zip(group.cases, found, strict=True)):
+            if not scales:
+                layerless[planned.case.workload] = None
+            elif scales == {TensorScale.NONE} and index != group.reference:
+                others[planned.case.mode] = None
+            elif TensorScale.DELAYED in scales:
+                delayed[planned.case.mode] = None
+    if others:
+        yield f"--static-scales has no effect on {', '.join(others)}, whose tensors do not have one float32 scale each"
+    if layerless:
+        yield f"--static-scales has no effect on suite {', '.join(layerless)}, which has no layers to find scales for"
+    if delayed:
+        yield f"scales from data take the place of delayed scaling in {', '.join(delayed)}"

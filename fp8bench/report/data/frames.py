@@ -1,0 +1,111 @@
+"""A run as pandas frames: what its samples say, the samples, energy windows, and what its data are made of."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Record, Run, Timing
+from fp8bench.report.data.run import as_csv
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SAMPLE_COLUMNS = ("case", "mode", "arm", "round", "call", "block", "phase", "nanoseconds")
+# Words that stand in every row: categories take a byte or two a row, and text fifty.
+_REPEATED = ("case", "mode", "arm", "phase")
+STATISTICS_COLUMNS = ("case", "kind", "role", "values", "amax", "format", "share_above", "share_vanishing")
+ENERGY_COLUMNS = (
+    "case", "mode", "source", "window", "steps", "seconds", "joules", "intervals", "uncertainty", "sm_clock",
+    "temperature", "idle_before", "idle_after",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunFrames:
+    """A run and its tables, each made when it is first asked for; docs/outputs.md says what their columns hold."""
+
+    run: Run
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The tidy rows: just what reading the run's CSV gives."""
+        import pandas as pd
+
+        text = as_csv(self.run, findings(self.run))
+        return pd.read_csv(io.StringIO(text), low_memory=False)
+
+    @cached_property
+    def samples(self) -> pd.DataFrame:
+        """Every raw sample: a row for each cell of each call."""
+        import pandas as pd
+
+        parts = [
+            _samples(record, arm, timing)
+            for record in self.run.records
+            for arm, timing in _arms(record)
+            if timing.slots
+        ]
+        frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+        return frame.astype(dict.fromkeys(_REPEATED, "category"))
+
+    @cached_property
+    def statistics(self) -> pd.DataFrame:
+        """What the data of each group are made of before any scaling: a row for each kind, role and format."""
+        import pandas as pd
+
+        rows = [
+            (record.case.id, one.kind, one.role, one.count, one.amax, *outside)
+            for record in self.run.records
+            for one in record.statistics
+            for outside in one.outside or ((None, None, None),)
+        ]
+        return pd.DataFrame(rows, columns=list(STATISTICS_COLUMNS))
+
+    @cached_property
+    def energy(self) -> pd.DataFrame:
+        """Every energy window, with the idle power before and after the windows of its case."""
+        import pandas as pd
+
+        rows = [
+            (
+                record.case.id, record.case.mode, use.source, number, one.steps, one.seconds, one.joules, one.intervals,
+                one.uncertainty, one.sm_clock, one.temperature, use.idle_before, use.idle_after,
+            )
+            for record in self.run.records
+            if (use := record.energy) is not None
+            for number, one in enumerate(use.windows)
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
+
+
+def _arms(record: Record) -> Iterator[tuple[str, Timing]]:
+    """The case, the reference's second entry, and the reference itself where the case sat with it apart."""
+    for arm, timing in (("case", record.timing), ("control", record.control), ("reference", record.paired_with)):
+        if timing is not None:
+            yield arm, timing
+
+
+def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:
+    import numpy as np
+    import pandas as pd
+
+    calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.int64)
+    num_calls, num_cells = calls.shape
+    rounds = [slot.round for slot in timing.slots for _ in slot.calls_ns]
+    places = [place for slot in timing.slots for place in range(len(slot.calls_ns))]
+    columns = {
+        "case": record.case.id,
+        "mode": record.case.mode,
+        "arm": arm,
+        "round": np.repeat(rounds, num_cells),
+        "call": np.repeat(places, num_cells),
+        "block": np.tile(timing.segments.blocks, num_calls),
+        "phase": np.tile(np.array(timing.segments.phases, dtype=object), num_calls),
+        "nanoseconds": calls.reshape(-1),
+    }
+    return pd.DataFrame(columns, columns=list(SAMPLE_COLUMNS))

@@ -1,0 +1,160 @@
+"""A run as tidy rows, one for each case, phase and metric, or as wide ones, one a case.
+
+docs/outputs.md says what the columns hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from fp8bench.analysis.metric import ENERGY, STEP, TIME, Metric, Rank
+from fp8bench.model import Finding, Record, Run, Scalar
+from fp8bench.report.case_status import emulated
+from fp8bench.report.panels import Result, ResultGroup, metrics_within, panels_of, show_params
+from fp8bench.units import unit_of
+
+Cell = Scalar | None
+# A cell for each column, by name.
+TidyRow = dict[str, Cell]
+
+# What every row has: first what it is about, ...
+_CASE_COLUMNS = (
+    "run", "started_utc", "case", "suite", "suite_version", "device", "device_name", "precision", "mode",
+    "reference_mode", "level", "status", "reason", "params",
+)  # fmt: skip
+# ... then one column a parameter, then what it says. A new column goes to the end, so that those before it stay.
+_FIGURE_COLUMNS = (
+    "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
+    "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
+    "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
+    "speedup_low", "speedup_high",
+)  # fmt: skip
+
+# Of the row of the step's time, which says what became of a case; of other rows the figures alone.
+_OF_A_FIGURE = (
+    "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
+    "labels", "energy_source",
+)  # fmt: skip
+
+
+def columns_of(run: Run) -> tuple[str, ...]:
+    """The columns of a run's rows, in order: those of every run, and one for each parameter of its cases."""
+    names = dict.fromkeys(name for record in run.records for name, _ in record.case.params)
+    return (*_CASE_COLUMNS, *(f"param_{name}" for name in names), *_FIGURE_COLUMNS)
+
+
+def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
+    """All rows, in the order of the plan; each has every column, None where it has nothing to say there."""
+    empty: TidyRow = dict.fromkeys(columns_of(run))
+    names = {facts.key: facts.name for facts in run.devices}
+    heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+    found = []
+    for panel in panels_of(run, findings):
+        for group in panel.groups:
+            for result in group.results:
+                named = {"device_name": names.get(result.record.case.device)}
+                about = heads | _about(result.record, panel.reference) | named
+                found += [_cleaned(empty | about | figures) for figures in _figures(group, result)]
+    return found
+
+
+def _cleaned(row: TidyRow) -> TidyRow:
+    """One line a text, and nothing for an empty one, so that a reader of the CSV finds the same."""
+    return {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}
+
+
+@lru_cache(maxsize=4096)  # most texts stand in every row of their case
+def _one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
+
+
+def _about(record: Record, reference: str) -> TidyRow:
+    case = record.case
+    about: TidyRow = {
+        "case": case.id,
+        "suite": case.workload,
+        "suite_version": case.version,
+        "device": case.device,
+        "precision": case.precision,
+        "mode": case.mode,
+        "reference_mode": reference,
+        "level": record.support.level.value,
+        "status": record.status.value,
+        "reason": record.reason,
+        "params": show_params(case.params),
+    }
+    return about | {f"param_{name}": value for name, value in case.params}
+
+
+def _figures(group: ResultGroup, result: Result) -> Iterator[TidyRow]:
+    """A row a figure. What became of the case stands in that of the step's time, which comes first."""
+    told = (one for one in metrics_within(group, result) if one.rank is not Rank.RESTATED)
+    yield _row(next(told)) | _of_the_case(result)
+    yield from map(_row, told)
+
+
+def _row(metric: Metric) -> TidyRow:
+    kind, role = metric.about or (None, None)
+    row: TidyRow = {
+        "phase": metric.phase, "kind": kind, "role": role, "metric": metric.name, "unit": metric.unit,
+        "median_in_unit": metric.value, "best_in_unit": metric.best, "n_rounds": metric.rounds,
+        "n_samples": metric.count, "provenance": metric.provenance and metric.provenance.value,
+        "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
+        "energy_source": metric.source,
+    }  # fmt: skip
+    ratio = metric.interval
+    if ratio is None:
+        return row
+    row["ratio_to_reference"] = ratio.point
+    if ratio.level < 1:  # an exact one has no ends
+        row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
+    if metric.name == TIME and 0 < ratio.point < math.inf:
+        speed = ratio.inverse
+        row |= {"speedup": speed.point, "speedup_low": speed.low, "speedup_high": speed.high}
+    return row
+
+
+def _of_the_case(result: Result) -> TidyRow:
+    finding = result.finding
+    if finding is None or finding.best_seconds is None:
+        return {}
+    return {
+        "spread": finding.spread, "noise_floor": finding.floor,
+        "ratio_of_medians": None if emulated(result) or finding.ratio is None else finding.median_ratio,
+        "label_reasons": "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons),
+    }  # fmt: skip
+
+
+def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[TidyRow]]:
+    """Columns and rows. A figure of a phase is called '<phase>_<metric>', its columns end in its unit."""
+    cases: dict[tuple[Cell, Cell], TidyRow] = {}
+    for row in tidy:
+        wide = cases.setdefault((row["run"], row["case"]), {})
+        if row["metric"] == TIME and row["phase"] == STEP:
+            figures = {name: cell for name, cell in row.items() if name not in _OF_A_FIGURE or name == "labels"}
+            wide.update({name: cell for name, cell in figures.items() if name not in wide})
+        wide.update(_columns_of_figure(row))
+        if row["metric"] == ENERGY and row["phase"] == STEP:
+            wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
+    # Those that say which case it is first, figures in the order in which cases bring them.
+    columns = tuple(dict.fromkeys(name for wide in cases.values() for name in wide))
+    return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]
+
+
+def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
+    """The best and the median of one figure, where it has them."""
+    parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
+    name = "_".join(str(part) for part in (*parts, row["metric"]) if part)
+    named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
+    unit = "" if named else f"_{_word(str(row['unit']))}"
+    values = {"best": row["best_in_unit"], "median": row["median_in_unit"]}
+    if row["best_in_unit"] is None:
+        return {f"{name}{unit}": row["median_in_unit"]}
+    return {f"{name}_{which}{unit}": value for which, value in values.items()}
+
+
+def _word(unit: str) -> str:
+    return unit.replace("/", "_per_")

@@ -1,0 +1,328 @@
+"""Charts over two axes: lines from place to place, and scatters with a margin for points that have no x."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fp8bench.report.elements import Axis, Lines, Mark, Point, Scatter, Tone
+from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
+from fp8bench.report.page.drawing.limits import (
+    LABELS,
+    PLACES,
+    POINTED,
+    SERIES,
+    described,
+    drawable,
+    left_out,
+    points_drawn,
+    points_placed,
+)
+from fp8bench.report.page.drawing.rows import apart, legend
+from fp8bench.report.page.drawing.scale import Scale, limits, shown
+from fp8bench.report.page.drawing.sheet import SHAPES, Sheet, nothing
+
+_GAP = 8.0
+# From so many places on a mark is seen when it is pointed at, and the line otherwise.
+_FAINT_FROM = {False: 60, True: 25}
+
+Marks = Sequence[Mark | None]
+
+
+def draw_lines(chart: Lines, narrow: bool) -> str:
+    first = max(0, len(chart.places) - PLACES)
+    places = chart.places[first:]
+    series = [(name, _drawn(marks[first : len(chart.places)], chart.axis.log)) for name, marks in chart.series[:SERIES]]
+    values = [
+        value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark, chart.axis.log))
+    ]
+    description = described(chart, _missing(chart), left_out(chart))
+    if not values:
+        return nothing(chart, description, narrow)
+    sheet = Sheet(chart, narrow)
+    named = [(SHAPES[number], f"point s{number + 1}", name) for number, (name, _) in enumerate(series)]
+    top = legend(sheet, named if len(series) > 1 else [], 0.0)
+    if chart.axis.title:
+        sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
+        top += 24
+    bottom = top + (190.0 if narrow else 260.0)
+    log, unit = chart.axis.log, chart.axis.unit
+    y = Scale(*limits(values, log, unit, pad=0.05), bottom, top, log, unit)
+    x = _across(sheet, chart, series, y, len(places))
+    _line_axes(sheet, places, x, y)
+    for number, (_, marks) in enumerate(series):
+        _series(sheet, chart, places, number, marks, x, y)
+    _last_values(sheet, chart, series, x, y)
+    return sheet.svg(bottom + 26, description)
+
+
+def _drawn(marks: Marks, log: bool) -> list[Mark | None]:
+    """The marks with a place on the axis, None in place of the others."""
+    return [mark if mark is not None and drawable(mark.value, log) else None for mark in marks]
+
+
+def _missing(chart: Lines) -> int:
+    marks = [mark for _, marks in chart.series for mark in marks if mark is not None]
+    values = [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
+    return sum(not drawable(value, chart.axis.log) for value in values)
+
+
+def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
+    """Where places stand: between the ticks on the left and the last values on the right."""
+    left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
+    last = [mark for _, marks in series if (mark := _last(marks))]
+    room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
+    return Scale(-0.5 if places == 1 else 0.0, max(0.5, places - 1.0), left + 4, sheet.width - room)
+
+
+def _last(marks: Marks) -> Mark | None:
+    return next((mark for mark in reversed(marks) if mark is not None), None)
+
+
+def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
+    for value, text in y.ticks(6):
+        sheet.lines("grid", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
+        sheet.text(x.start - 12, y.at(value), text, "tick", anchor="end")
+    sheet.lines("axis", [[(x.start - 4, y.start), (x.end + 4, y.start)]], layer=0)
+    sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
+    most = 3 if sheet.narrow else 7
+    room = (x.end - x.start) / most
+    numbers = sorted({round(step * (len(places) - 1) / max(1, most - 1)) for step in range(most)})
+    texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in numbers]
+    for place, text in apart(sheet, texts):
+        half = sheet.measure(text) / 2
+        sheet.text(min(max(place, half), sheet.width - half), y.start + 14, text, "tick", anchor="middle")
+
+
+def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, marks: Marks, x: Scale, y: Scale) -> None:
+    """One series: band or whiskers, a line that breaks where there is no mark, the marks."""
+    style, log = f"s{number + 1}", chart.axis.log
+    runs = _runs(marks)
+    for run in runs:
+        spans = [(x.at(place), [y.at(end) for end in ends(mark, log)]) for place, mark in run]
+        if len(run) > 1 and all(span for _, span in spans):
+            upper = [(place, min(span)) for place, span in spans]
+            sheet.shapes(f"haze {style}", [upper + [(place, max(span)) for place, span in reversed(spans)]])
+        elif any(span for _, span in spans):
+            sheet.lines("whisker", [[(place, span[0]), (place, span[1])] for place, span in spans if span])
+    strokes = [[(x.at(place), y.at(mark.value)) for place, mark in run] for run in runs if len(run) > 1]
+    if strokes:
+        sheet.lines(f"line {style}", strokes)
+    every = [(place, mark) for run in runs for place, mark in run]
+    pointed = max(2, POINTED[sheet.narrow] // min(SERIES, len(chart.series)))
+    many = len(marks) > _FAINT_FROM[sheet.narrow]
+    for place, mark in _evenly(every, pointed):
+        plain = mark.tone is Tone.PLAIN
+        tone = (" faint" if many else "") if plain else f" {mark.tone.value}"
+        words = hint(mark, chart.axis.unit, chart.series[number][0], places[place])
+        sheet.dot(f"mark point {style}{tone}", SHAPES[number], x.at(place), y.at(mark.value), 8.0, words)
+
+
+def _runs(marks: Marks) -> list[list[tuple[int, Mark]]]:
+    """Marks without a gap between them, each with its place."""
+    runs: list[list[tuple[int, Mark]]] = []
+    for place, mark in enumerate(marks):
+        if mark is None:
+            continue
+        if runs and runs[-1][-1][0] == place - 1:
+            runs[-1].append((place, mark))
+        else:
+            runs.append([(place, mark)])
+    return runs
+
+
+def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
+    """At most so many of the marks: those that are meant somehow, and others evenly between first and last."""
+    if len(marks) <= most:
+        return marks
+    kept = {round(number * (len(marks) - 1) / max(1, most - 1)) for number in range(most)}
+    return [one for number, one in enumerate(marks) if number in kept or one[1].tone.value != "plain"]
+
+
+def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
+    """What each line came to, at its end; texts that would overlap move apart."""
+    found = [(y.at(mark.value), number, mark) for number, (_, marks) in enumerate(series) if (mark := _last(marks))]
+    below = y.end - sheet.size
+    for height, number, mark in sorted(found, key=lambda one: one[:2]):
+        below = max(height, below + sheet.size)
+        text = shown(mark.value, chart.axis.unit)
+        sheet.text(x.end + _GAP + 2, below, text, f"last s{number + 1}")
+
+
+_DOT = 9.5
+_LABEL_ROOM = 190.0
+# A legend that names more series than this is longer than the chart.
+_NAMED = 16
+
+
+@dataclass(frozen=True)
+class _Box:
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: _Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where points stand: by both scales in the plot, in the margin by y alone. Either may be missing."""
+
+    plot: _Box | None
+    margin: _Box | None
+    x: Scale | None
+    y: Scale
+
+
+def draw_scatter(chart: Scatter, narrow: bool) -> str:
+    placed = points_placed(chart)
+    points = points_drawn(placed)
+    description = described(chart, len(chart.points) - len(placed), len(placed) - len(points))
+    if not points:
+        return nothing(chart, description, narrow)
+    sheet = Sheet(chart, narrow)
+    names = list(dict.fromkeys(point.series for point in points))
+    looks = {name: _look(number) for number, name in enumerate(names)}
+    top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
+    aside = chart.margin if any(point.x is None for point in points) else ""
+    if chart.y.title or aside:
+        aside = shortened(aside, 0.45 * sheet.width, sheet.size)
+        title = shortened(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
+        sheet.text(0, top + 8, title, "quiet")
+        sheet.text(sheet.width, top + 8, aside, "quiet", anchor="end")
+        top += 24
+    frame = _frame(chart, points, sheet, top)
+    end = _axes(sheet, chart, frame)
+    spots = _spots(points, names, frame)
+    for point, (x, y) in zip(points, spots, strict=True):
+        shape, style = looks[point.series]
+        tone = f" {point.tone.value}" if point.tone.value != "plain" else ""
+        sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
+    _labels(sheet, points, spots, [box for box in (frame.plot, frame.margin) if box])
+    return sheet.svg(end, description)
+
+
+def _look(number: int) -> tuple[str, str]:
+    """Shape and class of a series: no two of the first 64 look alike."""
+    return SHAPES[(number + number // SERIES) % len(SHAPES)], f"point s{number % SERIES + 1}"
+
+
+def _frame(chart: Scatter, points: list[Point], sheet: Sheet, top: float) -> _Frame:
+    bottom = top + (280.0 if sheet.narrow else 380.0)
+    y = Scale(
+        *limits([one.y for one in points], chart.y.log, chart.y.unit, 0.05), bottom, top, chart.y.log, chart.y.unit
+    )
+    left = max(sheet.measure(text) for _, text in y.ticks(_most(sheet, down=True))) + 10
+    placed = [point.x for point in points if point.x is not None]
+    if not placed:
+        return _Frame(None, _Box(left, top, sheet.width - 1, bottom), None, y)
+    right, margin = sheet.width - 1, None
+    if len(placed) < len(points):
+        margin = _Box(right - (64.0 if sheet.narrow else 130.0), top, right, bottom)
+        right = margin.left - 10
+    x = Scale(*limits(placed, chart.x.log, chart.x.unit, 0.05), left, right, chart.x.log, chart.x.unit)
+    return _Frame(_Box(left, top, right, bottom), margin, x, y)
+
+
+def _most(sheet: Sheet, down: bool) -> int:
+    """How many ticks an axis has room for."""
+    if down:
+        return 5 if sheet.narrow else 7
+    return 4 if sheet.narrow else 7
+
+
+def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
+    """Lines, ticks and titles; returns where they end."""
+    first = frame.plot or frame.margin
+    assert first is not None
+    heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_most(sheet, down=True))]
+    for box in filter(None, (frame.plot, frame.margin)):
+        sheet.lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
+    for y, text in heights:
+        sheet.text(first.left - 8, y, text, "tick", anchor="end")
+    if frame.margin:
+        sheet.box("margin", frame.margin.left, first.top, frame.margin.right - frame.margin.left,
+                  first.bottom - first.top, layer=-1)  # fmt: skip
+    if frame.plot and frame.x:
+        _below(sheet, chart.x, frame.x, frame.plot)
+        sheet.lines("axis", [[(first.left, first.bottom), (first.right, first.bottom)]])
+    return first.bottom + (46 if frame.plot and chart.x.title else 26)
+
+
+def _below(sheet: Sheet, axis: Axis, scale: Scale, plot: _Box) -> None:
+    places = [(scale.at(value), text) for value, text in scale.ticks(_most(sheet, down=False))]
+    if places:
+        sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
+    for x, text in apart(sheet, places):
+        half = sheet.measure(text) / 2
+        sheet.text(min(max(x, half), sheet.width - half), plot.bottom + 13, text, "tick", anchor="middle")
+    title = shortened(axis.title, plot.right - plot.left, sheet.size)
+    sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
+
+
+def _spots(points: Sequence[Point], names: Sequence[str], frame: _Frame) -> list[tuple[float, float]]:
+    """Where each point stands; in the margin each series has a column of its own."""
+    aside = [name for name in names if any(point.series == name for point in points if point.x is None)]
+    columns = {name: (number + 1) / (len(aside) + 1) for number, name in enumerate(aside)}
+    spots = []
+    for point in points:
+        if point.x is not None and frame.x:
+            x = frame.x.at(point.x)
+        else:
+            assert frame.margin is not None
+            x = frame.margin.left + columns[point.series] * (frame.margin.right - frame.margin.left)
+        spots.append((x, frame.y.at(point.y)))
+    return spots
+
+
+def _hint(chart: Scatter, point: Point) -> Hint:
+    where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
+    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}".strip())))
+    name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
+    return worded(name, said, point.hint)
+
+
+def _labels(
+    sheet: Sheet, points: Sequence[Point], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
+) -> None:
+    """Names points that have room for a name beside them."""
+    taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+    order = _by_importance(points)
+    written = 0
+    for number in order:
+        if written == LABELS:
+            return
+        x, y = spots[number]
+        text = shortened(points[number].label, _LABEL_ROOM * (0.65 if sheet.narrow else 1), sheet.size)
+        for box, anchor, place in _around(x, y, sheet.measure(text), sheet.size) if text else ():
+            inside = any(one.left <= box.left and box.right <= one.right and one.top <= box.top
+                         and box.bottom <= one.bottom for one in frames)  # fmt: skip
+            if inside and not any(box.meets(other) for other in taken):
+                taken.append(box)
+                sheet.text(place, (box.top + box.bottom) / 2, text, "label", anchor=anchor)
+                written += 1
+                break
+
+
+def _by_importance(points: Sequence[Point]) -> list[int]:
+    """The strong ones, then the first of each series, then the second of each."""
+    turns: Counter[str] = Counter()
+    order = []
+    for number, point in enumerate(points):
+        order.append((point.tone is not Tone.STRONG, turns[point.series], number))
+        turns[point.series] += 1
+    return [number for _, _, number in sorted(order)]
+
+
+def _around(x: float, y: float, wide: float, size: float) -> Iterable[tuple[_Box, str, float]]:
+    """Places for a label beside a point: right, left, above, below."""
+    half = size * 0.6
+    yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
+    yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9
+    for middle in (y - 15, y + 15):
+        yield _Box(x - wide / 2, middle - half, x + wide / 2, middle + half), "middle", x

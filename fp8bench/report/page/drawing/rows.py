@@ -1,0 +1,353 @@
+"""Charts of rows under each other that share an axis: bars, stacks of parts, and strips of samples.
+
+In a window labels stand left of the rows; on a telephone each stands above its row.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fp8bench import units
+from fp8bench.report.elements import Axis, Bars, Mark, Stacks, Strips, Tone, Waterfall
+from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
+from fp8bench.report.page.drawing.limits import (
+    DOTS,
+    ROWS,
+    SERIES,
+    bars_drawn,
+    described,
+    drawable,
+    left_out,
+    on_ratios,
+    part_drawable,
+    stack_rows,
+    strip_rows,
+)
+from fp8bench.report.page.drawing.scale import Scale, limits, shown
+from fp8bench.report.page.drawing.sheet import Sheet, nothing
+
+_LABELS_SHARE = 0.4
+_LABEL_GAP = 14.0
+# Between what is drawn and its value.
+_GAP = 8.0
+# On a telephone a label stands closer to its own row than to the one above.
+_LABEL_LINE = 22.0
+_BELOW = 3.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a row stands: the middle of what is drawn in it, and the band that is all its own."""
+
+    y: float
+    top: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows from the top down; what is drawn in them begins at `left` and ends at the sheet's right side."""
+
+    rows: tuple[Row, ...]
+    left: float
+    top: float
+    bottom: float
+
+
+def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
+    """Writes headings and labels, and says where the rows are; `height` is what a row needs without its label."""
+    labels = [label for _, group in groups for label in group]
+    headed = any(heading for heading, _ in groups)
+    room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
+    texts = [shortened(label, room, sheet.size) for label in labels]
+    left = 0.0 if sheet.narrow else max((sheet.measure(text) for text in texts), default=0.0) + _LABEL_GAP
+    rows: list[Row] = []
+    y = top
+    for number, (heading, group) in enumerate(groups):
+        if headed:
+            y += 10.0 if number else 0.0
+            sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
+            y += 26.0
+        for _ in group:
+            label = texts[len(rows)]
+            if sheet.narrow:
+                sheet.text(0, y + _LABEL_LINE - 8, label, "label")
+                rows.append(Row(y + _LABEL_LINE + height / 2 - _BELOW, y, _LABEL_LINE + height - _BELOW))
+            else:
+                sheet.text(left - _LABEL_GAP, y + height / 2, label, "label", anchor="end")
+                rows.append(Row(y + height / 2, y, height))
+            y += rows[-1].height
+    return Rows(tuple(rows), left, top, y)
+
+
+def foot(sheet: Sheet, scale: Scale, axis: Axis, rows: Rows) -> float:
+    """Draws the axis under the rows, and its lines behind them; returns where it ends."""
+    ticks = scale.ticks(4 if sheet.narrow else 7)
+    places = [(scale.at(value), text) for value, text in ticks]
+    bottom = rows.bottom + 4
+    if places:
+        sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
+    for x, text in apart(sheet, places):
+        half = sheet.measure(text) / 2
+        sheet.text(min(max(x, half), sheet.width - half), bottom + 12, text, "tick", anchor="middle")
+    if not axis.title:
+        return bottom + 22
+    title = shortened(axis.title, sheet.width - rows.left, sheet.size)
+    sheet.text((rows.left + sheet.width) / 2, bottom + 32, title, "quiet", anchor="middle")
+    return bottom + 42
+
+
+def apart(sheet: Sheet, places: Sequence[tuple[float, str]], gap: float = 10.0) -> list[tuple[float, str]]:
+    """The texts along a line that do not run into one before them."""
+    kept: list[tuple[float, str]] = []
+    for x, text in sorted(places):
+        if not kept or x - kept[-1][0] >= (sheet.measure(text) + sheet.measure(kept[-1][1])) / 2 + gap:
+            kept.append((x, text))
+    return kept
+
+
+def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
+    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as it takes; returns the end."""
+    x, most = 0.0, sheet.width / 2 if sheet.narrow else sheet.width / 3
+    for shape, style, label in entries:
+        text = shortened(label, most, sheet.size)
+        wide = 18 + sheet.measure(text)
+        if x and x + wide > sheet.width:
+            x, y = 0.0, y + 20
+        if shape in ("box", "hatch"):
+            sheet.box(style, x + 1, y + 3, 11, 11)
+            if shape == "hatch":
+                sheet.hatch("hatch", x + 1, y + 3, 11, 11)
+        else:
+            sheet.dot(style, shape, x + 6.5, y + 8.5)
+        sheet.text(x + 18, y + 8.5, text)
+        x += wide + 18
+    return y + 30 if entries else y
+
+
+_THICK = 14.0
+_CAP = 3.5
+_DOT = 8.0
+# A bar that ends where it starts is still seen.
+_THINNEST = 2.0
+
+
+def draw_bars(chart: Bars, narrow: bool) -> str:
+    """From the start; as dots where the axis has no place for one, as errors have none on a logarithmic axis."""
+    groups = bars_drawn(chart)
+    marks = [mark for _, group in groups for mark in group]
+    description = described(chart, _undrawn(chart), left_out(chart))
+    if not marks:
+        return nothing(chart, description, narrow)
+    sheet = Sheet(chart, narrow)
+    labels = [(heading, [mark.label for mark in group]) for heading, group in groups]
+    rows = arranged(sheet, labels, 22.0 if narrow else 28.0)
+    start = chart.start if drawable(chart.start, on_ratios(chart)) else None
+    scale = _scale(chart, marks, start, sheet, rows.left)
+    end = foot(sheet, scale, chart.axis, rows)
+    for mark, row in zip(marks, rows.rows, strict=True):
+        _bar(sheet, chart, mark, row, scale, start)
+    if start is not None:
+        x = scale.at(start)
+        sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, narrow)])
+    return sheet.svg(end, description)
+
+
+def _undrawn(chart: Bars) -> int:
+    """Values, and ends of intervals, without a place on the axis."""
+    marks = [mark for _, group in chart.groups for mark in group]
+    values = [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
+    return sum(not drawable(value, on_ratios(chart)) for value in values)
+
+
+def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
+    """An axis with room for the values at the ends of the bars, on the side to which these point."""
+    log = on_ratios(chart)
+    values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
+    low, high = limits(values if start is None else [*values, start], log, chart.axis.unit)
+    room = {True: 0.0, False: 0.0}
+    for mark in marks:
+        side = start is not None and mark.value < start
+        room[side] = max(room[side], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
+    dot = _DOT if start is None else 2.0
+    return Scale(low, high, left + room[True] + dot, sheet.width - room[False] - dot, log, chart.axis.unit)
+
+
+def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
+    """From where to where the start is marked: along rows, not through the labels and headings above them."""
+    if narrow:
+        return [(row.y - 12, row.y + 12) for row in rows.rows]
+    spans: list[tuple[float, float]] = []
+    for row in rows.rows:
+        together = bool(spans) and spans[-1][1] == row.top
+        spans[-1 if together else len(spans) :] = [(spans[-1][0] if together else row.top, row.top + row.height)]
+    return spans
+
+
+def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float | None) -> None:
+    """One row: a band to point at, the bar or the dot, its interval, its value."""
+    unit, style = chart.axis.unit, mark.tone.value
+    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
+    end = scale.at(mark.value)
+    origin = end if start is None else scale.at(start)
+    back = start is not None and (end < origin or (end == origin and mark.value < start))
+    if start is None:
+        sheet.dot(f"dot {style}", "o", end, row.y, _DOT)
+    else:
+        _box(sheet, style, row, origin, end, back)
+    reach = [end] + [scale.at(value) for value in ends(mark, scale.log)]
+    if len(reach) == 3:
+        low, high = reach[1:]
+        caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
+        sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
+    x = min(reach) - _GAP if back else max(*reach, origin) + _GAP
+    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if back else "start")
+
+
+def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: bool = False) -> None:
+    thick = max(_THINNEST, abs(end - start))
+    left = start - thick if back else min(start, end)
+    sheet.box(f"bar {style}", left, row.y - _THICK / 2, thick, _THICK)
+
+
+def draw_waterfall(chart: Waterfall, narrow: bool) -> str:
+    """A bar for either whole, and between them each change where the one before it ended."""
+    changes = [mark for mark in chart.changes if drawable(mark.value)]
+    description = described(chart, len(chart.changes) - len(changes), left_out(chart))
+    if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
+        return nothing(chart, description, narrow)
+    unit, sheet = chart.axis.unit, Sheet(chart, narrow)
+    before, after = (Mark(label, whole, tone=Tone.STRONG) for label, whole in (chart.before, chart.after))
+    marks = [before, *changes[:ROWS], after]
+    rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if narrow else 28.0)
+    heights = list(accumulate((mark.value for mark in marks[1:-1]), initial=before.value))
+    signs = ["", *("+" if mark.value > 0 else "" for mark in marks[1:-1]), ""]
+    texts = [sign + shown(mark.value, unit) for sign, mark in zip(signs, marks, strict=True)]
+    low, high = limits([0.0, *heights, after.value], False, unit)
+    room = max(map(sheet.measure, texts)) + _GAP + 2
+    scale = Scale(low, high, rows.left + 2, sheet.width - room, unit=unit)
+    end = foot(sheet, scale, chart.axis, rows)
+    spans = [(0.0, before.value), *pairwise(heights), (0.0, after.value)]
+    for mark, row, span, text in zip(marks, rows.rows, spans, texts, strict=True):
+        sheet.box("mark band", 0, row.top, sheet.width, row.height, hint=worded(mark.label, text, mark.hint))
+        _box(sheet, mark.tone.value, row, scale.at(span[0]), scale.at(span[1]))
+        sheet.text(scale.at(max(span)) + _GAP, row.y, text, f"value {mark.tone.value}")
+    joints = zip(map(scale.at, heights), pairwise(rows.rows), strict=True)
+    sheet.lines("whisker", [[(x, above.y + _THICK / 2), (x, below.y - _THICK / 2)] for x, (above, below) in joints])
+    return sheet.svg(end, description)
+
+
+_STACKED = 18.0
+# Parts of a smaller share carry no text.
+_LEAST_SHARE = 0.03
+# What no part accounts for is no part: it is hatched.
+_RESTS = ("unattributed", "the rest")
+
+
+def draw_stacks(chart: Stacks, narrow: bool) -> str:
+    rows = stack_rows(chart)[:ROWS]
+    missing = sum(not part_drawable(value) and value != 0 for _, values in chart.rows for value in values)
+    description = described(chart, missing, left_out(chart))
+    if not rows:
+        return nothing(chart, description, narrow)
+    sheet = Sheet(chart, narrow)
+    keys = [("hatch" if chart.parts[n] in _RESTS else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
+    top = legend(sheet, keys, 0.0)
+    sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
+    places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if narrow else 30.0, top)
+    unit = chart.axis.unit
+    room = max(sheet.measure(_written(one, unit)) for one in sums) + _GAP
+    scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
+    end = foot(sheet, scale, chart.axis, places)
+    for (label, values), place, whole in zip(rows, places.rows, sums, strict=True):
+        _stack(sheet, chart, label, values, place, scale)
+        sheet.text(scale.at(whole) + _GAP, place.y, _written(whole, unit), "value")
+    return sheet.svg(end, description)
+
+
+def _written(whole: float, unit: str) -> str:
+    """What the parts sum to; that shares sum to 100% is no news."""
+    return "" if unit == "%" else shown(whole, unit)
+
+
+def _style(chart: Stacks, number: int) -> str:
+    """The class of a part, by its place among the parts."""
+    return "rest" if chart.parts[number] in _RESTS else f"part s{number % SERIES + 1}"
+
+
+def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
+    """The parts of one whole, side by side, each with its share where it has room for it."""
+    whole, before = sum(value for value in values if part_drawable(value)), 0.0
+    top, unit = place.y - _STACKED / 2, chart.axis.unit
+    for number, (part, value) in enumerate(zip(chart.parts, values, strict=False)):
+        if not part_drawable(value):
+            continue
+        x, end = scale.at(before), scale.at(before + value)
+        before += value
+        said = shown(value, unit)
+        said += "" if unit == "%" else f" ({units.percent(value / whole)})"
+        hint = worded(f"{label}, {part}", said)
+        sheet.box(f"mark {_style(chart, number)}", x, top, end - x, _STACKED, hint=hint)
+        text = units.percent(value / whole, 0)
+        if part in _RESTS:
+            sheet.hatch("hatch", x, top, end - x, _STACKED, layer=2)
+        elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
+            sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
+
+
+# Dots this close stand above each other, in so many places around the row's middle.
+_APART = 4.5
+_PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
+
+
+def draw_strips(chart: Strips, narrow: bool) -> str:
+    rows = strip_rows(chart)[:ROWS]
+    missing = sum(not drawable(value, chart.axis.log) for _, samples, _ in chart.rows for value in samples)
+    note = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."
+    many = any(len(samples) > DOTS for _, samples, _ in rows)
+    description = described(chart, missing, left_out(chart), note if many else "")
+    if not rows:
+        return nothing(chart, description, narrow)
+    sheet = Sheet(chart, narrow)
+    places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)
+    unit = chart.axis.unit
+    low, high = limits((value for _, samples, _ in rows for value in samples), chart.axis.log, unit, pad=0.01)
+    scale = Scale(low, high, places.left + 4, sheet.width - 4, chart.axis.log, unit)
+    end = foot(sheet, scale, chart.axis, places)
+    for (label, samples, tone), place in zip(rows, places.rows, strict=True):
+        sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=_said(label, samples, unit))
+        _dots(sheet, tone, [scale.at(value) for value in chosen(samples)], place)
+        middle = scale.at(statistics.median(samples))
+        sheet.lines("median", [[(middle, place.y - 12), (middle, place.y + 12)]])
+    return sheet.svg(end, description)
+
+
+def chosen(samples: Sequence[float]) -> list[float]:
+    """At most DOTS of the samples, evenly over their sorted order, the ends among them."""
+    ordered = sorted(samples)
+    if len(ordered) <= DOTS:
+        return ordered
+    return [ordered[round(number * (len(ordered) - 1) / (DOTS - 1))] for number in range(DOTS)]
+
+
+def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
+    """All dots of a row as one path of points, which round ends make dots; close ones stand above each other."""
+    last: dict[float, float] = {}
+    points = []
+    for x in places:
+        free = [offset for offset in _PLACES if x - last.get(offset, -1e9) >= _APART]
+        offset = free[0] if free else min(_PLACES, key=lambda one: last[one])
+        last[offset] = x
+        points.append([(x, row.y + offset), (x, row.y + offset)])
+    sheet.lines(f"dots {tone}", points)
+
+
+def _said(label: str, samples: Sequence[float], unit: str) -> Hint:
+    """What a row says of its samples."""
+    middle = shown(statistics.median(samples), unit)
+    low, high = shown(min(samples), unit), shown(max(samples), unit)
+    count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples from {low} to {high}"
+    return worded(label, f"median {middle}", count)

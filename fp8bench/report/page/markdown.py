@@ -1,0 +1,178 @@
+"""A page as Markdown (GitHub's): for a pull request, a wiki, an issue. Charts are tables of their numbers.
+
+What a reader of a pull request sees at first is short: the title, the answer, and of the rest a line that opens it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fp8bench.report.elements import (
+    Chart,
+    Code,
+    Column,
+    Element,
+    Facts,
+    Field,
+    Items,
+    Page,
+    Part,
+    Table,
+    Text,
+    Tone,
+    Verdicts,
+)
+from fp8bench.report.page.charts import numbers_table
+
+# What is seen before one opens the rest; what is cut there stands in the rest, whole.
+_MOST_LINES = 25
+_LEAST_CUT = 5
+_REST = "<details><summary>The rest of the report</summary>"
+# A chart's numbers, beyond which its description has to do.
+_MOST_NUMBERS = 25
+_SIGNS = {Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ", Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
+          Tone.DOUBT: "\N{WHITE CIRCLE} "}  # fmt: skip
+_SPACES = re.compile(r"\s+")
+# Control characters and halves of surrogate pairs: no file in UTF-8 can hold the latter.
+_FORBIDDEN = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# What would be read as a mark wherever it stands; an underscore within a word is none.
+_MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
+# What would make a line something else than a paragraph.
+_STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
+
+
+def render(page: Page) -> str:
+    """The file's text: the same page gives the same bytes."""
+    blocks = [_heading(1, page.title)]
+    blocks += [_paragraph(page.subtitle)] if page.subtitle else []
+    blocks += [", ".join(f"{_line(name)}: {_line(what)}" for name, what in page.facts)] if page.facts else []
+    for part in page.parts:
+        blocks += _part(part)
+    blocks += ["There is nothing to report."] if not page.parts else []
+    blocks += ["---", *(_paragraph(line) for line in page.footer)] if page.footer else []
+    if _lines(blocks) > _MOST_LINES:
+        seen, rest = _parted(blocks)
+        blocks = [*seen, _REST, *rest, "</details>"]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _lines(blocks: Sequence[str]) -> int:
+    return "\n\n".join(blocks).count("\n") + 1
+
+
+def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """What has room above the line that opens the rest, and the rest; of a part after the first all or nothing."""
+    number = 1
+    while _lines(blocks[: number + 1]) + 2 <= _MOST_LINES:
+        number += 1
+    parts = [place for place, block in enumerate(blocks[:number]) if block.startswith("## ")]
+    if len(parts) > 1 and not blocks[number].startswith("## "):
+        number = parts[-1]
+    cut, headed = _cut(blocks[number], _MOST_LINES - _lines(blocks[:number]) - 3), number
+    while headed > 1 and blocks[headed - 1].startswith("#"):
+        headed -= 1
+    return [*blocks[:number], *cut] if cut else blocks[:headed], blocks[headed:]
+
+
+def _cut(block: str, room: int) -> list[str]:
+    """The first lines of a list or table that finds no room as a whole."""
+    lines = block.split("\n")[:room]
+    return ["\n".join(lines)] if len(lines) >= _LEAST_CUT and block.startswith(("- ", "| ")) else []
+
+
+def _part(part: Part) -> Iterator[str]:
+    if part.title:
+        yield _heading(2, part.title)
+    if part.lead:
+        yield _paragraph(part.lead)
+    for element in part.elements:
+        yield from _element(element)
+
+
+def _element(element: Element) -> Iterator[str]:
+    match element:
+        case Text():
+            yield _paragraph(element.text, element.tone)
+        case Items():
+            yield "\n".join(f"- {_paragraph(item.text, item.tone)}" for item in element.items)
+        case Facts():
+            yield _table((Column("what"), Column("is")), [(Field(name), Field(what)) for name, what in element.pairs])
+        case Verdicts():
+            columns = [Column("precision"), *map(Column, element.questions)]
+            yield _table(columns, [(Field(label), *map(_told, fields)) for label, fields in element.rows])
+        case Code():
+            yield _code(element.text)
+        case Table():
+            if element.caption:
+                yield _heading(3, element.caption)
+            yield _table(element.columns, element.rows)
+        case _:
+            yield from _chart(element)
+
+
+def _told(field: Field) -> Field:
+    """A word with what it rests on."""
+    return replace(field, text=f"{field.text}: {field.hint}") if field.hint else field
+
+
+def _chart(chart: Chart) -> Iterator[str]:
+    """What it shows in words, then its first numbers."""
+    numbers = numbers_table(chart)
+    yield _heading(3, chart.title)
+    yield _paragraph(chart.description)
+    yield _table(numbers.columns, numbers.rows[:_MOST_NUMBERS])
+    left_out = len(numbers.rows) - _MOST_NUMBERS
+    if left_out > 0:
+        yield f"{left_out} more rows are left out here."
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
+    if not rows:
+        return "No rows."
+    lines = [_row([_line(column.title) for column in columns])]
+    lines += [_row(["---:" if column.number else "---" for column in columns])]
+    lines += [_row([_toned(_line(field.text), field.tone) for field in row]) for row in rows]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _code(text: str) -> str:
+    """Between fences longer than any run of backticks in it."""
+    runs = [len(run) for run in re.findall("`+", text)]
+    fence = "`" * max(3, *(run + 1 for run in runs)) if runs else "```"
+    return f"{fence}\n{_FORBIDDEN.sub(' ', text).rstrip(chr(10))}\n{fence}"
+
+
+def _heading(level: int, text: str) -> str:
+    """A number sign at the end would count as the heading's own."""
+    line = re.sub(r"#$", r"\\#", _line(text))
+    return f"{'#' * level} {line}".rstrip()
+
+
+def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
+    line = _line(text)
+    return _toned(_STARTS.sub(_after_backslash, line), tone)
+
+
+def _after_backslash(found: re.Match[str]) -> str:
+    """'#' -> '\\#'; of a list's number it is the dot that counts, so '1' -> '1\\'."""
+    return f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}"
+
+
+def _toned(text: str, tone: Tone) -> str:
+    """A sign before it, bold where it is strong; never round nothing."""
+    if not text:
+        return text
+    return f"**{text}**" if tone is Tone.STRONG else f"{_SIGNS.get(tone, '')}{text}"
+
+
+def _line(text: str) -> str:
+    """A text as one line that reads as it is: no tag, link, emphasis or cell's end in it."""
+    line = _SPACES.sub(" ", _FORBIDDEN.sub(" ", text)).strip()
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKS.sub(lambda found: f"\\{found[0]}", line)

@@ -1,0 +1,143 @@
+"""The interface of a report's sections, their registry, and the page that they make.
+
+A section turns material into elements, and knows no output format. It is one decorated class in one file of
+fp8bench/report/page/sections.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from fp8bench import units
+from fp8bench.model import Run
+from fp8bench.model.codec import SCHEMA
+from fp8bench.registry import Registry
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, Text, Tone
+from fp8bench.report.material import Material
+from fp8bench.report.page.charts import numbers_table, worth_drawing
+from fp8bench.report.words.naming import NamedCase, listed
+from fp8bench.report.words.run_facts import commit_of, counts, devices_of, fact, many, shortened, suites_of, when
+
+Row = tuple[Field, ...]
+
+
+class Section(ABC):
+    """`rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    rank: ClassVar[int]
+    repeats: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, material: Material) -> Part | None:
+        """The section for this material; None where it has nothing to say."""
+
+
+sections: Registry[Section] = Registry("section", "fp8bench.report.page.sections", Section, ("name", "summary", "rank"))
+
+
+PRECISION = Column("precision", hint="and what tells its case from the others")
+
+
+def case_field(case: NamedCase) -> Field:
+    """'fp8 (emulated), m=256 n=256': what a row is of, the precision first as in every table."""
+    cost = emulated(case.result)
+    words = f"{case.result.mode} (emulated)" if cost else case.result.mode
+    return Field(", ".join(filter(None, (words, case.place))), tone=Tone.DOUBT if cost else Tone.PLAIN)
+
+
+def with_room(cases: Iterable[tuple[str, Sequence[Row]]], most: int) -> tuple[tuple[Row, ...], list[str]]:
+    """The rows of the cases that a table of so many rows holds, the first one's in any case; and who is left out."""
+    rows: list[Row] = []
+    left_out = []
+    for name, own in cases:
+        if rows and len(rows) + len(own) > most:
+            left_out.append(name)
+        else:
+            rows += own
+    return tuple(rows), left_out
+
+
+def parts_of(material: Material) -> tuple[Part, ...]:
+    """All sections that have something to say, in order."""
+    ordered = sorted((sections.get(name) for name in sections.names()), key=lambda section: section.rank)
+    built = ((section, section.build(material)) for section in ordered)
+    settled = (replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part)
+    return tuple(part for part in settled if part.elements)
+
+
+def _settled(part: Part, repeats: bool) -> Iterator[Element]:
+    """Charts of which there is next to nothing to see are tables of their numbers, or none where those stand above."""
+    for element in part.elements:
+        if not isinstance(element, Chart) or worth_drawing(element):
+            yield element
+        elif not repeats:
+            yield Text(element.description)
+            yield replace(numbers_table(element), caption=element.title, folded=element.folded)
+
+
+_MOST_SUITES = 4
+_MOST_DEVICES = 3
+_MOST_LABELS = 8
+_LONGEST_NAME = 60
+
+
+def page_of(material: Material) -> Page:
+    """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
+    runs = [entry.run for entry in material.entries]
+    return Page(_title(runs), _subtitle(material), parts_of(material), tuple(_footer(runs)), tuple(_facts(runs)))
+
+
+def _title(runs: Sequence[Run]) -> str:
+    """'gemm, transformer on NVIDIA H200'."""
+    suites = _each(shortened(suite, _LONGEST_NAME) for run in runs for suite in suites_of(run))
+    devices = _each(shortened(device, _LONGEST_NAME) for run in runs for device in devices_of(run))
+    named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
+    where = listed(devices, _MOST_DEVICES)
+    return " on ".join(part for part in (named, where) if part) or "A report without cases"
+
+
+def _subtitle(material: Material) -> str:
+    """When, at which commit and on which machine; of several runs, what tells them apart."""
+    if not material.alone:
+        labels = [entry.label for entry in material.entries]
+        more = [f"{len(labels) - _MOST_LABELS} more"] if len(labels) > _MOST_LABELS else []
+        return ": ".join(
+            part for part in (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more])) if part
+        )
+    run = material.entries[0].run
+    commit = commit_of(run)
+    parts = [when(run), f"commit {commit}" if commit else "", fact(run, "machine")]
+    return ", ".join(part for part in parts if part) or "the header of the run's file is lost"
+
+
+def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """The few that a reader looks for first."""
+    if len(runs) != 1:
+        return
+    run = runs[0]
+    pairs = (
+        ("cases", counts(run)),
+        ("torch", fact(run, "torch")),
+        ("threads", fact(run, "threads")),
+        ("memory", listed([units.size(one.memory_bytes) for one in run.devices if one.accelerated], _MOST_DEVICES)),
+    )
+    yield from ((name, text) for name, text in pairs if text)
+
+
+def _footer(runs: Sequence[Run]) -> Iterator[str]:
+    """Where the numbers come from, a line a run."""
+    for run in runs:
+        version = fact(run, "fp8bench")
+        by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
+        kept = f", kept in {run.path}" if run.path else ", not stored"
+        yield f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}."
+
+
+def _each(words: Iterator[str]) -> list[str]:
+    return list(dict.fromkeys(words))

@@ -1,0 +1,164 @@
+"""Runs side by side: the same case in each of them, as far as it is the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fp8bench import units
+from fp8bench.model import Params
+from fp8bench.report.case_status import doubts, emulated
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Part, Table, Text, Tone
+from fp8bench.report.material import Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Result, shared_params, show_params
+from fp8bench.report.words.naming import listed
+from fp8bench.report.words.run_facts import many
+
+NO_VERDICT = "measured at different times: no verdict (cross-run)"
+_LEAD = (
+    "The best time of each case, and its speed-up over the first column: above 1x is faster. The runs were measured at "
+    "different times, so a speed-up says nothing of how sure it is: no verdict (cross-run)."
+)
+_COST = "emulated: cost, not speed"
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What makes two cases the same but for the device: workload, its version, parameters in any order, mode."""
+
+    workload: str
+    version: str
+    same: frozenset[tuple[str, str]]
+    mode: str
+    params: Params = field(compare=False)
+
+
+# By key, then by column.
+_Found = dict[_Key, dict[int, Result]]
+
+
+@sections.register("across")
+class Across(Section):
+    """Several runs: only like with like."""
+
+    name = "across"
+    summary = "the same cases in several runs, side by side"
+    rank = 35
+
+    def build(self, material: Material) -> Part | None:
+        if len(material.entries) < 2:
+            return None
+        titles, found = _collect(material)
+        shared = {key: results for key, results in found.items() if len(results) > 1}
+        lonely = len(found) - len(shared)
+        if not shared:
+            return Part(self.name, "Across runs", (Text("No case was timed in more than one of these runs."),))
+        settings = _settings(list(shared))
+        elements: list[Element] = [_table(titles, shared, settings)]
+        if lonely:
+            elements.append(Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only."))
+        elements += _charts(titles, shared, settings)
+        return Part(self.name, "Across runs", tuple(elements), _LEAD)
+
+
+def _collect(material: Material) -> tuple[list[str], _Found]:
+    """The columns, one for each run and device, and the timed cases that stand in them."""
+    titles: list[str] = []
+    found: _Found = {}
+    for entry in material.entries:
+        devices = list(dict.fromkeys(panel.case.device for panel in entry.panels))
+        first = len(titles)
+        titles += [f"{entry.label} {device}" if len(devices) > 1 else entry.label for device in devices]
+        for panel in entry.panels:
+            for result in panel.results:
+                case = result.record.case
+                same = frozenset((name, repr(value)) for name, value in case.params)
+                key = _Key(case.workload, case.version, same, case.mode, case.params)
+                if result.best is not None and math.isfinite(result.best) and result.best > 0:
+                    found.setdefault(key, {})[first + devices.index(case.device)] = result
+    return titles, found
+
+
+def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
+    """What tells the cases of a workload apart; their versions too where there are several."""
+    settings = {}
+    for workload in dict.fromkeys(key.workload for key in keys):
+        members = [key for key in keys if key.workload == workload]
+        shared = shared_params([key.params for key in members])
+        versions = len({key.version for key in members}) > 1
+        for key in members:
+            words = show_params(pair for pair in key.params if pair not in shared)
+            settings[key] = f"{words} version {key.version}".strip() if versions else words
+    return settings
+
+
+def _table(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Table:
+    columns = [Column("precision"), Column("suite"), Column("setting")]
+    for number, title in enumerate(titles):
+        columns.append(Column(title, number=True, unit="s", hint="best time"))
+        columns += [Column("speed-up", number=True, unit="x", hint=f"over {titles[0]}")] if number else []
+    rows = []
+    for key, results in found.items():
+        row = [Field(key.mode), Field(key.workload), Field(settings[key] or units.NONE, hint=show_params(key.params))]
+        for number in range(len(titles)):
+            row.append(_time(results.get(number)))
+            row += [_faster(results, number)] if number else []
+        rows.append(tuple(row))
+    return Table("across-table", "Best time of each case", tuple(columns), tuple(rows))
+
+
+def _time(result: Result | None) -> Field:
+    if result is None:
+        return Field(units.NONE, hint="not timed in this run")
+    hints = [*([_COST] if emulated(result) else []), *doubts(result)]
+    return Field(
+        units.seconds(result.best), result.best, Tone.DOUBT if emulated(result) else Tone.PLAIN, "; ".join(hints)
+    )
+
+
+def _faster(results: dict[int, Result], number: int) -> Field:
+    """Of speeds alone: what emulating costs here and there is no comparison of devices."""
+    speed = _speed(results, number)
+    if speed is None:
+        return Field(units.NONE)
+    return Field(units.speed_up(speed), speed, hint="; ".join([NO_VERDICT, *_doubts(results, number)]))
+
+
+def _speed(results: dict[int, Result], number: int) -> float | None:
+    """How many times as fast as in the first column; None where one of them has no speed."""
+    first, own = results.get(0), results.get(number)
+    if first is None or own is None or emulated(first) or emulated(own):
+        return None
+    return first.best / own.best if first.best and own.best else None
+
+
+def _doubts(results: dict[int, Result], number: int) -> list[str]:
+    return list(dict.fromkeys([*doubts(results[0]), *doubts(results[number])]))
+
+
+def _charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> list[Bars]:
+    """Speed against the first column, a heading a case; none where nothing has a speed in both."""
+    groups = []
+    for key, results in found.items():
+        marks = []
+        for number, title in list(enumerate(titles))[1:]:
+            speed = _speed(results, number)
+            if speed is not None:
+                why = _doubts(results, number)
+                tone = Tone.DOUBT if why else Tone.PLAIN
+                marks.append(Mark(title, speed, tone=tone, hint="; ".join([NO_VERDICT, *why])))
+        if marks:
+            groups.append((" ".join(part for part in (key.workload, settings[key], key.mode) if part), tuple(marks)))
+    if not groups:
+        return []
+    speeds = [mark.value for _, marks in groups for mark in marks]
+    description = (
+        f"{listed(titles[1:])} against {titles[0]}, in {many(len(groups), 'case')}: "
+        f"from {units.speed_up(min(speeds))} to {units.speed_up(max(speeds))}; {NO_VERDICT}."
+    )
+    axis = Axis(f"times as fast as {titles[0]}", "x")
+    return [
+        Bars("across-chart", f"Speed against {titles[0]}, without a verdict", description, axis, tuple(groups), 1.0)
+    ]

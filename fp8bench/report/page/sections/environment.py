@@ -1,0 +1,246 @@
+"""What a run was made under, what of it one has to know, and how to measure and to render the same again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from fp8bench import units
+from fp8bench.analysis.energy import NO_SOURCE
+from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
+from fp8bench.model.codec import SCHEMA
+from fp8bench.report.case_status import Standing, standing
+from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Part, Table, Text, Tone
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Result
+from fp8bench.report.terminal.tables import floor_of
+from fp8bench.report.words import legend
+from fp8bench.report.words.naming import listed
+from fp8bench.report.words.run_facts import commit_of, counts, fact, many, missing_of, notes_of, when
+
+_MOST = 20
+_VARIABLE = "env_"
+_DEFAULT_STORE = ".fp8bench"
+_DIRTY = " with uncommitted changes"
+_MOST_REASONS = 4
+
+
+@sections.register("environment")
+class EnvironmentSection(Section):
+    """Machine, software and noise; then what was emulated, refused or labelled, and what was noted meanwhile."""
+
+    name = "environment"
+    summary = "machine, software, noise, what was noted, and the commands to measure it again"
+    rank = 900
+
+    def build(self, material: Material) -> Part | None:
+        if not material.entries:
+            return None
+        about = _alone(material.entries[0]) if material.alone else _side_by_side(material.entries)
+        elements = [about, *(element for entry in material.entries for element in _remarks(entry))]
+        elements.append(Text("How to measure it again", Tone.STRONG))
+        for entry in material.entries:
+            elements += [Text(entry.label, Tone.STRONG)] if entry.label else []
+            elements.append(_command(entry.run))
+        kept = [entry.run for entry in material.entries if entry.run.path]
+        if kept:
+            elements += [Text("This page again, from the samples:"), Code(_again(kept))]
+        return Part(self.name, "Environment, and how to reproduce", tuple(elements))
+
+
+def _alone(entry: Entry) -> Facts:
+    return Facts(tuple(_facts(entry)))
+
+
+def _side_by_side(entries: Sequence[Entry]) -> Table:
+    """A column a run; a fact that a run does not know is '-'."""
+    found = [dict(_facts(entry)) for entry in entries]
+    names = dict.fromkeys(name for facts in found for name in facts)
+    columns = (Column("fact"), *(Column(entry.label) for entry in entries))
+    rows = tuple((Field(name), *(Field(facts.get(name, units.NONE)) for facts in found)) for name in names)
+    return Table("machines", "What each run was made under", columns, rows)
+
+
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Names and what they are; what is not known has no line."""
+    run = entry.run
+    pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
+    pairs += [
+        ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
+        ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
+        ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
+        ("machine", fact(run, "machine")),
+        ("system", fact(run, "system")),
+        ("processors", _processors(run)),
+        ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
+        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
+        ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
+        ("started", when(run)),
+        ("timed", f"{units.clock(seconds)} inside timed slots" if (seconds := _timed(run.records)) else ""),
+        ("cases", counts(run)),
+        ("noise floor (A/A)", _floors(entry)),
+        ("fp8bench", fact(run, "fp8bench")),
+        ("numpy", fact(run, "numpy")),
+        ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
+        ("code of --import", f"sha256 {imports}" if (imports := fact(run, "imports_sha256")) else ""),
+        *_variables(run),
+        ("samples", run.path or "this run was not stored"),
+        ("format of the file", f"schema {SCHEMA}"),
+    ]
+    return ((name, text) for name, text in pairs if text)
+
+
+def _variables(run: Run) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(run.environment.facts.items()):
+        if name.startswith(_VARIABLE):
+            yield name.removeprefix(_VARIABLE), str(value)
+
+
+def _used(run: Run) -> list[DeviceFacts]:
+    """Facts of the devices it has cases on."""
+    keys = {record.case.device for record in run.records}
+    return [facts for facts in run.devices if facts.key in keys]
+
+
+def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
+    """What the device is, and what its driver said that it was set to."""
+    told = partial(_told, run, facts.key)
+    yield f"device {facts.key}", _device(facts)
+    driver, newest = told("driver"), told("cuda_driver")
+    yield f"driver {facts.key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
+    cap, default = (run.environment.get(f"{facts.key} {name}") for name in ("power_cap", "power_cap_default"))
+    if isinstance(cap, float | int):
+        of = f" of {default:g} W" if isinstance(default, float | int) and default != cap else ""
+        yield f"power cap {facts.key}", f"{cap:g} W{of}"
+    modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
+    yield f"modes {facts.key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
+    yield f"energy {facts.key}", _energy_source(run, facts.key)
+
+
+def _energy_source(run: Run, key: str) -> str:
+    """'counter, changes every 100 ms'; '' where there is none, which the energies themselves tell."""
+    source, period = _told(run, key, "energy_source"), run.environment.get(f"{key} energy_period")
+    if source in ("", NO_SOURCE):
+        return ""
+    return f"{source}, changes every {units.seconds(period)}" if isinstance(period, float) else source
+
+
+def _told(run: Run, key: str, name: str) -> str:
+    return fact(run, f"{key} {name}")
+
+
+def _device(facts: DeviceFacts) -> str:
+    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
+    return f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
+
+
+def _with(text: str, word: str, more: str) -> str:
+    """'2.13.0 (git 1a2b3c4d)', as far as it is known."""
+    return f"{text} ({word}{more})" if text and more else text
+
+
+def _processors(run: Run) -> str:
+    """'2 of 64, governor performance'."""
+    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    number = f"{own} of {total}" if own and total and own != total else total
+    return ", ".join(part for part in (number, f"governor {governor}" if governor else "") if part)
+
+
+def _timed(records: Iterable[Record]) -> float:
+    """Seconds inside slots, those of the reference's second entry too."""
+    timings = [one for record in records for one in (record.timing, record.control, record.paired_with)]
+    return sum(slot.wall_seconds for timing in timings if isinstance(timing, Timing) for slot in timing.slots)
+
+
+def _floors(entry: Entry) -> str:
+    """'gemm +-0.4%; mlp +-1.1% to +-1.7%'."""
+    by_suite: dict[str, list[str]] = {}
+    for panel in entry.panels:
+        floor = floor_of(panel.results)
+        if floor:
+            by_suite.setdefault(panel.case.workload, []).append(floor)
+    return "; ".join(f"{suite} {', '.join(dict.fromkeys(floors))}" for suite, floors in by_suite.items())
+
+
+def _remarks(entry: Entry) -> Iterator[Element]:
+    """What to know of one run, under its label where there are several."""
+    found = (*_unfinished(entry.run), *_levels(entry), *_labels(entry), *_notes(entry.run))
+    if found:
+        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+        yield Items(found)
+
+
+def _unfinished(run: Run) -> Iterator[Text]:
+    missing = missing_of(run)
+    if missing:
+        yield Text(missing, Tone.BAD)
+    if not run.started and not run.devices:
+        yield Text("the header of its file is lost: what was asked, planned and run on is not known", Tone.BAD)
+
+
+def _levels(entry: Entry) -> Iterator[Text]:
+    """What was emulated, skipped and failed; a line for each reason, for emulations one that says what they are."""
+    results = [result for panel in entry.panels for result in panel.results]
+    found = [result for result in results if standing(result) is Standing.EMULATED]
+    if found:
+        reasons = list(dict.fromkeys(result.record.support.reason for result in found))
+        meaning = legend.EMULATED.removeprefix("emulated: ")
+        yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
+    for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
+        by_reason: dict[str, list[Result]] = {}
+        for result in results:
+            if standing(result) is kept:
+                by_reason.setdefault(" ".join(result.record.reason.split()), []).append(result)
+        yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
+        if len(by_reason) > _MOST:
+            yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)
+
+
+def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
+    """'skipped: nvfp4 (3 cases): no hardware for FP4'."""
+    modes = listed(list(dict.fromkeys(result.mode for result in found)))
+    return f"{kept}: {modes} ({many(len(found), 'case')}): {words or 'no reason was given'}"
+
+
+def _labels(entry: Entry) -> Iterator[Text]:
+    """Each label that occurs, in how many cases, and what it means."""
+    measured = [result for panel in entry.panels for result in panel.results if result.record.status is Status.OK]
+    for label in Label:
+        number = sum(label in result.labels for result in measured)
+        if number:
+            words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
+            yield Text(f"{words}{_reasons(label, measured)}", Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
+
+
+def _reasons(label: Label, measured: Sequence[Result]) -> str:
+    """' (--quick compiles nothing)'; a few reasons at most."""
+    reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
+    more = [f"{len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS + 1 else []
+    shown = reasons[:_MOST_REASONS] if more else reasons
+    return f" ({'; '.join([*shown, *more])})" if reasons else ""
+
+
+def _notes(run: Run) -> Iterator[Text]:
+    yield from (Text(f"note: {note}") for note in notes_of(run)[:_MOST])
+    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST])
+    more = max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST)
+    if more:
+        yield Text(f"and {many(more, 'more note')} and troubles in the run's file")
+
+
+def _again(runs: Sequence[Run]) -> str:
+    """The command that renders the page from the store, with its folder where it is not the one that is looked in."""
+    words = ["fp8bench", "report", *(run.id for run in runs)]
+    stores = {Path(run.path).parent.parent.parent for run in runs if Path(run.path).parent.parent.name == "runs"}
+    if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
+        words += ["--store", str(stores.pop())]
+    return shlex.join(words)
+
+
+def _command(run: Run) -> Element:
+    known = [command for command in (run.command, *(one.command for one in run.resumptions)) if command]
+    return Code("\n".join(known)) if known else Text("The command is lost with the header of the file.", Tone.DOUBT)

@@ -1,0 +1,183 @@
+"""What each case takes of the device's memory, what that is for, and where a lower precision saves none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from fp8bench import units
+from fp8bench.analysis.metric import why_no_larger
+from fp8bench.model import MemoryRole, MemoryUse
+from fp8bench.report.capacities import EMULATED, place_of, searched, share_within, show_batch
+from fp8bench.report.capacities import sentences as largest
+from fp8bench.report.capacities import title as room_of
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Part, Stacks, Table, Text, Tone
+from fp8bench.report.material import Material
+from fp8bench.report.memories import PEAK, highest_in, peak_of, roles_of, sentences, share_of, use_of
+from fp8bench.report.page.charts import grouped, stacked
+from fp8bench.report.page.section import PRECISION, Section, case_field, sections
+from fp8bench.report.panels import Panel
+from fp8bench.report.tensor_panels import timed_panels
+from fp8bench.report.words.legend import MEMORY_WORDS
+from fp8bench.report.words.naming import NamedCase, named_cases, phase_order, phase_words, titled_panels
+
+_NOTHING_BESIDE = "There is nothing beside it to compare with."
+# A longer table is for who asks.
+_MOST_OPEN = 12
+_COUNTED: tuple[tuple[str, str, Callable[[MemoryUse], int | None]], ...] = (
+    ("reserved", "what torch's allocator keeps from the driver for its tensors", lambda use: use.reserved),
+    ("process", "what the driver counts for the process on the device", lambda use: use.process),
+    ("resident", "the most that the process had in the machine's memory", lambda use: use.resident),
+)
+
+
+@sections.register("memory")
+class Memory(Section):
+    """Bars of peak memory, cut into what it is for where that is known; a sentence for every precision."""
+
+    name = "memory"
+    summary = "peak memory of every case, what it is for, and where a lower precision saves none"
+    rank = 90
+
+    def build(self, material: Material) -> Part | None:
+        panels = [(title, panel, _measured(panel)) for title, panel in timed_panels(material)]
+        known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
+        # The same parts everywhere, so that a role has one colour on the whole page.
+        parts = [role for role in MemoryRole if role in known]
+        elements = [one for title, panel, cases in panels if cases for one in _panel(title, panel, cases, parts)]
+        elements += [
+            one for n, (title, panel) in enumerate(titled_panels(material)) for one in _largest(title, panel, n)
+        ]
+        if not elements:
+            return None
+        return Part(self.name, "Memory", tuple(elements), _lead(material))
+
+
+def _measured(panel: Panel) -> list[NamedCase]:
+    return [case for case in named_cases(panel) if peak_of(case.result) is not None]
+
+
+def _lead(material: Material) -> str:
+    measured = (
+        result.record.measurement(PEAK) for _, panel in timed_panels(material) for result in panel.results
+    )  # fmt: skip
+    described = next((one.description for one in measured if one and one.description), "")
+    words = described or "memory at the highest point of a step"
+    return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
+
+
+def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Sequence[MemoryRole]) -> Iterator[Element]:
+    said = list(sentences(panel, cases))
+    known = _known(cases)
+    text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
+    yield _stacks(title, cases, parts, text) if known else _bars(title, cases, text)
+    if known and said:
+        yield Items(tuple(Text(one) for one in said))
+    if any(use_of(case.result.record) for case in cases):
+        yield _table(title, cases)
+
+
+def _known(cases: Sequence[NamedCase]) -> bool:
+    """Whether of any case it is known what its memory is for."""
+    return any(roles_of(case.result) for case in cases)
+
+
+def _parts(case: NamedCase) -> dict[MemoryRole, float]:
+    """Bytes by what they are for; all of them are the rest where that is not known."""
+    return {**roles_of(case.result)} or {MemoryRole.OTHER: peak_of(case.result) or 0.0}
+
+
+def _name(case: NamedCase) -> str:
+    return f"{case.name} (emulated)" if emulated(case.result) else case.name
+
+
+def _stacks(title: str, cases: Sequence[NamedCase], parts: Sequence[MemoryRole], description: str) -> Stacks:
+    rows = [
+        (_name(case), peak_of(case.result) or 0.0, [_parts(case).get(part, 0.0) for part in parts]) for case in cases
+    ]
+    axis = Axis("memory at the highest point of a step", "B")
+    words = [MEMORY_WORDS[part].replace(" copies of", "") for part in parts]  # short, for the key
+    name = f"memory-{cases[0].result.record.case.workload}"
+    return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", words, rows)
+
+
+def _bars(title: str, cases: Sequence[NamedCase], description: str) -> Bars:
+    name, axis = f"memory-{cases[0].result.record.case.workload}", Axis("peak memory", "B")
+    return Bars(name, f"{title}: peak memory", description, axis, grouped((case.place, _mark(case)) for case in cases))
+
+
+def _mark(case: NamedCase) -> Mark:
+    mode, cost = case.result.mode, emulated(case.result)
+    tone = Tone.DOUBT if cost else Tone.PLAIN
+    return Mark(f"{mode} (emulated)" if cost else mode, peak_of(case.result) or 0.0, tone=tone, hint=_hint(case))
+
+
+def _hint(case: NamedCase) -> str:
+    """'1.63 MiB, 0.542x of fp32's'."""
+    peak, share = peak_of(case.result), share_of(case.group, case.result)
+    if share is None:
+        return units.size(peak)
+    return f"{units.size(peak)}, {units.ratio(share)} of {case.group.reference}'s"
+
+
+def _table(title: str, cases: Sequence[NamedCase]) -> Table:
+    """The highest points of phases, and what others count."""
+    uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
+    phases = sorted({one.phase for _, use in uses for one in use.phases}, key=phase_order)
+    counted = [one for one in _COUNTED if any(one[2](use) is not None for _, use in uses)]
+    columns = [
+        PRECISION, Column("peak", number=True, unit="B"),
+        Column("of the reference's", number=True, unit="x"),
+        Column("highest in", hint="the phase of the highest point"),
+        *(Column(phase_words(phase), number=True, unit="B", hint="the most that was held at once in this phase")
+          for phase in phases),
+        *(Column(name, number=True, unit="B", hint=hint) for name, hint, _ in counted),
+    ]  # fmt: skip
+    rows = []
+    for case, use in uses:
+        by_phase = {one.phase: one.allocated for one in use.phases}
+        share = share_of(case.group, case.result)
+        rows.append(
+            (
+                case_field(case),
+                _size(use.peak),
+                Field(units.ratio(share), share if share is not None and math.isfinite(share) else None),
+                Field(phase_words(next(iter(highest_in(use)), units.NONE))),
+                *(_size(by_phase.get(phase)) for phase in phases),
+                *(_size(count(use), use.why) for _, _, count in counted),
+            )
+        )
+    name = f"memory-phases-{cases[0].result.record.case.workload}"
+    caption = f"{title}: the most that was held in each phase"
+    return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
+
+
+def _size(value: int | None, why: str = "") -> Field:
+    return Field(units.size(value), None if value is None else float(value), hint=why if value is None else "")
+
+
+def _largest(name: str, panel: Panel, number: int) -> Iterator[Element]:
+    found = list(searched(panel))
+    if not found:
+        return
+    columns = (
+        PRECISION, Column("largest", number=True), Column(f"vs {panel.reference}", number=True, unit="x"),
+        Column("tokens a step", number=True), Column("peak memory", number=True, unit="B"),
+        Column("does not fit"),
+    )  # fmt: skip
+    rows = []
+    for group, result, capacity in found:
+        share = share_within(group, result)
+        versus = EMULATED if emulated(result) else units.speed_up(share)
+        tone = Tone.DOUBT if emulated(result) else Tone.PLAIN
+        rows.append((
+            Field(", ".join(filter(None, (result.mode, place_of(panel, group, capacity)))), tone=tone),
+            Field(show_batch(capacity), capacity.batch, tone),
+            Field(versus, share, tone),
+            Field(units.whole(capacity.tokens) if capacity.tokens else units.NONE, capacity.tokens or None, tone),
+            Field(units.size(capacity.peak), capacity.peak, tone),
+            Field(why_no_larger(capacity)),
+        ))  # fmt: skip
+    yield Table(f"capacity-{panel.case.workload}-{number}", f"{name}: {room_of(found[0][2])}", columns, tuple(rows))
+    yield from (Text(text) for text in largest(panel))

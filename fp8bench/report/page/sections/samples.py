@@ -1,0 +1,139 @@
+"""Every sample of every case: what the medians and intervals were made of."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.analysis.samples import step_samples
+from fp8bench.model import Label
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Axis, Element, Items, Part, Strips, Text, Tone
+from fp8bench.report.material import Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Result
+from fp8bench.report.tensor_panels import timed_panels
+from fp8bench.report.words import legend
+from fp8bench.report.words.naming import listed, named_cases
+from fp8bench.report.words.run_facts import many
+
+# What a look at the samples themselves can confirm or clear.
+_RESTLESS = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
+_MOST_ROWS = 250
+# Percent above the median: further out an axis would hide what the other points have to say.
+_FAR = 100.0
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    result: Result
+    percent: tuple[float, ...]
+
+    @property
+    def restless(self) -> tuple[Label, ...]:
+        return tuple(label for label in _RESTLESS if label in self.result.labels)
+
+
+@sections.register("samples")
+class Samples(Section):
+    """The rounds of all cases beside each other, as distances from the case's own median; restless cases first."""
+
+    name = "samples"
+    summary = "every round of every case, so that one sees what the figures rest on"
+    rank = 120
+
+    def build(self, material: Material) -> Part | None:
+        rows = sorted(_rows(material), key=lambda row: not row.restless)  # a stable sort: else as in the table
+        if not rows:
+            return None
+        shown = rows[:_MOST_ROWS]
+        kinds = [[row for row in shown if emulated(row.result) is cost] for cost in (False, True)]
+        elements: list[Element] = [_strips(found) for found in kinds if found]
+        if len(rows) > _MOST_ROWS:
+            elements.append(
+                Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
+            )
+        elements += _words(rows)
+        return Part(
+            self.name,
+            "Samples",
+            tuple(elements),
+            "Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two "
+            "clusters are two states of the machine or of the code. A long tail to the right is other work on the "
+            "machine: it hardly touches the best case, which verdicts rest on.",
+        )
+
+
+def _rows(material: Material) -> Iterator[_Row]:
+    for title, panel in timed_panels(material):
+        for case in named_cases(panel):
+            timing = case.result.record.timing
+            percent = _distances(step_samples(timing)) if timing is not None else ()
+            if percent:
+                yield _Row(f"{title} {case.name}", case.result, percent)
+
+
+def _distances(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Percent above (or below) the median; none where that is no length of time."""
+    finite = [one for one in seconds if math.isfinite(one)]
+    middle = statistics.median(finite) if finite else 0.0
+    return tuple(100 * (one / middle - 1) for one in finite) if middle > 0 else ()
+
+
+def _strips(rows: Sequence[_Row]) -> Strips:
+    shown = tuple((_label(row), tuple(one for one in row.percent if one <= _FAR), _tone(row)) for row in rows)
+    cost = emulated(rows[0].result)
+    name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
+    title, axis = f"Rounds of each {whose}, relative to its median", Axis("distance from the case's median", "%")
+    return Strips(name, title, _description(rows), axis, shown, folded=cost)
+
+
+def _description(rows: Sequence[_Row]) -> str:
+    """The most restless case, and what lies too far out to be drawn."""
+    widest = max(rows, key=_spread)
+    words = (
+        f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
+        f"{units.significant(_spread(widest))}% of the median."
+    )
+    far = [(one, row) for row in rows for one in row.percent if one > _FAR]
+    if not far:
+        return words
+    most, case = max(far, key=lambda pair: pair[0])
+    return (
+        f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
+        f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
+    )
+
+
+def _spread(row: _Row) -> float:
+    """The distance of the quartiles."""
+    if len(row.percent) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(row.percent, n=4, method="inclusive")
+    return high - low
+
+
+def _label(row: _Row) -> str:
+    words = [*row.restless, *(["emulated"] if emulated(row.result) else [])]
+    return f"{row.name} ({', '.join(words)})" if words else row.name
+
+
+def _tone(row: _Row) -> Tone:
+    if emulated(row.result) or (row.result.finding is not None and row.result.finding.doubtful):
+        return Tone.DOUBT
+    return Tone.PLAIN
+
+
+def _words(rows: Sequence[_Row]) -> Iterator[Element]:
+    """What the labels mean that a look at the samples can confirm, and who has them."""
+    items = []
+    for label in _RESTLESS:
+        names = [row.name for row in rows if label in row.restless]
+        if names:
+            items.append(Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT))
+    if items:
+        yield Items(tuple(items))

@@ -1,0 +1,162 @@
+"""Which matrix shapes a lower precision pays for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.model import Params, Scalar
+from fp8bench.report.case_status import doubts, show_speed_up, speed_up
+from fp8bench.report.elements import Axis, Element, Heat, Part
+from fp8bench.report.material import Material
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
+from fp8bench.report.words.naming import named_cases, titled_panels
+
+_SIDES = ("m", "n", "k")
+_LEAST_SHAPES = 3
+# A map with more holes than this reads worse than a list of its shapes.
+_LEAST_FILLED = 0.6
+# Which parameters name the columns: what is not among them names the rows. The first of equally full maps is taken.
+_COLUMNS = (("product",), ("k",), ("n", "k"), ("m", "k"), ("n",), ("m",))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Shapes as rows and columns; `places` says where each group stands."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def filled(self) -> float:
+        return len(self.places) / (len(self.rows) * len(self.columns))
+
+
+@sections.register("shapes")
+class Shapes(Section):
+    """Speed-up over the shapes of products; emulations have none."""
+
+    name = "shapes"
+    summary = "speed-up over the shapes of matrix products, and where it breaks even"
+    rank = 80
+
+    def build(self, material: Material) -> Part | None:
+        elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+        if not elements:
+            return None
+        return Part(
+            self.name,
+            "Which shapes gain",
+            tuple(elements),
+            "Speed-up over the reference at the same shape: above 1x it pays, below it costs. The words "
+            "of each field say how sure that is.",
+        )
+
+
+def _panel(title: str, panel: Panel) -> Iterator[Element]:
+    if len(panel.groups) < _LEAST_SHAPES or not all(_is_product(group) for group in panel.groups):
+        return
+    names = {id(case.result): case.name for case in named_cases(panel)}
+    modes = dict.fromkeys(one.mode for one in panel.results if speed_up(one) is not None)
+    found = {mode: [_of_mode(group, mode) for group in panel.groups] for mode in modes}
+    layout = _layout(panel)
+    if layout is None:
+        if found:
+            yield _list(title, panel, found, names)
+        return
+    for mode, results in found.items():
+        yield _map(f"{title}, {mode}: speed-up over {panel.reference} by shape", layout, results, names)
+
+
+def _is_product(group: ResultGroup) -> bool:
+    return {*_SIDES} <= {name for name, _ in group.case.params}
+
+
+def _of_mode(group: ResultGroup, mode: str) -> Result | None:
+    """A group's case of a precision, if it has a speed."""
+    found = next((one for one in group.results if one.mode == mode), None)
+    return found if found is not None and speed_up(found) is not None else None
+
+
+def _layout(panel: Panel) -> _Layout | None:
+    """The fullest map that has at least two rows and columns; None where all have too many holes."""
+    own = [tuple(pair for pair in group.case.params if pair not in panel.shared) for group in panel.groups]
+    layouts = [made for columns in _COLUMNS if (made := _split(own, columns)) is not None]
+    return max((one for one in layouts if one.filled >= _LEAST_FILLED), key=lambda one: one.filled, default=None)
+
+
+def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
+    """Parameters as rows and columns; None where they make no map, or two shapes would share a field."""
+    if any("layer" in dict(params) for params in own):  # which says n and k, by the product
+        own = [tuple(pair for pair in params if pair[0] not in _SIDES) for params in own]
+    down = [tuple(pair for pair in params if pair[0] not in columns) for params in own]
+    across = [tuple(pair for pair in params if pair[0] in columns) for params in own]
+    rows, heads = _sorted(down), _sorted(across)
+    if len(rows) < 2 or len(heads) < 2 or len({*zip(down, across, strict=True)}) < len(own):
+        return None
+    row_of, column_of = ({params: index for index, params in enumerate(each)} for each in (rows, heads))
+    places = tuple((row_of[one], column_of[other]) for one, other in zip(down, across, strict=True))
+    return _Layout(tuple(map(show_params, rows)), tuple(map(show_params, heads)), places)
+
+
+def _sorted(found: Sequence[Params]) -> list[Params]:
+    """Each once; by size where all values are numbers, else as they came."""
+    each = list(dict.fromkeys(found))
+    numbers = all(isinstance(value, int | float) for params in each for _, value in params)
+    return sorted(each, key=_values) if numbers and len({len(params) for params in each}) == 1 else each
+
+
+def _values(params: Params) -> tuple[Scalar, ...]:
+    return tuple(value for _, value in params)
+
+
+def _map(title: str, layout: _Layout, results: Sequence[Result | None], names: dict[int, str]) -> Heat:
+    by_place = dict(zip(layout.places, results, strict=True))
+    grid = [[by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))]
+    return _heat(title, layout.rows, layout.columns, grid, names)
+
+
+def _list(title: str, panel: Panel, found: dict[str, list[Result | None]], names: dict[int, str]) -> Heat:
+    """Shapes that make no map: one row each, a column for each precision."""
+    rows = tuple(panel.place(group) for group in panel.groups)
+    grid = [list(one) for one in zip(*found.values(), strict=True)]
+    return _heat(f"{title}: speed-up over {panel.reference} by shape", rows, tuple(found), grid, names)
+
+
+def _heat(
+    title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: list[list[Result | None]], names: dict[int, str]
+) -> Heat:
+    values = tuple(tuple(_value(one) for one in row) for row in grid)
+    hints = tuple(tuple(_hint(one, names) for one in row) for row in grid)
+    workload = next(one for row in grid for one in row if one is not None).record.case.workload
+    return Heat(
+        f"shapes-{workload}", title, _description(grid, names), rows, columns, values, Axis("speed-up", "x"), 1.0, hints
+    )
+
+
+def _value(result: Result | None) -> float | None:
+    found = speed_up(result) if result is not None else None
+    return found.point if found is not None else None
+
+
+def _hint(result: Result | None, names: dict[int, str]) -> str:
+    """'m=256 n=256 bf16: 1.95x [1.90, 2.01], faster', and why it is in doubt."""
+    found = speed_up(result) if result is not None else None
+    if result is None or found is None or result.finding is None:
+        return "not measured"
+    words = f"{names[id(result)]}: {show_speed_up(result)}, {result.finding.verdict_words}"
+    return f"{words}. In doubt: {'; '.join(doubts(result))}" if doubts(result) else words
+
+
+def _description(grid: Sequence[Sequence[Result | None]], names: dict[int, str]) -> str:
+    """The best and the worst, how many gain, and how many are in doubt."""
+    found = [(speed, one) for row in grid for one in row if one is not None and (speed := speed_up(one)) is not None]
+    least, most = (choose(found, key=lambda pair: pair[0].point) for choose in (min, max))
+    gain = sum(speed.point > 1 for speed, _ in found)
+    words = f"{gain} of {len(found)} are above 1x: from {units.ratio(least[0].point)} at {names[id(least[1])]}"
+    words += f" to {units.ratio(most[0].point)} at {names[id(most[1])]}."
+    doubtful = sum(one.finding is not None and one.finding.doubtful for _, one in found)
+    return f"{words} {doubtful} of them carry a label that casts doubt on it." if doubtful else words

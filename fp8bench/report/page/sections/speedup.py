@@ -1,0 +1,226 @@
+"""How many times as fast as the reference each case is, with its interval; and what it costs in numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from fp8bench import units
+from fp8bench.model import Interval
+from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of
+from fp8bench.report.elements import Axis, Bars, Element, Mark, Part, Point, Scatter, Tone
+from fp8bench.report.material import Material
+from fp8bench.report.page.drawing.limits import BARS
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Result
+from fp8bench.report.tensor_panels import about_tensors
+from fp8bench.report.terminal.tables import main_error, value_of
+from fp8bench.report.words.naming import listed, titled_panels
+from fp8bench.report.words.run_facts import many
+
+_LEAD = (
+    "To the right of 1x is faster than the reference; whiskers are 99% intervals. Grey ones are in doubt, and emulated "
+    "cases have no speed."
+)
+_AGAINST = (
+    " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
+    "faster too."
+)
+_REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A case: of which run, under which title and setting, against what; without an error that is no number."""
+
+    run: str
+    title: str
+    reference: str
+    setting: str
+    result: Result
+    metric: str
+    error: float
+
+    @property
+    def speed(self) -> Interval | None:
+        return _REFERENCE if standing(self.result) is Standing.REFERENCE else speed_up(self.result)
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.title, self.setting, self.result.mode) if part)
+
+
+@sections.register("speedup")
+class SpeedUp(Section):
+    """Bars from 1x, then speed against error; a chart never holds speeds over two references."""
+
+    name = "speedup"
+    summary = "speed-up over the reference, with intervals, and against the main error"
+    rank = 40
+    repeats = True
+
+    def build(self, material: Material) -> Part | None:
+        cases = list(_cases(material))
+        bars = [case for case in cases if speed_up(case.result) is not None]
+        charts: list[Element] = [*_charts(bars), *_scatters(cases)]
+        if not charts:
+            return None
+        scattered = any(isinstance(chart, Scatter) for chart in charts)
+        return Part(self.name, "Speed-up", tuple(charts), _LEAD + (_AGAINST if scattered else ""))
+
+
+def _cases(material: Material) -> Iterator[_Case]:
+    for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
+        metric = "" if about_tensors(panel) else main_error(panel)
+        for group in () if about_tensors(panel) else panel.groups:
+            for result in group.results:
+                error = value_of(result.record.measurement(metric)) if metric else None
+                run = f"{entry.label} {panel.case.device}"
+                yield _Case(run, title, panel.reference or "the reference", panel.place(group), result, metric,
+                            math.nan if error is None else error)  # fmt: skip
+
+
+def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
+    """For each reference as few charts as hold them all, without parting a suite."""
+    pages: list[dict[str, list[_Case]]] = []
+    for reference in dict.fromkeys(bar.reference for bar in bars):
+        pages.append({})
+        for title in dict.fromkeys(bar.title for bar in bars if bar.reference == reference):
+            members = [bar for bar in bars if (bar.reference, bar.title) == (reference, title)]
+            if pages[-1] and sum(map(len, pages[-1].values())) + len(members) > BARS:
+                pages.append({})
+            pages[-1][title] = members
+    for number, by_title in enumerate(pages, 1):
+        yield _chart(f"speed-up-{number}" if len(pages) > 1 else "speed-up", by_title)
+
+
+def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
+    groups = [group for suite, bars in by_title.items() for group in _groups(suite, bars, len(by_title) > 1)]
+    bars = [bar for members in by_title.values() for bar in members]
+    own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
+    title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
+    return Bars(name, title, _description(bars), Axis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0)
+
+
+def _groups(suite: str, bars: Sequence[_Case], named: bool) -> Iterator[tuple[str, tuple[Mark, ...]]]:
+    """A heading a setting; where each setting has one bar, a heading a suite is enough."""
+    by_setting: dict[str, list[_Case]] = {}
+    for bar in bars:
+        by_setting.setdefault(bar.setting, []).append(bar)
+    modes = list(dict.fromkeys(bar.result.mode for bar in bars))
+    if len(modes) == 1 and len(by_setting) > 1:
+        heading = " ".join(part for part in (suite if named else "", f"{modes[0]} over {bars[0].reference}") if part)
+        yield heading, tuple(_mark(bar, bar.setting) for bar in bars)
+        return
+    for setting, members in by_setting.items():
+        heading = " ".join(part for part in (suite if named else "", setting) if part)
+        yield heading, tuple(_mark(bar, bar.result.mode) for bar in members)
+
+
+def _mark(bar: _Case, label: str) -> Mark:
+    speed = bar.speed or _REFERENCE
+    low, high = (bound if math.isfinite(bound) else None for bound in (speed.low, speed.high))
+    tone = tone_of(bar.result)
+    shown = f"{bar.result.mode} {units.speed_up(speed.point)} as fast as {bar.reference}"
+    why = "; ".join(doubts(bar.result))
+    return Mark(label or bar.result.mode, speed.point, low, high, tone, f"{shown}; {why}" if why else shown)
+
+
+def _description(bars: Sequence[_Case]) -> str:
+    """How many are faster and slower as a fact, which is the most, and how many are in doubt."""
+    good, bad, doubtful = (_of(bars, tone) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
+    sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
+    if good:
+        most, name = max((bar.speed.point, bar.name) for bar in good if bar.speed)
+        sentences.append(f"The most is {units.speed_up(most)}: {name}.")
+    if bad:
+        least, name = min((bar.speed.point, bar.name) for bar in bad if bar.speed)
+        sentences.append(f"The least is {units.speed_up(least)}: {name}.")
+    return " ".join(sentences)
+
+
+def _of(bars: Iterable[_Case], tone: Tone) -> list[_Case]:
+    return [bar for bar in bars if tone_of(bar.result) is tone]
+
+
+def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
+    """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis."""
+    by_axes: dict[tuple[str, ...], list[_Case]] = {}
+    for case in cases:
+        placed = speed_up(case.result) is not None or standing(case.result) in (Standing.REFERENCE, Standing.EMULATED)
+        if math.isfinite(case.error) and case.error > 0 and placed:
+            by_axes.setdefault((case.metric, case.run, case.reference), []).append(case)
+    numbers = count(1)
+    for (metric, *_), spots in by_axes.items():
+        if any(standing(spot.result) is not Standing.REFERENCE for spot in spots):
+            yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
+
+
+def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
+    outdone = _outdone(spots)
+    titles = list(dict.fromkeys(spot.title for spot in spots))
+    emulated = any(spot.speed is None for spot in spots)
+    return Scatter(
+        name,
+        f"Speed-up against {metric}: {listed(titles)}",
+        _ranges(spots, outdone, metric),
+        Axis(f"speed-up over {spots[0].reference}", "x"),
+        Axis(metric, "", log=True),
+        tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
+        "emulated: no speed" if emulated else "",
+    )
+
+
+def _point(spot: _Case, better: _Case | None, titled: bool) -> Point:
+    """Its series is the precision; the label says of which group it is, and of which suite where that is not given."""
+    label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
+    x = spot.speed.point if spot.speed is not None else None
+    speed = f"{units.speed_up(x)}, " if x is not None else ""
+    words = [f"{speed}error {units.relative_error(spot.error)}"]
+    words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
+    words += ["emulated: no speed"] if x is None else doubts(spot.result)
+    return Point(spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words))
+
+
+def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
+    """Cases that another one of their group beats in both, with that one; what is in doubt is not weighed."""
+    groups: dict[tuple[str, str], list[_Case]] = {}
+    for spot in spots:
+        if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT:
+            groups.setdefault((spot.title, spot.setting), []).append(spot)
+    better = {
+        spot: next((other for other in members if _beats(other, spot)), None)
+        for members in groups.values()
+        for spot in members
+    }
+    return {spot: other for spot, other in better.items() if other is not None}
+
+
+def _beats(other: _Case, spot: _Case) -> bool:
+    """More exact, and faster by intervals that do not touch."""
+    return (
+        other.speed is not None
+        and spot.speed is not None
+        and other.error < spot.error
+        and other.speed.low > spot.speed.high
+    )
+
+
+def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
+    """The range of errors by precision, and which cases are outdone."""
+    by_mode: dict[str, list[float]] = {}
+    for spot in spots:
+        by_mode.setdefault(spot.result.mode, []).append(spot.error)
+    ranges = [f"{mode} {_span(errors)}" for mode, errors in by_mode.items()]
+    sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
+    if outdone:
+        named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
+        sentences.append(f"Outdone in both: {listed(named, 8)}.")
+    return " ".join(sentences)
+
+
+def _span(errors: Sequence[float]) -> str:
+    low, high = units.relative_error(min(errors)), units.relative_error(max(errors))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,171 @@
+"""The answer: a word for each question, then plain sentences. What a person reads first."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from fp8bench import units
+from fp8bench.model import Status
+from fp8bench.report.case_status import emulated, show_speed_up, speed_up, status_words, tone_of
+from fp8bench.report.elements import Element, Field, Items, Part, Text, Tone, Verdicts
+from fp8bench.report.energies import ratio_within
+from fp8bench.report.material import Entry, Material
+from fp8bench.report.memories import share_of
+from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.tensor_panels import about_tensors, timed_panels
+from fp8bench.report.terminal.tables import main_error, value_of
+from fp8bench.report.words.outcomes import emulations, failures, outcomes, skips
+from fp8bench.report.words.run_facts import counts, missing_of
+from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once
+from fp8bench.report.words.tensors import best_by_width
+
+# More sentences of one kind are not read; the table has each case.
+_MOST = 12
+# Of the cases so many make a verdict that most have.
+_MOSTLY = 0.75
+# Memory that differs by less is called the same.
+_ALIKE = 0.01
+# The largest relative error that still has the word.
+_ACCURACIES = ((0.0, "exact"), (1e-3, "fine"), (1e-2, "close"), (1e-1, "rough"), (math.inf, "coarse"))
+_TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
+_NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
+_NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
+_Case = tuple[Panel, ResultGroup, Result]
+_LEAD = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval."
+
+
+@sections.register("verdict")
+class VerdictSection(Section):
+    """For every precision a word a question, then a sentence a suite, failures first; nothing but the verdicts."""
+
+    name = "verdict"
+    summary = "the answer at a glance, and in plain sentences"
+    rank = 10
+
+    def build(self, material: Material) -> Part:
+        strip = _strip(material)
+        elements = (*strip, *(element for entry in material.entries for element in _entry(entry, material.alone)))
+        compared = any(speed_up(result) for _, panel in timed_panels(material) for result in panel.results)
+        return Part(self.name, "Verdict", elements or (Text("There is no run."),), _LEAD if compared else "")
+
+
+def _strip(material: Material) -> list[Verdicts]:
+    """For each precision of a run whether it is faster, exact, small and thrifty."""
+    rows = []
+    for entry in material.entries:
+        by_mode: dict[str, list[_Case]] = {}
+        for panel in entry.panels:
+            for group in panel.groups if not about_tensors(panel) else ():
+                for result in group.results:
+                    if not result.record.is_reference:
+                        by_mode.setdefault(result.mode, []).append((panel, group, result))
+        for mode, cases in by_mode.items():
+            words = (_speed(cases), _accuracy(cases), _memory(cases), _energy(cases))
+            rows.append((", ".join(filter(None, (mode, entry.label))), words))
+    return [Verdicts(("speed", "accuracy", "memory", "energy"), tuple(rows[:_MOST]))] if rows else []
+
+
+def _speed(cases: Sequence[_Case]) -> Field:
+    """Its verdict where all cases have the same; 'mostly faster' where most have it."""
+    words = Counter(status_words(result) for _, _, result in cases).most_common()
+    speeds = [speed.point for _, _, result in cases if (speed := speed_up(result))]
+    (word, number), *others = words
+    if others:
+        said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
+        mostly = number >= _MOSTLY * len(cases)
+        tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
+        return Field(
+            f"mostly {word}" if mostly else "mixed", tone=tone, hint=_told(said, _range(speeds, units.speed_up))
+        )
+    alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
+    return Field(
+        word.replace(units.NONE, "not timed"), tone=tone_of(cases[0][2]), hint=alone or _range(speeds, units.speed_up)
+    )
+
+
+def _accuracy(cases: Sequence[_Case]) -> Field:
+    """By the largest error: what a precision keeps of the numbers, emulated or not."""
+    found = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
+    errors = [error for error in found if error is not None]
+    if not errors:
+        return _NOT_MEASURED
+    if not all(map(math.isfinite, errors)):
+        return Field("lost", tone=Tone.BAD, hint="errors that are no finite numbers")
+    word = next(word for most, word in _ACCURACIES if max(errors) <= most)
+    return Field(word, hint=f"error {_range(errors, units.relative_error)}")
+
+
+def _memory(cases: Sequence[_Case]) -> Field:
+    found = [
+        share for _, group, result in cases if not emulated(result) if (share := share_of(group, result)) is not None
+    ]
+    words = {"less" if one < 1 - _ALIKE else "more" if one > 1 + _ALIKE else "same" for one in found}
+    return _of_reference(cases, words, found)
+
+
+def _energy(cases: Sequence[_Case]) -> Field:
+    found = [ratio for _, group, result in cases if not emulated(result) if (ratio := ratio_within(group, result))]
+    return _of_reference(cases, {one.demand.value for one in found}, [one.point for one in found])
+
+
+def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[float]) -> Field:
+    """What is taken of what the reference takes; of an emulation it would be the cost of emulating."""
+    if not words:
+        return _NO_CLAIM if all(emulated(result) for _, _, result in cases) else _NOT_MEASURED
+    word = words.pop() if len(words) == 1 else "mixed"
+    return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{_range(shares, units.ratio)} of the reference's")
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    ends = dict.fromkeys((show(min(values)), show(max(values)))) if values else ()
+    return " to ".join(ends)
+
+
+def _told(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
+    """What one run says, under its label where there are several."""
+    if not alone:
+        yield Text(entry.label, Tone.STRONG)
+    yield from _losses(entry)
+    devices = dict.fromkeys(panel.case.device for panel in entry.panels)
+    name_devices = len(devices) > 1
+    found = outcomes(entry.panels)
+    timed = [panel for panel in entry.panels if not about_tensors(panel)]
+    said = said_once(timed)
+    if said:
+        yield Text(doubt_of_all(said), Tone.DOUBT)
+    sentences = [
+        text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
+    ]
+    sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
+    sentences += [Text(text, Tone.DOUBT) for text in _few(emulations(found, name_devices))]
+    sentences += [Text(text, Tone.DOUBT) for text in _few(skips(found))]
+    if sentences:
+        yield Items(tuple(sentences))
+
+
+def _losses(entry: Entry) -> Iterator[Element]:
+    """What failed, what is missing, or that there is nothing at all."""
+    failed = failures(outcomes(entry.panels))
+    if failed:
+        number = sum(record.status is Status.FAILED for record in entry.run.records)
+        yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
+        yield Items(tuple(Text(text, Tone.BAD) for text in _few(failed)))
+    missing = missing_of(entry.run)
+    if missing:
+        yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
+    if not any(record.status is Status.OK for record in entry.run.records):
+        yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
+
+
+def _few(sentences: list[str]) -> list[str]:
+    """The first ones, and how many more there are."""
+    if len(sentences) <= _MOST:
+        return sentences
+    return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

@@ -1,0 +1,153 @@
+"""Which records a reader sees together: a panel is the groups that can share one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from fp8bench.analysis.metric import Metric, Reference
+from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Plan, Record, Run
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case: what became of it, and what its samples say (None if it has none)."""
+
+    record: Record
+    finding: Finding | None
+
+    @property
+    def mode(self) -> str:
+        return self.record.case.mode
+
+    @property
+    def best(self) -> float | None:
+        """Best-case seconds of a step, None where nothing was measured."""
+        return self.finding.best_seconds if self.finding else None
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return self.finding.labels if self.finding else ()
+
+    def reason(self, label: Label) -> str:
+        """What there is to say of a label beyond its meaning, '' for nothing."""
+        return dict(self.finding.label_reasons).get(label, "") if self.finding else ""
+
+
+@dataclass(frozen=True)
+class ResultGroup:
+    """The results of one group, in the order of the plan, and the mode of its reference ('' without one)."""
+
+    results: tuple[Result, ...]
+    reference: str
+
+    @property
+    def case(self) -> Case:
+        return self.results[0].record.case
+
+    @property
+    def lead(self) -> Result | None:
+        """The reference's result, if it has one here."""
+        return next((one for one in self.results if one.mode == self.reference), None)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Neighbouring groups of one workload on one device against one reference: they share columns."""
+
+    groups: tuple[ResultGroup, ...]
+
+    @property
+    def case(self) -> Case:
+        return self.groups[0].case
+
+    @property
+    def reference(self) -> str:
+        return self.groups[0].reference
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return tuple(result for group in self.groups for result in group.results)
+
+    @cached_property
+    def shared(self) -> Params:
+        """The parameters all groups have in common. Every place asks for them, and there may be thousands."""
+        return shared_params([group.case.params for group in self.groups])
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """What was measured beside times, in the order it was first met."""
+        return tuple(dict.fromkeys(one.metric for result in self.results for one in result.record.measurements))
+
+    def place(self, group: ResultGroup) -> str:
+        """The parameters that tell a group from the others: 'm=256 n=256'; '' where there is but one group."""
+        return show_params(pair for pair in group.case.params if pair not in self.shared)
+
+
+def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
+    """What a run says of a case, against the reference of its group."""
+    from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows panels
+
+    lead = group.lead
+    return metrics_of(result.record, result.finding, Reference(lead.record, lead.labels) if lead is not None else None)
+
+
+def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
+    """All results of a run, in the order they were measured."""
+    planned = _planned_references(run.plan)
+    by_setting: dict[str, list[Result]] = {}
+    for record in run.records:
+        by_setting.setdefault(record.case.setting, []).append(Result(record, findings.get(record.case.id)))
+    groups = [
+        ResultGroup(tuple(results), _reference(results, planned.get(setting, "")))
+        for setting, results in by_setting.items()
+    ]
+    alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
+    return tuple(Panel(tuple(members)) for _, members in alike)
+
+
+def _planned_references(plan: Plan) -> dict[str, str]:
+    return {group.setting: group.cases[group.reference].case.mode for group in plan}
+
+
+def _reference(results: Sequence[Result], planned: str) -> str:
+    """The mode the others were held against; the planned one where nothing was measured."""
+    return next((result.mode for result in results if result.record.is_reference), planned)
+
+
+def shared_params(all_params: Sequence[Params]) -> Params:
+    """The pairs every one of them has."""
+    return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
+
+
+def show_params(params: Iterable[tuple[str, object]]) -> str:
+    return " ".join(f"{name}={value}" for name, value in params)
+
+
+def heading(workload: str, shared: Params, device: str, devices: Sequence[DeviceFacts]) -> str:
+    """'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
+    facts = next((one for one in devices if one.key == device), None)
+    named = f"{device} ({facts.name}, torch {facts.torch})" if facts else device
+    return " ".join(part for part in (workload, show_params(shared), "on", named) if part)
+
+
+def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[str]:
+    """One line for each text, however many places it came from.
+
+    A note is (what it is about, the text, the place); places are left out where there is but one.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
+    for about, text, place in notes:
+        places.setdefault((about, text), []).append(place)
+    return [
+        f"- {about}{_where(where, num_places)}: {text}" if text else f"- {about}{_where(where, num_places)}"
+        for (about, text), where in places.items()
+    ]
+
+
+def _where(places: Sequence[str], num_places: int) -> str:
+    if num_places == 1:
+        return ""
+    return f" in all {num_places} groups" if len(places) == num_places else f" at {'; '.join(places)}"

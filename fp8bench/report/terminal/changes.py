@@ -1,0 +1,187 @@
+"""Changes over a history as text, the worst first, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Unpack
+
+from fp8bench import units
+from fp8bench.analysis.steps.change_points import BY_CHANCE
+from fp8bench.analysis.steps.changes import Change, Found, State
+from fp8bench.model import Scalar
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.elements import Code, Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.history import value, where
+from fp8bench.report.terminal.layout import Look
+from fp8bench.report.words.comparisons import signed
+
+_COLUMNS = (
+    Column("commits", shared=True), Column("series"), Column("before", number=True), Column("after", number=True),
+    Column("change"), Column("chance", number=True), Column("notes", below=True),
+)  # fmt: skip
+_TONES = {True: Tone.BAD, False: Tone.GOOD}
+_RATIO = "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
+_RANGE = "after, up to: the step lies after the one commit, and not after the other"
+_WORTH = (
+    "these figures were measured at different times: before you blame a commit, measure it and the one before it "
+    "again, or duel them"
+)
+_REVERTED = "reverted: a later step took at least half of it back"
+_OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
+
+
+def render_changes(
+    found: Found,
+    store: str,
+    everything: bool = False,
+    options: str = "",
+    **look: Unpack[Look],
+) -> str:
+    """Open changes in both directions; with `everything` the others, too.
+
+    `options` are words that a command needs to find the same.
+    """
+    several = len({_place(change) for change in found.changes}) > 1
+    parts = [
+        Part("changes", title, (Table(title, "", _COLUMNS, tuple(_rows(changes, several))),))
+        for title, changes in _sections(found, everything)
+    ]
+    if found.left:
+        reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
+        words = tuple(Text(f"{_many(count, 'series', 'series')}: {why}") for why, count in reasons)
+        parts.append(Part("left", "not looked at", (Items(words),)))
+    alarming = next((change for change in found.changes if change.alarms), None)
+    if alarming is not None:
+        parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
+    page = Page("", f"{store}: {_counted(found)}", tuple(parts), _legend(found, everything))
+    return layout.render(page, **look)
+
+
+def _what_to_do(change: Change, options: str) -> Iterator[Element]:
+    """The commands that go on from a regression."""
+    name, one = shlex.quote(change.course.name), change.comparison
+    yield Text("the first of them, commit by commit")
+    yield Code(f"fp8bench history show {name}{options}")
+    yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
+    yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
+    yield Text("it is known, and stays")
+    yield Code(f"fp8bench history ack {name}{options}")
+
+
+def changes_json(found: Found) -> str:
+    """All changes with their states, on one line."""
+    document = {
+        "schema": SCHEMA, "looked_at": found.looked_at, "left": dict(found.left),
+        "changes": [_plain(change) for change in found.changes],
+    }  # fmt: skip
+    return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _plain(change: Change) -> dict[str, object]:
+    course = change.course
+    return {
+        "series": course.name, "machine": course.machine["machine"], "python": course.python,
+        "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
+        "unmeasured": change.unmeasured, "state": change.state.value,
+        "ack": None if change.ack is None else encode(change.ack),
+    }  # fmt: skip
+
+
+def _counted(found: Found) -> str:
+    """'2 regressions and 1 improvement in 40 series'."""
+    still = [change for change in found.changes if change.state is State.OPEN]
+    worse = sum(change.is_worse for change in still)
+    known = sum(change.state is State.ACKNOWLEDGED for change in found.changes)
+    parts = [_many(worse, "regression"), _many(len(still) - worse, "improvement")]
+    also = f"; {_many(known, 'change')} acknowledged" if known else ""
+    if not found.looked_at:
+        return "no series was long enough to look for changes"
+    return f"{' and '.join(parts)} in {_many(found.looked_at, 'series', 'series')}{also}"
+
+
+def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
+    still = [change for change in found.changes if change.state is State.OPEN]
+    kinds = [
+        ("regressions", [change for change in still if change.is_worse]),
+        ("improvements", [change for change in still if not change.is_worse]),
+    ]
+    if everything:
+        others = [state for state in State if state is not State.OPEN]
+        kinds += [(state.value, [one for one in found.changes if one.state is state]) for state in others]
+    yield from ((title, changes) for title, changes in kinds if changes)
+
+
+def _rows(changes: Sequence[Change], several: bool) -> Iterator[tuple[Field, ...]]:
+    """Changes under the commits they lie between, in the order of the first of each; of several places, also these."""
+    together: dict[str, list[Change]] = {}
+    for change in changes:
+        together.setdefault(_commits(change) + (f", {where(change.course)}" if several else ""), []).append(change)
+    for commits, members in together.items():
+        yield from ((Field(commits), *_row(change)) for change in members)
+
+
+def _commits(change: Change) -> str:
+    """'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'."""
+    words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
+    if change.commits == 1:
+        return words
+    lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
+    return f"{words}, one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
+
+
+def _row(change: Change) -> tuple[Field, ...]:
+    course, one = change.course, change.comparison
+    return (
+        Field(course.name), Field(value(course, one.before)), Field(value(course, one.after)),
+        Field(signed(one.ratio), tone=_TONES[change.is_worse]), Field(_chance(one.p_value)),
+        Field("\n".join(_notes(change))),
+    )  # fmt: skip
+
+
+def _notes(change: Change) -> Iterator[str]:
+    """What else one should know of a change."""
+    if not change.current:
+        yield "the last commits were measured under other conditions, and may be as they are for these"
+    if change.ack is not None:
+        because = f": {change.ack.because}" if change.ack.because else ""
+        yield f"acknowledged {change.ack.when[:10]}{because}"
+
+
+def _chance(p_value: float | None) -> str:
+    """A chance of nearly nothing is not none."""
+    return units.NONE if p_value is None else units.share(max(p_value, sys.float_info.min))
+
+
+def _place(change: Change) -> tuple[Scalar | None, str]:
+    return change.course.machine.get("machine"), change.course.python
+
+
+def _legend(found: Found, everything: bool) -> list[str]:
+    states = {change.state for change in found.changes}
+    if State.OPEN not in states and not (everything and states):
+        return []
+    words = [_RATIO, _chances(found.looked_at), _RANGE]
+    words += [_WORTH] if any(change.alarms for change in found.changes) else []
+    words += [_REVERTED] if everything and State.REVERTED in states else []
+    words += [_OLD] if everything and State.OLD_VERSION in states else []
+    return words
+
+
+def _chances(series: int) -> str:
+    """What chance alone does among so many series."""
+    many = round(series * BY_CHANCE)
+    among = f"; of {series} flat series about {many} would show one" if many else ""
+    return f"chance: that a flat series shows such a step or a clearer one{among}"
+
+
+def _many(count: int, word: str, words: str = "") -> str:
+    return f"{count} {word if count == 1 else words or word + 's'}"
+
+
+def listed(changes: Sequence[Change]) -> str:
+    """Changes by their series and last commits, for a sentence that asks to choose."""
+    return "".join(f"\n  {change.course.name} --until {change.comparison.until[:8]}" for change in changes)

@@ -1,0 +1,216 @@
+"""The tables of a panel beside its times: energy, memory, the largest batch, and what its data are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.analysis.energy import Demand, EnergyFigures
+from fp8bench.analysis.metric import why_no_larger
+from fp8bench.model import MemoryUse, TensorStatistics
+from fp8bench.report import capacities
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
+from fp8bench.report.energies import (
+    PER_WORDS,
+    figures_of,
+    named_source,
+    ratio_within,
+    show_ratio,
+    show_windows,
+    sources_of,
+)
+from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
+from fp8bench.report.words.naming import named_cases
+
+_DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
+# What others count of memory, by the field that holds it.
+_COUNTED: tuple[tuple[str, Callable[[MemoryUse], int | None]], ...] = (
+    ("reserved", lambda use: use.reserved),
+    ("process", lambda use: use.process),
+    ("resident", lambda use: use.resident),
+)
+
+
+def energy(panel: Panel) -> Iterator[Element]:
+    """What a step of each case takes in joules, and its device in watts; nothing where there are no windows."""
+    sources = sources_of(panel.results)
+    if not sources:
+        return
+    caption = f"energy of a step, by {named_source(sources[0])}"
+    if len(sources) > 1:
+        caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
+    known = [(group, one, found) for group in panel.groups for one in group.results if (found := figures_of(one))]
+    first = {name for _, _, found in known for name, _ in found.per[:1]}
+    counts = [name for name in PER_WORDS if name in first]
+    columns = (
+        Column("group", shared=True), Column("case"), Column("energy", number=True),
+        Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net", number=True),
+        *(Column(f"per {PER_WORDS[name]}", number=True) for name in counts), Column("power", number=True),
+        Column("idle", number=True), Column("windows"), Column("clock", number=True),
+        *([Column("source")] if len(sources) > 1 else []),
+    )  # fmt: skip
+    rows = tuple(
+        (Field(panel.place(group)), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
+        for group, one, found in known
+    )
+    yield Table("energy", caption, columns, rows)
+
+
+def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
+    ratio, per = ratio_within(group, result), dict(found.per)
+    word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+    yield Field(result.mode)
+    yield Field(units.joules(found.gross.middle))
+    yield Field(ratio.demand.value, tone=_DEMANDS[ratio.demand]) if ratio else Field(word)
+    yield Field(show_ratio(ratio), tone=_DEMANDS[ratio.demand]) if ratio else Field("")
+    yield Field(units.joules(found.net.middle if found.net else None))
+    yield from (Field(units.joules(per.get(name))) for name in counts)
+    yield Field(units.count(found.watts, "W"))
+    yield Field(units.count(found.idle, "W"))
+    yield Field(show_windows(found))
+    yield Field(units.count(found.sm_clock, "Hz"))
+
+
+def tells_memory(panel: Panel) -> bool:
+    """Whether memory is for more than one thing in any case of a panel."""
+    return any(len(roles_of(one)) > 1 for one in panel.results)
+
+
+def counted(results: Iterable[Result]) -> list[tuple[str, Callable[[MemoryUse], int | None]]]:
+    """Of what others count, what is known of any case."""
+    uses = [use for one in results if (use := use_of(one.record)) is not None]
+    return [(name, count) for name, count in _COUNTED if any(count(use) is not None for use in uses)]
+
+
+def memory(panel: Panel) -> Iterator[Element]:
+    """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
+    if not tells_memory(panel):
+        return
+    roles, others = roles_in(panel.results), counted(panel.results)
+    known = [(group, one, use) for group in panel.groups for one in group.results if (use := use_of(one.record))]
+    scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
+
+    def shown(size: int | None) -> str:
+        if not size:
+            return units.NONE
+        return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
+
+    columns = (
+        Column("group", shared=True), Column("case"), Column("peak", number=True),
+        Column(f"vs {panel.reference or 'reference'}", number=True),
+        *(Column(MEMORY_TITLES[role], number=True) for role in roles), Column("in"),
+        *(Column(name, number=True) for name, _ in others),
+    )  # fmt: skip
+    rows = []
+    for group, one, use in known:
+        parts, phase = roles_of(one), next(iter(highest_in(use)), units.NONE)
+        sizes = (shown(parts.get(role)) for role in roles)
+        words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)), *sizes,
+                 PHASE_TITLES.get(phase, phase), *(shown(count(use)) for _, count in others))  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    yield Table("memory", f"memory at the highest point of a step, in {unit}", columns, tuple(rows))
+    yield from map(Text, sentences(panel, named_cases(panel)))
+
+
+def capacity(panel: Panel) -> Iterator[Element]:
+    """The largest batches that fit, and what it comes to; nothing where nobody asked."""
+    found = list(capacities.searched(panel))
+    if not found:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), Column("largest", number=True),
+        Column(f"vs {panel.reference or 'reference'}"), Column("tokens a step", number=True),
+        Column("peak memory", number=True), Column("does not fit"),
+    )  # fmt: skip
+    rows = []
+    for group, result, one in found:
+        share = capacities.share_within(group, result)
+        versus = units.speed_up(share) if share is not None else capacities.EMULATED if emulated(result) else ""
+        versus = versus or ("reference" if result.record.is_reference else units.NONE)
+        tokens = units.whole(one.tokens) if one.tokens else units.NONE
+        words = (capacities.place_of(panel, group, one), result.mode, capacities.show_batch(one), versus, tokens,
+                 units.size(one.peak), why_no_larger(one))  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    yield Table("capacity", capacities.title(found[0][2]), columns, tuple(rows))
+    yield from map(Text, capacities.sentences(panel))
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """One statistic for each kind and role over all groups of a panel, and of how many groups.
+
+    `crossed` are the formats whose range some value lies outside of; `contained` those that hold them all.
+    """
+
+    worst: tuple[TensorStatistics, ...]
+    crossed: tuple[str, ...]
+    contained: tuple[str, ...]
+    num_groups: int
+
+    @property
+    def title(self) -> str:
+        """What the figures are of."""
+        title = "data, before any scaling"
+        if self.num_groups > 1:
+            title += f"; each figure is the largest of {self.num_groups} groups"
+        return f"{title}; all within the range of {', '.join(self.contained)}" if self.contained else title
+
+
+def summary(panel: Panel) -> DataSummary | None:
+    """What the data of a panel are made of; None where nobody looked at them."""
+    looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
+    by_name: dict[tuple[str, str], list[TensorStatistics]] = {}
+    for one in (one for group in looked_at for one in group):
+        by_name.setdefault((one.kind, one.role), []).append(one)
+    worst = tuple(map(_largest, by_name.values()))
+    if not worst:
+        return None
+    names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
+    crossed = tuple(name for name in names if any(any(shares_of(one, name)) for one in worst))
+    contained = tuple(name for name in names if name not in crossed)
+    return DataSummary(worst, crossed, contained, len(looked_at))
+
+
+def data(panel: Panel) -> Iterator[Element]:
+    """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
+    found = summary(panel)
+    if found is None:
+        return
+    columns = (Column("data"), *(Column(title, number=True) for title in ("values", "amax", *found.crossed)))
+    rows = tuple(
+        tuple(map(Field, (name_of(one), units.whole(one.count), units.significant(one.amax),
+                          *(show_shares(one, name) for name in found.crossed))))
+        for one in found.worst
+    )  # fmt: skip
+    yield Table("data", found.title, columns, rows)
+
+
+def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
+    """The largest count, magnitude and shares of any."""
+    names = dict.fromkeys(name for one in members for name, _, _ in one.outside)
+    shares = {name: [shares_of(one, name) for one in members] for name in names}
+    outside = tuple(
+        (name, max(above for above, _ in pairs), max(below for _, below in pairs)) for name, pairs in shares.items()
+    )
+    count, amax = max(one.count for one in members), max(one.amax for one in members)
+    return TensorStatistics(members[0].kind, members[0].role, count, amax, outside)
+
+
+def name_of(one: TensorStatistics) -> str:
+    """'mlp gradient'; once where kind and role are the same word."""
+    return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
+
+
+def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
+    """The shares above a format's range and vanishing in it; none where the format was not asked about."""
+    return next(((above, vanishing) for known, above, vanishing in one.outside if known == name), (0.0, 0.0))
+
+
+def show_shares(one: TensorStatistics, name: str) -> str:
+    """'0.02% / 1.3%', '-' where nothing lies outside."""
+    pair = shares_of(one, name)
+    return " / ".join(units.share(share) for share in pair) if any(pair) else units.NONE

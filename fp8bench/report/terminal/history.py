@@ -1,0 +1,267 @@
+"""The history as text: what there is, one series commit by commit, the runs, and what is wrong with a store.
+
+Changes are told without a verdict, and never coloured: neither asv's interval nor the change knows how much one
+run differs from the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Unpack
+
+from fp8bench import units
+from fp8bench.analysis.metric import unit_of_series
+from fp8bench.model import Conditions, Course, Ending, Fault, Figure, Run, Scalar, Status
+from fp8bench.report.elements import Code, Column, Field, Items, Page, Part, Table, Text
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.layout import Look
+
+_HASTY = "~"
+_MOST_WORDS = 20
+# Of a median beside its interval: three digits would often show one number three times.
+_CLOSE = 4
+
+HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
+VERSUS = "change: against the commit before, without a verdict; less is better"
+INTERVAL = "99% interval: of the median over {}, as asv has it; what differs from run to run is not in it"
+_NEW_SOURCE = "new source"
+SOURCE = "new source: joules were read elsewhere, and those of before do not compare"
+VERSION = "new version: the work or the method changed, and numbers before do not compare"
+GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
+
+
+def value(course: Course, number: float | None, digits: int = 3) -> str:
+    """A number of a course, by its unit; `digits` are those of a time or an energy."""
+    return units.shown(number, unit_of_series(course.series), course.series.metric, digits)
+
+
+def render_courses(
+    endings: Sequence[Ending],
+    store: str,
+    runs: int,
+    commits: int,
+    left: Mapping[str, int],
+    options: str = "",
+    **look: Unpack[Look],
+) -> str:
+    """What there is: a line for each series and cell, by machine and interpreter.
+
+    `options` are words that a command needs to find the same.
+    """
+    counts = f"{_many(len(endings), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"
+    columns = (
+        Column("series"), Column("points", number=True), Column("last"), Column("value", number=True),
+        Column("change", number=True),
+    )  # fmt: skip
+    parts = []
+    for _, alike in itertools.groupby(endings, key=_place):
+        members = list(alike)
+        rows = tuple(tuple(map(Field, _last_cells(one))) for one in members)
+        parts.append(Part("series", "", (Table("series", where(members[0].course), columns, rows),)))
+    if endings:
+        name = shlex.quote(endings[0].course.name)
+        parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
+    page = Page("", f"{store}: {counts}", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
+    return layout.render(page, **look)
+
+
+def render_course(courses: Sequence[Course], description: str, gone: Collection[str], **look: Unpack[Look]) -> str:
+    """One series, commit by commit, on every machine and under every interpreter that it was measured with.
+
+    `gone` are commits that the repository does not have.
+    """
+    columns = (
+        Column("conditions", shared=True), Column("date (UTC)"), Column("commit"), Column("runs", number=True),
+        Column("samples", number=True), Column("median", number=True), Column("99% interval"),
+        Column("change", number=True), Column("why", below=True),
+    )  # fmt: skip
+    parts = [
+        Part("course", "", (Table("course", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in courses
+    ]
+    figures = [figure for course in courses for figure in course.figures]
+    words = [INTERVAL.format(_samples(courses))] if any(one.low is not None for one in figures) else []
+    words += [VERSUS] if any(len(one.measured) > 1 for one in courses) else []
+    words += [HASTY] if any(one.hasty for one in figures) else []
+    page = Page(
+        "", courses[0].name, (Part("what", "", (Items((Text(f"{description}; lower is better"),)),)), *parts), words
+    )
+    return layout.render(page, **look)
+
+
+def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
+    """A run as a row of the table of runs, so that it need not be kept itself."""
+    commit = str(run.environment.get("commit") or "none")[:8]
+    mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
+    counts = [sum(record.status is status for record in run.records) for status in Status]
+    by_status = dict(zip(Status, map(str, counts), strict=True))
+    below = "" if run.finished else _unfinished(run, being_written) + ("" if being_written else options)
+    words = (
+        run.id, _moment(run.started), commit + mark, run.origin, run.request.suite, by_status[Status.OK],
+        by_status[Status.SKIPPED], by_status[Status.FAILED], str(run.environment.get("machine") or units.NONE), below,
+    )  # fmt: skip
+    return tuple(map(Field, words))
+
+
+def render_runs(
+    rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "", **look: Unpack[Look]
+) -> str:
+    """The runs, in the order given. `options` are words that a command needs to find the same."""
+    columns = (
+        Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
+        Column("ok", number=True), Column("skipped", number=True), Column("failed", number=True), Column("machine"),
+        Column("why", below=True),
+    )  # fmt: skip
+    parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
+    parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
+    head = f"{store}: {_many(len(rows), 'run')}, newest first"
+    return layout.render(Page("", head, (*parts, *_left_out(left))), **look)
+
+
+def render_faults(
+    faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str, **look: Unpack[Look]
+) -> str:
+    """What is wrong with a store, what is worth knowing about it, and how many of how many files are sound."""
+    broken = sum(fault.broken for fault in faults)
+    head = f"{store}: {_many(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
+    parts = []
+    for title, kind in (("broken", True), ("worth knowing", False)):
+        found = [Text(f"{one.path}: {one.what}. {one.remedy}.") for one in faults if one.broken is kind]
+        parts += [Part(title, title, (Items(tuple(found)),))] if found else []
+    counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
+    return layout.render(Page("", head, (*parts, Part("sound", "", (Text(f"sound: {counted}"),)))), **look)
+
+
+def render_rebuilt(
+    store: str, files: int, series: int, runs: int, left: Mapping[str, int], **look: Unpack[Look]
+) -> str:
+    """What of asv's view was made, and what of the runs is not in it."""
+    made = f"{_many(files, 'file')} of asv's, {_many(series, 'benchmark')}, from {_many(runs, 'run')}"
+    return layout.render(Page("", f"{store}: made {made}", tuple(_left_out(left))), **look)
+
+
+def render_joined(title: str, counts: Mapping[str, int], renamed: Mapping[str, str], **look: Unpack[Look]) -> str:
+    """What was taken from another store, and which interpreters count as others from now on."""
+    facts = tuple((what, str(count)) for what, count in counts.items())
+    now = tuple(Text(f"{old} counts as {new}") for old, new in renamed.items())
+    parts = (Part("renamed", "from now on", (Items(now),)),) if now else ()
+    return layout.render(Page("", title, parts, facts=facts), **look)
+
+
+def _next(words: str, command: str) -> Part:
+    """What one may look at next; it stands last."""
+    return Part("summary", "", (Text(words), Code(command)))
+
+
+def _many(count: int, word: str, words: str = "") -> str:
+    return f"{count} {word if count == 1 else words or word + 's'}"
+
+
+def _place(ending: Ending) -> tuple[Scalar | None, str]:
+    return ending.course.machine.get("machine"), ending.course.python
+
+
+def where(course: Course) -> str:
+    """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
+    machine = course.machine
+    cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
+    facts = ", ".join(str(one) for one in (machine.get("gpu"), machine.get("cpu"), cpus) if one)
+    return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {course.python}"
+
+
+def _last_cells(ending: Ending) -> tuple[str, ...]:
+    """A course in one line: its last commit, against the one before that has a number."""
+    course, last, before, points = ending
+    return course.name, str(points), last.commit[:8], _shown(course, last), _change(last, before)
+
+
+def _shown(course: Course, figure: Figure, digits: int = 3) -> str:
+    if figure.value is None:
+        return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
+    return (_HASTY if figure.hasty else "") + value(course, figure.value, digits)
+
+
+def _change(figure: Figure, before: Figure | None) -> str:
+    """A figure over the one before; nothing where they do not compare."""
+    if before is None or figure.value is None or before.value is None:
+        return units.NONE
+    if figure.version != before.version:
+        return "new version"
+    if figure.source != before.source:
+        return _NEW_SOURCE
+    if before.value == 0:
+        return units.change(1.0) if figure.value == 0 else units.NONE
+    return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
+
+
+def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
+    """A row a commit; what else changed than the commit stands above those it holds for."""
+    before: Figure | None = None
+    version, conditions = course.figures[0].version, ""
+    for one in course.figures:
+        news = []
+        if one.version != version:
+            news.append(f"version {version} -> {one.version}: numbers before do not compare")
+            version = one.version
+        if before is not None and one.value is not None and before.under != one.under:
+            news += _new_conditions(before.under, one.under)
+        conditions = "; ".join(news) or conditions
+        below = [f"{_shown(course, one)}: {one.reason}"] if one.value is None and one.reason else []
+        below += [GONE] if one.commit in gone else []
+        ends = ", ".join(value(course, end, _CLOSE) for end in (one.low, one.high))
+        interval = units.NONE if one.low is None else f"[{ends}]"
+        told = before is not None and (before.version, before.source) == (one.version, one.source)
+        change = _change(one, before) if told else units.NONE
+        shown = _shown(course, one, _CLOSE)
+        cells = (units.moment(one.date), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
+        yield tuple(map(Field, (conditions, *cells, "\n".join(below))))
+        before = one if one.value is not None else before
+
+
+def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
+    """What else than the commit may be why a number changed."""
+    old, new = dict(before), dict(now)
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    for name in changed:
+        if name != "torch_git" or "torch" not in changed:
+            was, is_now = ("none" if one.get(name) is None else " ".join(str(one[name]).split()) for one in (old, new))
+            yield f"{name} {was:.28} -> {is_now:.28}"
+
+
+def _moment(started: str) -> str:
+    """'2026-01-05 12:00:03'."""
+    return started[:19].replace("T", " ") or units.NONE
+
+
+def _unfinished(run: Run, being_written: bool) -> str:
+    if being_written:
+        return "being measured now"
+    missing = len({one.case.id for group in run.plan for one in group.cases} - {one.case.id for one in run.records})
+    lacking = f"; {_many(missing, 'case has', 'cases have')} no record" if missing else ""
+    return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
+
+
+def _list_legend(endings: Sequence[Ending]) -> list[str]:
+    values, changes = zip(*(_last_cells(ending)[-2:] for ending in endings), strict=True)
+    samples = _samples([ending.course for ending in endings])
+    words = [f"value: the last commit's median over {samples}, of all its runs; lower is better everywhere"]
+    words += [VERSUS] if any(change[-1:].isdigit() or change.endswith("%") for change in changes) else []
+    words += [VERSION] if "new version" in changes else []
+    words += [SOURCE] if _NEW_SOURCE in changes else []
+    return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
+
+
+def _samples(courses: Sequence[Course]) -> str:
+    """What the samples of these series are."""
+    kinds = {"windows" if unit_of_series(course.series) == "J" else "rounds" for course in courses}
+    return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
+
+
+def _left_out(left: Mapping[str, int]) -> Iterable[Part]:
+    """Runs that are in no line, and why, the most frequent reason first."""
+    if left:
+        reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
+        yield Part(
+            "left", "not in it", (Items(tuple(Text(f"{_many(count, 'run')}: {why}") for why, count in reasons)),)
+        )

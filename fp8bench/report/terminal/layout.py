@@ -1,0 +1,165 @@
+"""Elements as lines of plain text that never run over: paragraphs, lists, tables, and colour for those who want it.
+
+Text is laid out first and coloured after, so colour changes no column. Tables have no boxes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TypedDict, Unpack
+
+from fp8bench import units
+from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
+
+MIN_WIDTH = 40
+INDENT = "  "
+GAP = "  "
+_EXPLAIN = "--explain says how to read this"
+# A first cell that finds less room than this has cells at the end of its row moved below it instead.
+_LEAST_NAME = 8
+_COLORS = {Tone.GOOD: "green", Tone.BAD: "red", Tone.DOUBT: "yellow", Tone.STRONG: "bold"}
+
+Paint = Callable[[str, Tone], str]
+
+
+def painter(color: bool) -> Paint:
+    """A function that colours a text, or leaves it as it is."""
+    if not color:
+        return lambda text, tone: text
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    styles = {tone: Style.parse(name) for tone, name in _COLORS.items()}
+    return lambda text, tone: styles[tone].render(text, color_system=ColorSystem.STANDARD) if tone in styles else text
+
+
+def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
+    """`text` in lines of at most `width`; the first begins with `indent`, the others with `hang` after it.
+
+    Control characters (a traceback's colours, say) become blanks.
+    """
+    clean = "".join(letter if letter.isprintable() else " " for letter in text)
+    lines = textwrap.wrap(clean, width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
+    return lines or [indent.rstrip()]
+
+
+class Look(TypedDict, total=False):
+    """How wide lines may be (100), whether they are coloured (no), and whether a page's footer is shown (yes)."""
+
+    width: int
+    color: bool
+    explain: bool
+
+
+def render(page: Page, **look: Unpack[Look]) -> str:
+    """A whole page, parts and paragraphs apart by blank lines. The footer, how to read it, is for who asks."""
+    width, paint = max(look.get("width", 100), MIN_WIDTH), painter(look.get("color", False))
+    explain = look.get("explain", True)
+    head = [paint(line, Tone.STRONG) for line in wrap(page.title, width, hang=INDENT)] if page.title else []
+    head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []
+    head += [line for name, what in page.facts for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
+    legend = [Part("legend", "how to read this", (Items(tuple(map(Text, page.footer))),))] if page.footer else []
+    if legend and not explain:
+        legend = [Part("legend", "", (Text(_EXPLAIN),))]
+    last = [part for part in page.parts if part.name == "summary"]
+    parts = [*(part for part in page.parts if part not in last), *legend, *last]
+    paragraphs = [head, *(block for part in parts for block in _part(part, width, paint))]
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
+
+
+def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
+    """Its paragraphs: the heading with what follows it, and each table with what is said of it."""
+    block = [paint(line, Tone.STRONG) for line in wrap(part.title, width, hang=INDENT)] if part.title else []
+    indent = INDENT if part.title else ""
+    block += wrap(part.lead, width, indent, INDENT) if part.lead else []
+    for place, element in enumerate(part.elements):
+        if isinstance(element, Table):
+            if place or part.lead or element.caption:  # else it stands right under the heading
+                yield block
+                block = []
+            block += wrap(element.caption, width, hang=INDENT) if element.caption else []
+        block += _lines(element, width, paint, indent)
+    yield block
+
+
+def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]:
+    match element:
+        case Text():
+            return [paint(line, element.tone) for line in wrap(element.text, width, indent, INDENT)]
+        case Items():
+            return [paint(line, item.tone) for item in element.items for line in wrap(item.text, width, INDENT, INDENT)]
+        case Facts():
+            return [line for name, what in element.pairs for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
+        case Code():
+            return _command(element.text, width)
+        case Table():
+            return _table(element, width, paint)
+    raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
+
+
+def _command(text: str, width: int) -> list[str]:
+    """Something to type, gone on behind a backslash where a line does not hold it."""
+    lines = wrap(text, width - 2, INDENT, INDENT)
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
+
+
+def _table(found: Table, width: int, paint: Paint) -> list[str]:
+    """What rows share stands once above them; a name too long for the first column gets a line of its own.
+
+    Where that is not enough, the last columns leave the grid and follow each row as 'title: value'.
+    """
+    grid = [place for place, column in enumerate(found.columns) if not column.shared and not column.below]
+    columns = [found.columns[place] for place in grid]
+    rows = [[row[place] for place in grid] for row in found.rows]
+    widths = [max([len(column.title), *(len(row[place].text) for row in rows)]) for place, column in enumerate(columns)]
+    shown = len(columns)
+    while shown > 1 and _room_for_name(widths[:shown], width) < min(widths[0], _LEAST_NAME):
+        shown -= 1
+    room = _room_for_name(widths[:shown], width)
+    widths[0] = max([min(len(columns[0].title), room), *(len(row[0].text) for row in rows if len(row[0].text) <= room)])
+    titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
+    lines = _row(titles[:shown], columns, widths, width, paint)
+    for words, alike in groupby(zip(found.rows, rows, strict=True), lambda pair: _shared(found.columns, pair[0])):
+        lines += wrap(words, width, hang=INDENT) if words else []
+        for whole, row in alike:
+            lines += _row(row[:shown], columns, widths, width, paint)
+            lines += _folded(columns[shown:], row[shown:], width)
+            below = [field.text for column, field in zip(found.columns, whole, strict=True) if column.below]
+            texts = [text for many in below for text in many.split("\n") if text]
+            lines += [paint(line, Tone.DOUBT) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
+    return lines
+
+
+def _shared(columns: Sequence[Column], row: Iterable[Field]) -> str:
+    return "  ".join(field.text for column, field in zip(columns, row, strict=True) if column.shared and field.text)
+
+
+def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
+    """What found no room in the grid, without the empty fields."""
+    pairs = [
+        f"{column.title}: {' '.join(field.text.split())}".removeprefix(": ")
+        for column, field in zip(columns, fields, strict=True)
+        if field.text not in ("", units.NONE)
+    ]
+    return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
+
+
+def _room_for_name(widths: Sequence[int], width: int) -> int:
+    """How wide the first column may be when the others are as wide as they need."""
+    return width - len(INDENT) - sum(len(GAP) + one for one in widths[1:])
+
+
+def _row(
+    fields: Sequence[Field], columns: Sequence[Column], widths: Sequence[int], width: int, paint: Paint
+) -> list[str]:
+    name = fields[0].text
+    above = wrap(name, width, INDENT, INDENT) if len(name) > widths[0] else []
+    first = "" if above else name
+    cells = [paint(first, fields[0].tone) + " " * (widths[0] - len(first))]
+    for field, column, size in zip(fields[1:], columns[1:], widths[1:], strict=False):
+        blanks, text = " " * (size - len(field.text)), paint(field.text, field.tone)
+        cells.append(blanks + text if column.number else text + blanks)
+    line = (INDENT + GAP.join(cells)).rstrip()
+    return [*above, line] if line else above

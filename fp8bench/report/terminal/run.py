@@ -1,0 +1,220 @@
+"""A run as text for a terminal: panels of tables, what they mean, what did not go well, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fp8bench import units
+from fp8bench.model import Finding, Label, Level, Run, Status, Verdict
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
+from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
+from fp8bench.report.memories import PEAK
+from fp8bench.report.panels import Panel, Result, heading, merge_notes, panels_of
+from fp8bench.report.tensor_panels import about_tensors
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.figures import capacity, counted, data, energy, memory, tells_memory
+from fp8bench.report.terminal.summary import HOW_ERRORS, summary
+from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
+from fp8bench.report.terminal.tensors import LEGEND, tensors
+from fp8bench.report.words import legend
+from fp8bench.report.words.run_facts import missing_of, notes_of
+
+
+def render(
+    run: Run,
+    findings: Mapping[str, Finding],
+    width: int = 100,
+    color: bool = False,
+    explain: bool = True,
+    report: str = "",
+) -> str:
+    """The text of a run; `findings` by case id, `report` is where its report is. No line is wider than `width`.
+
+    Without colour the text depends on nothing but its arguments.
+    """
+    width = max(width, layout.MIN_WIDTH)
+    panels = panels_of(run, findings)
+    parts = [part for panel in panels for part in _parts(panel, run, width)]
+    parts += [] if panels else [Part("nothing", "", (Text("Nothing was measured."),))]
+    parts += [Part("ending", "", tuple(_ending(run))), summary(run, panels, width, report)]
+    return layout.render(Page("", "", tuple(parts), _legend(panels)), width=width, color=color, explain=explain)
+
+
+def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    title = heading(panel.case.workload, panel.shared, panel.case.device, run.devices)
+    elements: list[Element] = []
+    of_tensors = about_tensors(panel)
+    if of_tensors:
+        elements += tensors(panel, width)
+    else:
+        phases = phases_table(panel)
+        elements += [main_table(panel), *([phases] if phases else []), *energy(panel), *memory(panel)]
+    elements += [*capacity(panel), *data(panel)]
+    yield Part("panel", title, tuple(elements), "" if of_tensors else _reference_line(panel))
+    numbers = [] if of_tensors else _numbers(panel)
+    if numbers:
+        yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
+    notes = merge_notes(_notes(panel), len(panel.groups))
+    if notes:
+        yield Part("notes", "notes", (Items(tuple(map(Text, notes))),))
+
+
+def _reference_line(panel: Panel) -> str:
+    """What the others are held against; the noise floor too where one line can say it for all."""
+    measured = any(result.record.is_reference for result in panel.results)
+    reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
+    floor = f"; noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    return f"reference: {reference}{floor}"
+
+
+def _numbers(panel: Panel) -> list[tuple[str, str]]:
+    """Measurements beside the main error, and speed-ups by medians, a line for each metric and group."""
+    lines: list[tuple[str, str]] = []
+    elsewhere = _told_elsewhere(panel)
+    for group in panel.groups:
+        by_metric: dict[str, list[str]] = {}
+        for result in group.results:
+            for one in result.record.measurements:
+                if one.metric == elsewhere:
+                    continue
+                label = f"{one.metric} ({one.phase})" if one.phase else one.metric
+                how = " (emulated)" if one.unit == "B" and emulated(result) else ""
+                by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}{how}")
+        medians = [
+            f"{one.mode} {units.speed_up(1 / one.finding.median_ratio)}"
+            for one in group.results
+            if one.finding and one.finding.median_ratio and not emulated(one)
+        ]
+        if medians:
+            by_metric["speed-up by medians"] = medians
+        place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
+        others = {label: texts for label, texts in by_metric.items() if label != main_error(panel)}
+        lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in others.items()]
+    return lines
+
+
+def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
+    """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
+    for group in panel.groups:
+        place = panel.place(group)
+        for result in group.results:
+            record, finding = result.record, result.finding
+            if record.status is not Status.OK:
+                word = "FAILED" if record.status is Status.FAILED else record.status.value
+                yield f"{result.mode} {word}", record.reason, place
+                continue
+            if finding is not None and finding.why:
+                word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
+                yield f"{result.mode} {word}", finding.why, place
+            if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):
+                yield f"{result.mode} {Label.EAGER_QUANTISER}", result.reason(Label.EAGER_QUANTISER), place
+            if record.detail:  # it was timed, but something else about it could not be had
+                yield result.mode, record.detail, place
+        for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
+            yield modes, doubt, place
+
+
+def _legend(panels: Sequence[Panel]) -> list[str]:
+    """A line for every word of the report that needs one, and only for those that occur."""
+    timed = [panel for panel in panels if not about_tensors(panel)]
+    results = [result for panel in timed for result in panel.results]
+    of_tensors = [LEGEND] if len(timed) < len(panels) else []
+    looked_at = any(result.record.statistics for panel in panels for result in panel.results)
+    of_data = [legend.DATA] if looked_at else []
+    if not any(result.best for result in results):
+        return [*of_tensors, *of_data] if of_tensors else []
+    lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES]
+    if any(result.finding and result.finding.below_floor for result in results):
+        lines.append(legend.BELOW_FLOOR)
+    if any(result.finding and result.finding.hard for result in results):
+        lines.append(legend.HARD)
+    if any(emulated(result) and result.best for result in results):
+        lines.append(legend.EMULATED)
+    lines += [
+        *_error_legends(timed),
+        HOW_ERRORS,
+        *_number_legends(timed),
+        *_energy_legends(timed),
+        *_memory_legends(timed),
+    ]
+    seen = {label for result in results for label in result.labels}
+    return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
+
+
+def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
+    """The ratio's meaning by reference, and the rule of verdicts, if there is a ratio."""
+    lines = []
+    for reference in dict.fromkeys(panel.reference for panel in panels):
+        compared = [_ratio_level(one) for panel in panels if panel.reference == reference for one in panel.results]
+        levels = sorted({level for level in compared if level is not None})
+        if levels:
+            shown = "/".join(units.percent(level).replace(".0%", "%") for level in levels)
+            lines.append(legend.speed_up(reference, shown))
+    return [*lines, legend.VERDICT] if lines else []
+
+
+def _ratio_level(result: Result) -> float | None:
+    if result.finding is None or result.finding.ratio is None or result.record.support.level is Level.EMULATED:
+        return None
+    return result.finding.ratio.level
+
+
+def _error_legends(panels: Sequence[Panel]) -> list[str]:
+    """What the error column holds; with the suites where it is not the same in all."""
+    suites: dict[str, list[str]] = {}
+    for panel in panels:
+        metric = main_error(panel)
+        measured = [one.record.measurement(metric) for one in panel.results]
+        described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
+        if metric:
+            suites.setdefault(f"{metric} ({described})", []).append(panel.case.workload)
+    if len(suites) == 1:
+        return [f"error: {next(iter(suites))}"]
+    return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
+
+
+def _number_legends(panels: Sequence[Panel]) -> list[str]:
+    """What stands under 'numbers', where a measurement says so itself."""
+    described = {
+        f"{one.metric}: {one.description}"
+        for panel, shown in ((panel, (main_error(panel), _told_elsewhere(panel))) for panel in panels)
+        for result in panel.results
+        for one in result.record.measurements
+        if one.description and one.metric not in shown
+    }
+    return sorted(described)
+
+
+def _told_elsewhere(panel: Panel) -> str:
+    """The metric that has a table of its own; '' where it has none."""
+    return PEAK if tells_memory(panel) else ""
+
+
+def _memory_legends(panels: Sequence[Panel]) -> list[str]:
+    """What the memory tables hold, where there are any."""
+    told = [panel for panel in panels if tells_memory(panel)]
+    others = dict.fromkeys(name for panel in told for name, _ in counted(panel.results))
+    known = "; ".join(f"{name}: {legend.MEMORY_COUNTED[name]}" for name in others)
+    return list(filter(None, (legend.MEMORY, known))) if told else []
+
+
+def _energy_legends(panels: Sequence[Panel]) -> list[str]:
+    """What the energy tables hold, where there are any."""
+    found = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
+    found = [(panel, group, one) for panel, group, one in found if figures_of(one) is not None]
+    if not found:
+        return []
+    compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_within(group, one) is not None)
+    cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []
+    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost]
+
+
+def _ending(run: Run) -> Iterator[Text]:
+    """Plan notes, troubles, and how much of the plan has a record."""
+    yield from (Text(f"note: {note}") for note in notes_of(run))
+    yield from map(Text, absences(run))
+    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)
+    missing = missing_of(run)
+    if missing:
+        yield Text(missing)

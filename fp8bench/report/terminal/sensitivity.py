@@ -1,0 +1,153 @@
+"""A study as text: which layers suffer, and the map to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Unpack
+
+from fp8bench import units
+from fp8bench.analysis.sensitivity import By, Study, Suffers, Trial, as_words, last_of
+from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import show_params
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.layout import Look
+
+_LEGEND = (
+    "loss gap: of the same steps, weights and data, relative to the reference's loss; above 0 is worse",
+    "within the noise: no larger than what another draw of the reference's weights does to its loss",
+    "gradient error: of all gradients of the first step, relative to the reference's; it sees what a loss does not",
+    "order: failed runs, gaps beyond the noise, then gradient errors; together: the root of the sum of squares",
+)
+_TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Tone.GOOD, Suffers.NOISE: Tone.DOUBT}
+
+
+def render(study: Study, **look: Unpack[Look]) -> str:
+    """All of it for a terminal."""
+    return layout.render(page_of(study), **look)
+
+
+def page_of(study: Study) -> Page:
+    """What each layer does to the loss, alone and in groups, and the map to take."""
+    one = "one layer kind" if study.by is By.KIND else "one layer"
+    what = f"{study.low} ({study.level}) in {one} at a time, {study.reference} in the rest"
+    elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]
+    if study.probes:
+        elements += [[_probes(study)], [Text(words) for words in _groups(study)]]
+    if study.candidates:
+        elements += [[_candidates(study)], list(_suggestion(study))]
+    elements += [[Text(f"stored in {study.path}")]] if study.path else []
+    parts = tuple(Part(f"part-{n}", "", tuple(found)) for n, found in enumerate(elements))
+    title = f"sensitivity of {study.workload} {show_params(study.params)} on {study.device}"
+    return Page(title, "", parts, _LEGEND)
+
+
+def _reference(study: Study) -> str:
+    """Its loss, and what other draws of its weights do to it, which is the noise."""
+    if study.baseline.loss is None:
+        return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
+    last = last_of(study.steps)
+    words = f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last} of {study.steps} steps"
+    others = [_percent(gap) for one in study.draws if (gap := study.gap(one)) is not None]
+    if others:
+        words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
+    return words
+
+
+def _probes(study: Study) -> Table:
+    columns = (
+        Column("low" if study.by is By.KIND else "low layer"), *([] if study.by is By.KIND else [Column("kind")]),
+        Column("loss gap", number=True), Column("gradient error", number=True), Column("verdict"),
+        Column("why", below=True),
+    )  # fmt: skip
+    return Table("probes", "", columns, tuple(_row(study, one) for one in study.ranking))
+
+
+def _row(study: Study, one: Trial) -> tuple[Field, ...]:
+    suffers = study.suffers(one)
+    return (
+        Field(one.name), *([] if study.by is By.KIND else [Field(one.kind)]), Field(_gap(study, one)),
+        Field(units.percent(one.gradient_error)), Field(suffers.value, tone=_TONES[suffers]), Field(one.failure),
+    )  # fmt: skip
+
+
+def _groups(study: Study) -> Iterator[str]:
+    """Attention against feed-forward, first against last."""
+    if study.by is By.KIND:
+        return
+    kinds: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
+    for one in study.probes:
+        words = one.name.split(".")
+        kinds.setdefault(one.kind, []).append(one.name)
+        places.setdefault(".".join(words[:2]) if len(words) > 2 else one.name, []).append(one.name)
+    for title, groups in (("by kind", kinds), ("by place", places)):
+        found = study.together(groups)
+        if len(found) > 1:
+            shown = ", ".join(f"{name} {units.percent(error)}" for name, error in found.items())
+            yield f"gradient errors together, {title}: {shown}"
+
+
+def _candidates(study: Study) -> Table:
+    columns = (
+        Column("candidate"), Column("layers low", number=True), Column("loss gap", number=True), Column("verdict"),
+        Column("why", below=True),
+    )  # fmt: skip
+    rows = []
+    for one in study.candidates:
+        words = "keeps the loss" if study.keeps(one) else "failed" if one.failure else "loses too much"
+        verdict = Field(words, tone=Tone.GOOD if study.keeps(one) else Tone.BAD)
+        rows.append((Field(one.name), Field(str(len(one.low))), Field(_gap(study, one)), verdict, Field(one.failure)))
+    return Table("candidates", "", columns, tuple(rows))
+
+
+def _suggestion(study: Study) -> Iterator[Element]:
+    tolerance = units.percentage(100 * study.tolerance)
+    found = study.suggested
+    if found is None:
+        why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
+        words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"
+        if study.undecided:
+            words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, so that no layer can be "
+            words += f"told from another, nor {study.low} from {study.reference}; --steps with more steps may tell"
+        yield Text(words)
+        return
+    gap = study.gap(found)
+    assert gap is not None
+    yield Text(
+        f"suggested: {_which(study, found)}. That map was trained: its loss gap is {_percent(gap)}, within the "
+        f"tolerance of {tolerance}"
+    )
+    if study.noise is not None and study.tolerance < study.noise:
+        yield Text(
+            f"mind: the tolerance is below the noise of {_noise(study)}, so that a gap may be within it by chance"
+        )
+    yield Code(command_of(study, found))
+
+
+def _which(study: Study, found: Trial) -> str:
+    every = len(study.candidates[0].low)
+    return f"{study.low} in {found.name}" + (f" ({len(found.low)} of {every})" if len(found.low) < every else "")
+
+
+def command_of(study: Study, found: Trial) -> str:
+    """What measures that map beside the reference: on one line, for who copies it."""
+    words = [f"fp8bench suite {study.workload} --set size={dict(study.params)['size']}"]
+    words.append(f"--dtypes {study.low} --reference {study.reference}")
+    if found.precision_map:
+        words.append(f"--precision-map {as_words(found.precision_map)}")
+    return " ".join(words)
+
+
+def _gap(study: Study, one: Trial) -> str:
+    gap = study.gap(one)
+    return units.NONE if gap is None else _percent(gap)
+
+
+def _percent(share: float) -> str:
+    """With its sign: '+0.12%'."""
+    text = units.percent(share, 2)
+    return text if text.startswith("-") else f"+{text}"
+
+
+def _noise(study: Study) -> str:
+    return units.percent(study.noise, 2)

@@ -1,0 +1,172 @@
+"""The two main tables of a panel: what each case costs, and where its time goes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from fp8bench import units
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status, Work
+from fp8bench.report.case_status import (
+    Standing,
+    emulated,
+    named_labels,
+    show_speed_up,
+    standing,
+    status_words,
+    tone_of,
+)
+from fp8bench.report.elements import Column, Field, Table, Tone
+from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.words.legend import PHASE_TITLES
+
+# The error a reader sees first, where a workload offers more than one: the most telling.
+_MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
+_ERROR_SUFFIX = "_error"
+
+
+def main_error(panel: Panel) -> str:
+    """The metric of the error column; '' if nothing in the panel has an error."""
+    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
+    return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+
+
+def value_of(measurement: Measurement | None) -> float | None:
+    """What one reads of a measurement's samples: the middle one."""
+    return statistics.median(measurement.samples) if measurement and measurement.samples else None
+
+
+def show_value(measurement: Measurement) -> str:
+    """A measurement as text, by its unit."""
+    return units.shown(value_of(measurement), measurement.unit, measurement.metric)
+
+
+def main_table(panel: Panel) -> Table:
+    """Case by case: verdict, speed-up, times, error, throughput. What has no room left is told last."""
+    error = main_error(panel)
+    columns = {
+        "group": Column("group", shared=True), "case": Column("case"), "verdict": Column("verdict"),
+        "speed-up": Column("speed-up"), "best": Column("best", number=True), "median": Column("median", number=True),
+        "error": Column("error", number=True), "spread": Column("spread", number=True),
+        "throughput": Column("throughput", number=True), "labels": Column("labels", below=True),
+    }  # fmt: skip
+    floors = len(panel.groups) > 1
+    rows = [
+        _main_fields(one, error)
+        | {"group": Field(f"{panel.place(group)}  noise floor (A/A): {noise_floor(group)}" if floors else "")}
+        for group in panel.groups
+        for one in group.results
+    ]
+    silent = {"speed-up", "throughput", "error"} & {
+        name for name in columns if all(row[name].text == units.NONE for row in rows)
+    }
+    silent |= set() if error else {"error"}
+    shown = [name for name in columns if name not in silent]
+    fields = tuple(tuple(row[name] for name in shown) for row in rows)
+    return Table("cases", "", tuple(columns[name] for name in shown), fields)
+
+
+def phases_table(panel: Panel) -> Table | None:
+    """The phases of each measured case as shares of its best case; None if nothing was measured."""
+    measured = [(group, result) for group in panel.groups for result in group.results if result.best]
+    if not measured:
+        return None
+    present = {name for _, one in measured for name, seconds in phases_of(one) if seconds or name == UNATTRIBUTED}
+    names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
+    columns = (Column("group", shared=True), Column("case"), Column("best", number=True),
+               *(Column(PHASE_TITLES.get(name, name), number=True) for name in names))  # fmt: skip
+    rows = tuple(
+        tuple(map(Field, (panel.place(group), one.mode, _cost(one), *_shares(one, names)))) for group, one in measured
+    )
+    return Table("phases", "phases, as shares of the best case", columns, rows)
+
+
+def noise_floor(group: ResultGroup) -> str:
+    """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
+    return (floor_of(group.results) or "not measured") + _stopped(group)
+
+
+def floor_of(results: Iterable[Result]) -> str:
+    """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
+    floors = sorted(one.finding.floor for one in results if one.finding and one.finding.floor is not None)
+    if not floors:
+        return ""
+    low, high = (f"+-{units.percent(floor)}" for floor in (floors[0], floors[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+def _stopped(group: ResultGroup) -> str:
+    """Why measuring ended, which tells whether more time would help."""
+    reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
+    return f"; {' / '.join(reasons)}" if reasons else ""
+
+
+def _main_fields(result: Result, error: str) -> dict[str, Field]:
+    record, finding, status = result.record, result.finding, standing(result)
+    known = record.status is Status.OK
+    tone = Tone.STRONG if status is Standing.FAILED else tone_of(result)
+    median = finding.median_seconds if finding and known else None
+    labels = ", ".join(named_labels(result)) if known else ""
+    return {
+        "case": Field(result.mode),
+        "verdict": Field(status_words(result), tone=tone),
+        "speed-up": Field(show_speed_up(result) or units.NONE, tone=tone),
+        "best": Field(units.seconds(result.best if known else None)),
+        "median": Field(units.seconds(median)),
+        "error": Field(units.relative_error(value_of(record.measurement(error)))),
+        "spread": Field(units.percent(finding.spread if finding and known else None)),
+        "throughput": Field(show_rate(rate_of(result) if known else None)),
+        "labels": Field(f"labels: {labels}" if labels else ""),
+    }
+
+
+def _cost(result: Result) -> str:
+    """The best case; for an emulation with the word that keeps it from being read as a speed."""
+    time = units.seconds(result.best)
+    return f"{Level.EMULATED} {time}" if emulated(result) else time
+
+
+def rate_of(result: Result) -> tuple[float, str] | None:
+    """Tokens, FLOP or bytes a second at the median, with the unit; None for emulations, which have no speed."""
+    rates = _rates(result.record.work)
+    seconds = result.finding.median_seconds if result.finding else None
+    if not seconds or emulated(result) or not rates:
+        return None
+    amount, unit = rates[0]
+    return amount / seconds, unit
+
+
+def show_rate(rate: tuple[float, str] | None) -> str:
+    return units.count(*rate) if rate else units.NONE
+
+
+def _rates(work: Work) -> list[tuple[float, str]]:
+    """What a step does by each count that applies, the most telling first."""
+    counts = ((work.tokens, "tok/s"), (work.flops, "FLOP/s"), (work.bytes, "B/s"))
+    return [(amount, unit) for amount, unit in counts if amount]
+
+
+def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
+    """Best-case seconds by phase; what is unattributed is worked out where it is not given."""
+    finding = result.finding
+    if finding is None or finding.best_seconds is None:
+        return ()
+    if any(name == UNATTRIBUTED for name, _ in finding.phases):
+        return finding.phases
+    rest = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
+    return (*finding.phases, (UNATTRIBUTED, max(0.0, rest)))
+
+
+def _shares(result: Result, names: Sequence[str]) -> list[str]:
+    """One cell a phase: its share, '<' if it is below the clock's floor, '-' if the step has no such phase."""
+    assert result.finding is not None and result.best
+    seconds = dict(phases_of(result))
+    cells = []
+    for name in names:
+        if name in result.finding.below_floor:
+            cells.append("<")
+        elif seconds.get(name) or name == UNATTRIBUTED:
+            cells.append(units.percent(seconds.get(name, 0.0) / result.best))
+        else:
+            cells.append(units.NONE)
+    return cells

@@ -1,0 +1,145 @@
+"""What the words of a report mean: one sentence each."""
+
+from __future__ import annotations
+
+from fp8bench import units
+from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
+from fp8bench.analysis.verdicts import BAND, SAME
+from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
+
+LABELS: dict[Label, str] = {
+    Label.NOISY: "so much noise that the A/A interval reaches further than 3% from 1",
+    Label.AA_FAILED: "identical code was provably told apart: the A/A interval lies 2% or more away from 1",
+    Label.CONTENDED: "other processes took the CPU in most slots: wall time was well above CPU time",
+    Label.THROTTLED: "the device held its clocks back, and not for its power cap alone",
+    Label.POWER_CAPPED: "the clocks are those that the device's power cap allows, as is normal for large products",
+    Label.LAUNCH_BOUND: "the host enqueued work more slowly than the device did it: the time is the host's",
+    Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
+    Label.BIMODAL: "the times fall into two clusters: two states of the machine or the code were measured as one",
+    Label.DRIFT: "the ratio to the reference moved while measuring",
+    Label.FEW_SAMPLES: "few rounds: the interval rests on little",
+    Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
+    Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
+    Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
+    Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
+    Label.CROSS_RUN: "the two sides were measured at different times: what changed in between is in the ratio",
+}
+
+# The same in half a sentence, for what a label does to a verdict: 'perhaps faster, but ...'.
+REASONS: dict[Label, str] = {
+    Label.NOISY: "the times varied a lot",
+    Label.AA_FAILED: "the reference differs from itself",
+    Label.CONTENDED: "other processes took the CPU",
+    Label.THROTTLED: "the device held its clocks back",
+    Label.POWER_CAPPED: "it ran at the clocks that the device's power cap allows",
+    Label.LAUNCH_BOUND: "the host sets the pace",
+    Label.BELOW_FLOOR: "its phases are too short to be timed",
+    Label.BIMODAL: "its times fall into two clusters",
+    Label.DRIFT: "the ratio moved while measuring",
+    Label.FEW_SAMPLES: "it rests on few rounds",
+    Label.UNPAIRED: "it was measured at another time than the reference",
+    Label.VARYING: "its steps were not alike",
+    Label.EAGER_QUANTISER: "its quantisers were not compiled",
+    Label.ENERGY_UNRESOLVED: "its energy is not resolved",
+    Label.CROSS_RUN: "its sides were measured at different times",
+}
+
+# Short names for the columns of the phases table; a phase not named here shows under its own name.
+PHASE_TITLES: dict[str, str] = {
+    Phase.DATA_LOAD: "data",
+    Phase.CAST: "cast",
+    Phase.GEMM: "gemm",
+    Phase.ATTENTION: "attn",
+    Phase.ACCUMULATE: "accum",
+    Phase.OPTIMIZER_STEP: "optim",
+    Phase.ELEMENTWISE: "elem",
+    UNATTRIBUTED: "unattr",
+}
+
+# What a sentence calls the parts of a step, and whether that is a plural.
+PHASE_WORDS: dict[str, tuple[str, bool]] = {
+    Phase.DATA_LOAD: ("data loading", False),
+    Phase.CAST: ("casts", True),
+    Phase.GEMM: ("products", True),
+    Phase.ATTENTION: ("attention", False),
+    Phase.ACCUMULATE: ("accumulation", False),
+    Phase.OPTIMIZER_STEP: ("the optimizer step", False),
+    Phase.ELEMENTWISE: ("elementwise work", False),
+    UNATTRIBUTED: ("the rest", False),
+}
+
+BEST = (
+    "best: the step undisturbed, the sum over its stretches of each one's three fastest rounds (less than any single "
+    "step); median and spread (distance of the quartiles / median): over all calls; throughput: at the median"
+)
+VERDICT = (
+    f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
+    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+)
+HARD = (
+    "no verdict: where identical code was told apart, where the device's hardware slowed it down, and where less than "
+    "a fifth of a core was left; nor beside such a reference"
+)
+EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
+PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"
+BELOW_FLOOR = f"<: shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it, so no share is given"
+
+DATA = (
+    "data: what a step works on; amax: the largest magnitude; under a format: the share of the values above its "
+    "largest / the share that is not zero and would become zero; -: none"
+)
+
+# Short names for the columns of the memory table, and what a sentence calls them.
+MEMORY_TITLES: dict[str, str] = {
+    MemoryRole.WEIGHTS: "weights",
+    MemoryRole.LOW_WEIGHTS: "low w",
+    MemoryRole.GRADIENTS: "grads",
+    MemoryRole.OPTIMIZER: "optim",
+    MemoryRole.ACTIVATIONS: "activ",
+    MemoryRole.LOW_ACTIVATIONS: "low a",
+    MemoryRole.DATA: "data",
+    MemoryRole.WORKSPACE: "work",
+    MemoryRole.OTHER: "other",
+}
+MEMORY_WORDS: dict[str, str] = {
+    MemoryRole.WEIGHTS: "weights",
+    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
+    MemoryRole.GRADIENTS: "gradients",
+    MemoryRole.OPTIMIZER: "optimizer state",
+    MemoryRole.ACTIVATIONS: "activations",
+    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
+    MemoryRole.DATA: "data",
+    MemoryRole.WORKSPACE: "workspace",
+    MemoryRole.OTHER: "the rest",
+}
+MEMORY = (
+    "memory: tensors allocated through torch, the state included, at the highest point of a step, by what they are "
+    "for; low w, low a: copies of weights and activations cast for products; work: what an operation needs while it "
+    "runs; in: the phase of the highest point"
+)
+MEMORY_COUNTED = {
+    "reserved": "what torch's allocator keeps from the driver for them",
+    "process": "what the driver counts for the process",
+    "resident": "the most that the process had in the machine's memory, torch itself included",
+}
+
+ENERGY = (
+    "energy: what the device took while steps ran, for one of them (gross; the median of its windows); net: beyond "
+    "what it takes idle beside the same states; per token, TFLOP or GB: gross; power: while steps ran; (+-): how far "
+    "a window can be off"
+)
+ENERGY_EMULATED = "energy of an emulated case is the cost of emulation, and compares with nothing"
+
+
+def energy_versus(reference: str) -> str:
+    """What the column of energy ratios says."""
+    return (
+        f"energy vs {reference}: of a step / that of {reference}, below 1x is less; [low, high]: of all pairs of "
+        "windows, with their uncertainty; less or more if windows of the two lie apart by more than those of either, "
+        "else unclear"
+    )
+
+
+def speed_up(reference: str, levels: str) -> str:
+    """What the column of speed-ups says."""
+    return f"speed-up: step time of {reference} / that of the case, above 1x is faster; [low, high]: {levels} interval"

@@ -1,0 +1,153 @@
+"""What became of cases that have no speed, in sentences: failed, skipped, emulated. One for each reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.report.case_status import Standing, standing
+from fp8bench.report.panels import Panel, Result
+from fp8bench.report.terminal.tables import main_error, value_of
+from fp8bench.report.words.naming import listed, setting_of
+from fp8bench.report.words.run_facts import many, shortened
+
+LONGEST_REASON = 300
+_MOST_SUITES = 2
+# So many emulated precisions have a sentence each.
+_MOST_ALONE = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case with where it stands: its panel's error metric, and what its group is called."""
+
+    result: Result
+    setting: str
+    metric: str
+
+    @property
+    def suite(self) -> str:
+        return self.result.record.case.workload
+
+    @property
+    def reason(self) -> str:
+        """Its reason in one line that is not too long."""
+        return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
+
+
+def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
+    """Every case, in order."""
+    return [
+        Outcome(result, setting_of(panel, group), metric)
+        for panel in panels
+        for metric in [main_error(panel)]
+        for group in panel.groups
+        for result in group.results
+    ]
+
+
+def failures(found: Sequence[Outcome]) -> list[str]:
+    """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
+    failed = [one for one in found if standing(one.result) is Standing.FAILED]
+    return [_failure(alike) for alike in _alike(failed, lambda one: (one.suite, one.result.mode, one.reason))]
+
+
+def _failure(alike: Sequence[Outcome]) -> str:
+    first = alike[0]
+    if len(alike) == 1:
+        return f"FAILED: {first.result.mode} on {f'{first.suite} {first.setting}'.rstrip()}: {first.reason}"
+    places = listed([one.setting for one in alike])
+    return f"FAILED: {first.result.mode} in {len(alike)} cases of {first.suite} ({places}): {first.reason}"
+
+
+def skips(found: Sequence[Outcome]) -> list[str]:
+    """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
+    skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
+    return [_skip(alike) for alike in _alike(skipped, lambda one: (one.reason,))]
+
+
+def _skip(alike: Sequence[Outcome]) -> str:
+    modes = list(dict.fromkeys(one.result.mode for one in alike))
+    suites = list(dict.fromkeys(one.suite for one in alike))
+    were = "was" if len(modes) == 1 else "were"
+    return f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {alike[0].reason}"
+
+
+def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str]:
+    """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
+    emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
+    by_mode = _alike(emulated, lambda one: (one.result.mode, one.result.record.case.device))
+    by_place: dict[str, list[list[Outcome]]] = {}
+    for alike in by_mode:
+        by_place.setdefault(_place(alike, found, name_devices), []).append(alike)
+    return [text for place, modes in by_place.items() for text in _emulations(place, modes)]
+
+
+def _emulations(place: str, modes: Sequence[Sequence[Outcome]]) -> list[str]:
+    """A sentence for each of a few modes, one for all of many."""
+    if len(modes) <= _MOST_ALONE or not all(_finite(alike) for alike in modes):
+        return [
+            f"{alike[0].result.mode} is emulated {place}: {_numbers(alike)}, its time says nothing about speed"
+            for alike in modes
+        ]
+    named = listed([alike[0].result.mode for alike in modes])
+    return [f"{named} are emulated {place}: their numbers are right, their times say nothing about speed"]
+
+
+def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: bool) -> str:
+    """'on this CPU'; with the suites, where another one has the mode natively."""
+    first = alike[0].result.record.case
+    here = "this CPU" if first.device == "cpu" else "this device"
+    suites = dict.fromkeys(one.suite for one in alike)
+    others = {one.suite for one in found if _is(one, first.mode, first.device)} - {*suites}
+    return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
+
+
+def _is(one: Outcome, mode: str, device: str) -> bool:
+    """Whether a case ran in this mode on this device."""
+    case = one.result.record.case
+    ran = standing(one.result) not in (Standing.SKIPPED, Standing.FAILED)
+    return ran and case.mode == mode and case.device == device
+
+
+def _errors(alike: Iterable[Outcome]) -> dict[tuple[str, str], list[float]]:
+    """The errors of each suite, by suite and metric."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for one in alike:
+        value = value_of(one.result.record.measurement(one.metric)) if one.metric else None
+        if value is not None:
+            errors.setdefault((one.suite, one.metric), []).append(value)
+    return errors
+
+
+def _finite(alike: Iterable[Outcome]) -> bool:
+    return all(math.isfinite(value) for values in _errors(alike).values() for value in values)
+
+
+def _numbers(alike: Sequence[Outcome]) -> str:
+    """That the numbers count, with the errors of a few suites."""
+    errors = _errors(alike)
+    if not _finite(alike):
+        return "its errors are not all finite"
+    if not errors or len(errors) > _MOST_SUITES:
+        return "its numbers are right"
+    several = len({suite for suite, _ in errors}) > 1
+    shown = [
+        f"{metric} {_span(values)}{f' in {suite}' if several else ''}" for (suite, metric), values in errors.items()
+    ]
+    return f"its numbers are right ({listed(shown)})"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = units.relative_error(min(values)), units.relative_error(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _alike(found: Iterable[Outcome], key: Callable[[Outcome], tuple[str, ...]]) -> list[list[Outcome]]:
+    """Those with the same key together, in the order they were first met."""
+    by_key: dict[tuple[str, ...], list[Outcome]] = {}
+    for one in found:
+        by_key.setdefault(key(one), []).append(one)
+    return list(by_key.values())

@@ -1,0 +1,260 @@
+"""What the verdicts of a panel say, in sentences: a precision against its reference, in one case or in several.
+
+Only a verdict that nothing casts doubt on reads as a fact; the others say 'perhaps', or that it is not clear, with the
+reason. Speed is told as how many times as fast: above 1x is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fp8bench import units
+from fp8bench.analysis.verdicts import SAME
+from fp8bench.model import Label, Status, Verdict
+from fp8bench.report.case_status import Standing, show_speed_up, speed_up, standing, tone_of
+from fp8bench.report.elements import Text, Tone
+from fp8bench.report.panels import Panel, Result
+from fp8bench.report.words import legend
+from fp8bench.report.words.energy import energy_clause
+from fp8bench.report.words.naming import listed, setting_of
+from fp8bench.report.words.phases import is_mixed, phase_clauses
+from fp8bench.report.words.run_facts import many
+
+_COMPARED = (
+    Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED,
+)  # fmt: skip
+# What sets a speed and is no doubt of it, and what is to be added to the label's own half sentence.
+_PACE = {Label.LAUNCH_BOUND: ", not the device", Label.POWER_CAPPED: ""}
+# So few cases are named one by one.
+_NAMED = 2
+_WITHIN = f"within {units.percent(SAME, 0)}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way in which a case may compare: the verdict, and whether it is in doubt."""
+
+    standing: Standing
+    verdict: Verdict
+
+    @property
+    def words(self) -> str:
+        """'faster', 'perhaps as fast', 'not clear'."""
+        if self.standing is Standing.UNTIMED:
+            return "not timed"
+        if self.standing is Standing.UNSURE:
+            return "not clear"
+        perhaps = "perhaps " if self.standing is Standing.DOUBTED else ""
+        return perhaps + ("as fast" if self.verdict is Verdict.SAME else self.verdict.value)
+
+
+KINDS = (
+    *(Kind(Standing(verdict.value), verdict) for verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)),
+    *(Kind(Standing.DOUBTED, verdict) for verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)),
+    Kind(Standing.UNSURE, Verdict.UNSURE),
+    Kind(Standing.UNTIMED, Verdict.NONE),
+)
+
+
+def kind_of(result: Result) -> Kind:
+    """How a native case that ran compares."""
+    found = standing(result)
+    if found is Standing.UNTIMED or result.finding is None:
+        return Kind(Standing.UNTIMED, Verdict.NONE)
+    return Kind(found, result.finding.verdict)
+
+
+def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
+    """The labels that every compared case has: one sentence for all of them says so, and theirs need not."""
+    found = [frozenset(_doubts(one)) for panel in panels for one in panel.results if standing(one) in _COMPARED]
+    return frozenset.intersection(*found) if len(found) > 1 else frozenset()
+
+
+def doubt_of_all(labels: frozenset[Label]) -> str:
+    """'Every comparison here is in doubt: ...'; '' without labels."""
+    reasons = [f"{legend.REASONS[label]} ({label})" for label in Label if label in labels]
+    return f"Every comparison here is in doubt: {listed(reasons, len(Label))}." if reasons else ""
+
+
+def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozenset()) -> list[Text]:
+    """A sentence for each precision of a panel; `device` is named in them if it is given, labels in `said` are not."""
+    where = f" on {device}" if device else ""
+    modes = dict.fromkeys(one.mode for one in panel.results if standing(one) in _COMPARED)
+    if not modes:
+        return [Text(_alone(panel, where))] if _reference_time(panel) else []
+    return [_comparison(panel, mode, where, said) for mode in modes]
+
+
+def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
+    found = [
+        (setting_of(panel, group), result, next((one for one in group.results if one.record.is_reference), None))
+        for group in panel.groups
+        for result in group.results
+        if result.mode == mode and standing(result) in _COMPARED
+    ]
+    reference, suite = panel.reference or "its reference", panel.case.workload
+    if len(found) == 1:
+        place, result, against = found[0]
+        energy = energy_clause([(result, against)])
+        return Text(single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
+    places = [(place, result) for place, result, _ in found]
+    energy = energy_clause([(result, against) for _, result, against in found])
+    words = several(places, reference, f"{suite}{where}", said) + energy
+    return Text(words, _common_tone(result for _, result in places))
+
+
+def _common_tone(results: Iterable[Result]) -> Tone:
+    tones = {tone_of(result) for result in results}
+    return tones.pop() if len(tones) == 1 else Tone.PLAIN
+
+
+def single(
+    result: Result,
+    against: Result | None,
+    reference: str,
+    suite: str,
+    place: str,
+    where: str = "",
+    said: frozenset[Label] = frozenset(),
+) -> str:
+    """'bf16 is 1.62x [1.60, 1.64] faster than fp32 on gemm m=512'; of a step made of several phases, what they do."""
+    kind, clauses = kind_of(result), ""
+    subject = f"{suite} {place}".rstrip() + where
+    own, base = result.finding, against.finding if against else None
+    if own is not None and base is not None and is_mixed(base) and kind.standing is not Standing.UNTIMED:
+        subject = f"the whole step of {suite}{where}"
+        if kind.standing in (Standing.FASTER, Standing.SLOWER, Standing.SAME):
+            clauses = phase_clauses(own, base)
+    return f"{_claim(kind, result, reference, subject)}{clauses}{_doubt(kind, [result], said)}{_pace([result])}"
+
+
+def _claim(kind: Kind, result: Result, reference: str, subject: str) -> str:
+    """The sentence without reasons."""
+    mode, speed = result.mode, show_speed_up(result)
+    if kind.standing is Standing.UNTIMED:
+        return f"{mode} was not timed on {subject}"
+    if kind.standing is Standing.UNSURE:
+        shown = f" ({speed} its speed)" if speed else ""
+        return f"it is not clear whether {mode} is faster than {reference} on {subject}{shown}"
+    perhaps = "perhaps " if kind.standing is Standing.DOUBTED else ""
+    if kind.verdict is Verdict.FASTER:
+        return f"{mode} is {perhaps}{speed}{' ' if speed else ''}faster than {reference} on {subject}"
+    shown = f": {speed} its speed" if speed else ""
+    if kind.verdict is Verdict.SAME:
+        return f"{mode} is {perhaps}as fast as {reference} on {subject}{shown}, {_WITHIN}"
+    return f"{mode} is {perhaps}slower than {reference} on {subject}{shown}"
+
+
+def several(
+    results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label] = frozenset()
+) -> str:
+    """'bf16 is faster than fp32 in 4 of 5 cases of gemm, 1.21x to 2.10x (median 1.84x); slower in 1 (m=1: 0.940x)'."""
+    found = {kind: [pair for pair in results if kind_of(pair[1]) == kind] for kind in KINDS}
+    parts: list[str] = []
+    for kind, members in found.items():
+        if not members:
+            continue
+        if parts:
+            head = f"{kind.words} in {len(members)}"
+        else:
+            number = _share(len(members), len(results))
+            head = f"{_opening(kind, members[0][1].mode, reference)} in {number} cases of {suite}"
+        parts.append(head + _speeds(kind, members) + _doubt(kind, [result for _, result in members], said))
+    return "; ".join(parts) + _pace([result for _, result in results])
+
+
+def _share(number: int, total: int) -> str:
+    """'4 of 5', 'all 5', 'both'."""
+    if number < total:
+        return f"{number} of {total}"
+    return "both" if total == 2 else f"all {total}"
+
+
+def _opening(kind: Kind, mode: str, reference: str) -> str:
+    if kind.standing is Standing.UNTIMED:
+        return f"{mode} was not timed"
+    if kind.standing is Standing.UNSURE:
+        return f"it is not clear whether {mode} is faster than {reference}"
+    return f"{mode} is {kind.words} {'as' if kind.verdict is Verdict.SAME else 'than'} {reference}"
+
+
+def _speeds(kind: Kind, members: Sequence[tuple[str, Result]]) -> str:
+    """Of a few cases each one with its place, of more the range."""
+    if kind.verdict is Verdict.SAME:
+        return f" ({_WITHIN})"
+    speeds = [(place, speed.point) for place, result in members if (speed := speed_up(result)) is not None]
+    if len(members) <= _NAMED:
+        known = dict(speeds)
+        named = [f"{place}: {units.speed_up(known[place])}" if place in known else place for place, _ in members]
+        return f" ({'; '.join(named)})"
+    return f", {span([value for _, value in speeds])}" if speeds else ""
+
+
+def span(speeds: Sequence[float]) -> str:
+    """'1.21x to 2.10x (median 1.84x)'; one number where all look alike."""
+    low, middle, high = (units.speed_up(one) for one in (min(speeds), statistics.median(speeds), max(speeds)))
+    return low if low == high else f"{low} to {high} (median {middle})"
+
+
+def _doubt(kind: Kind, results: Sequence[Result], said: frozenset[Label]) -> str:
+    """Why it says 'perhaps', or why nothing is clear."""
+    because = _because(results, said)
+    if kind.standing is Standing.DOUBTED:
+        return f", but {because}" if because else ""
+    if kind.standing is Standing.UNSURE:
+        whys = dict.fromkeys(result.finding.why for result in results if result.finding and result.finding.why)
+        reasons = "; ".join(part for part in (*whys, because) if part)
+        return f": {reasons}" if reasons else ""
+    if kind.standing is Standing.UNTIMED:
+        details = dict.fromkeys(result.record.detail for result in results if result.record.detail)
+        return f": {listed(list(details))}" if details else ""
+    return ""
+
+
+def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
+    """'other processes took the CPU in 2 of them (contended) and it rests on few rounds (few-samples)'."""
+    numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
+    reasons = [
+        f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
+        for label, number in numbers.items()
+        if number and label not in said
+    ]
+    return listed(reasons, len(Label))
+
+
+def _doubts(result: Result) -> list[Label]:
+    """The labels that make it 'perhaps'; those that took the verdict away stand in its why already."""
+    told = result.finding.hard if result.finding else ()
+    return [label for label in result.labels if label.casts_doubt and label not in told]
+
+
+def _pace(results: Sequence[Result]) -> str:
+    """What set the speed: true, but perhaps not what one takes it for."""
+    return "".join(f"; {words}" for label in _PACE if (words := _paced(label, results)))
+
+
+def _paced(label: Label, results: Sequence[Result]) -> str:
+    """'the host sets the pace in 1 of 3, not the device (launch-bound)'; of one case with what is to say of it."""
+    found = [result for result in results if label in result.labels]
+    if not found:
+        return ""
+    where = "" if len(found) == len(results) else f" in {len(found)} of {len(results)}"
+    reasons = dict.fromkeys(result.reason(label) for result in found)
+    known = "".join(f", {reason}" for reason in reasons if reason) if len(reasons) == 1 else ""
+    return f"{legend.REASONS[label]}{where}{_PACE[label]} ({label}{known})"
+
+
+def _reference_time(panel: Panel) -> bool:
+    return any(standing(one) is Standing.REFERENCE and one.best is not None for one in panel.results)
+
+
+def _alone(panel: Panel, where: str) -> str:
+    """The reference was measured and nothing else was."""
+    timed = [one for one in panel.results if one.record.status is Status.OK and standing(one) is Standing.REFERENCE]
+    subject = f"{panel.case.workload}{where}"
+    if len(timed) == 1:
+        time = units.seconds(timed[0].best)
+        return f"{panel.reference} alone was timed on {subject}, at {time}: there is nothing to compare it with"
+    return f"{panel.reference} alone was timed, in {many(len(timed), 'case')} of {subject}: there is nothing to compare"

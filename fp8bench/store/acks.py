@@ -1,0 +1,130 @@
+"""Changes that somebody has seen and accepted: `<store>/acks.jsonl`, a line each, append-only.
+
+A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. What holds is a matter of
+which lines there are and not of their order, so that files of two machines merge line by line (in git:
+`acks.jsonl merge=union`). A line that cannot be read acknowledges nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8bench.errors import StoreError
+from fp8bench.model import Ack
+from fp8bench.model.codec import Malformed, decode, encode
+from fp8bench.store.files import LOCK_SECONDS, append, end_line, lock
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Undo:
+    """An ack, by its id, that does not hold any more."""
+
+    id: str
+    when: str
+
+
+@dataclass(frozen=True)
+class Acks:
+    """Those that hold, oldest first. `troubles` say which lines were not taken, and why."""
+
+    acks: tuple[Ack, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+def acks_of(store: Path) -> Path:
+    """Where a store keeps them."""
+    return store / "acks.jsonl"
+
+
+def load_acks(store: Path) -> Acks:
+    """A store's acks: none without the file."""
+    path = acks_of(store)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return Acks()
+    except OSError as error:
+        return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
+    found: dict[str, Ack] = {}
+    undone: set[str] = set()
+    troubles = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = _read(line)
+        except Malformed as error:
+            troubles.append(f"line {number} {error}, and acknowledges nothing")
+            continue
+        if isinstance(one, Undo):
+            undone.add(one.id)
+        else:
+            found.setdefault(one.id, one)
+    holding = sorted((one for one in found.values() if one.id not in undone), key=lambda one: (one.when, one.id))
+    return Acks(tuple(holding), tuple(troubles))
+
+
+def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
+    """Write them through to the disk, after whatever stands there, a line that was cut off included."""
+    kinds = {Ack: "ack", Undo: "undo"}
+    _append(store, [json.dumps({"version": VERSION, kinds[type(one)]: encode(one)}) for one in lines])
+
+
+def merge_acks(store: Path, other: Path) -> int:
+    """Take in the lines of another store that can be read and are not here; returns how many those are."""
+    try:
+        theirs = acks_of(other).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StoreError(f"{acks_of(other)} was not taken ({error.strerror}).") from None
+    ours = set(acks_of(store).read_bytes().split(b"\n")) if acks_of(store).exists() else set()
+    new = [line.decode() for line in dict.fromkeys(theirs) if line not in ours and _is_sound(line)]
+    if new:
+        _append(store, new)
+    return len(new)
+
+
+def _append(store: Path, lines: Sequence[str]) -> None:
+    path = acks_of(store)
+    try:
+        with path.open("a+b") as file:
+            lock(file, LOCK_SECONDS)
+            end_line(file)
+            append(file, "".join(line + "\n" for line in lines))
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}). Make room, or acknowledge where the store may be written."
+        ) from None
+
+
+def _is_sound(line: bytes) -> bool:
+    try:
+        _read(line)
+    except Malformed:
+        return False
+    return True
+
+
+def _read(line: bytes) -> Ack | Undo:
+    """What a line says; raises Malformed with the rest of a sentence that begins with the line's name."""
+    try:
+        content: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Malformed("is no JSON") from None
+    if not isinstance(content, dict):
+        raise Malformed("is no object")
+    if content.get("version") != VERSION:
+        raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {VERSION})")
+    try:
+        if "undo" in content:
+            return decode(Undo, content["undo"])
+        return decode(Ack, content.get("ack"))
+    except Malformed as error:
+        raise Malformed(f"is no acknowledgement ({error})") from None

@@ -1,0 +1,243 @@
+"""JSON files that fp8bench and asv both write, read with suspicion and never lost; the two lists among them.
+
+asv writes its files in place, without a lock. So a reader may meet half a file that is whole a moment later
+(`settled_read`), and a file that stays broken is somebody's all the same: it is renamed, not overwritten (`set_aside`).
+store.files.locked keeps fp8bench's own processes apart; asv knows nothing of it. asv writes benchmarks.json and
+machine.json anew whenever it runs, from its own discovery; fp8bench merges, and never drops what it does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, TypeVar
+
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
+from fp8bench.model import Scalar
+from fp8bench.store.asv.rows import are_params
+from fp8bench.store.files import write_whole
+
+_PAUSE_SECONDS = 0.02
+# A file that was changed so long ago is no longer being written.
+_LATELY_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class _Twice(ValueError):
+    """A key stands twice in one object, so that one of its values would be lost unseen."""
+
+
+def read_object(path: Path, version: int) -> dict[str, Any]:
+    """The object in a JSON file of that version, which is taken out of it.
+
+    NaN and Infinity are asv's own words. A byte order mark, which asv refuses, is gone when the file is next written.
+    """
+    raw = _content(path)
+    try:
+        text = raw.decode("utf-8-sig")
+        content = json.loads(text, object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
+        raise AsvFileTorn(f"{path} is broken: byte {error.start} of {len(raw)} is no UTF-8.") from None
+    except json.JSONDecodeError as error:
+        place = len(raw) - len(text[error.pos :].encode())
+        why = f"its JSON breaks off at byte {place} of {len(raw)} ({error.msg})" if text.strip() else "it is empty"
+        raise AsvFileTorn(f"{path} is broken: {why}.") from None
+    except _Twice as error:
+        raise AsvFileBroken(f"{path} is broken: it has the key {error.args[0]!r:.100} twice in one object.") from None
+    except ValueError:
+        raise AsvFileBroken(f"{path} is broken: a number in it has thousands of digits.") from None
+    except RecursionError:
+        raise AsvFileBroken(f"{path} is broken: it is nested too deeply.") from None
+    if not isinstance(content, dict):
+        raise AsvFileBroken(f"{path} is broken: expected an object, found {type(content).__name__}.")
+    _check_version(path, content.pop("version", None), version)
+    return content
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise AsvFileError(f"{path} cannot be read (it is not a file).")  # a pipe would be waited for
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise AsvFileAbsent(f"{path} cannot be read (it is not there).") from None
+    except OSError as error:
+        raise AsvFileError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(next(name for name in names if names.count(name) > 1))
+    return content
+
+
+def _check_version(path: Path, found: object, version: int) -> None:
+    if found is None:
+        raise AsvFileBroken(f"{path} is broken: it has no 'version' (fp8bench reads version {version}).")
+    if type(found) is not int:
+        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(found)}, expected {version}.")
+    if found != version:
+        age, remedy = ("an older", "Run 'asv update' first") if found < version else ("a newer", "Upgrade fp8bench")
+        raise AsvFileOfOtherVersion(
+            f"{path} was written by {age} asv: it is of version {found!s:.20}, "
+            f"fp8bench reads version {version}. {remedy}."
+        )
+
+
+def write_object(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
+    """Put a JSON file in the place of the one before, in one step: a reader sees the old one or the new one, whole.
+
+    With an indent keys are sorted, without one the file is compact: asv's two ways.
+    """
+    try:
+        text = json.dumps(content, indent=indent, sort_keys=indent is not None)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise AsvFileError(f"{path} cannot be written: its content is no JSON ({str(error)[:200]}).") from None
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise AsvFileError(
+            f"{path} cannot be written ({error.strerror}). What was there before is untouched; "
+            "make room, or choose another --store DIR."
+        ) from None
+
+
+def settled_read(load: Callable[[Path], T], path: Path, seconds: float = 2.0) -> T:
+    """What `load` makes of a file; one that is torn and was changed lately is looked at again for so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return load(path)
+        except AsvFileTorn:
+            if time.monotonic() >= end or not _changed_lately(path):
+                raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _changed_lately(path: Path) -> bool:
+    try:
+        return abs(time.time() - path.stat().st_mtime) < _LATELY_SECONDS
+    except OSError:
+        return True  # it has just vanished, which the next look says in a sentence
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a broken file to `<name>.broken-<n>`, and give its new path. Earlier ones stay."""
+    for number in itertools.count(1):
+        target = path.with_name(f"{path.name}.broken-{number}")
+        try:
+            target.open("x").close()  # taken, also against another process that sets something aside
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
+        try:
+            return path.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                target.unlink()
+            raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
+    raise AssertionError("numbers do not end")
+
+
+BENCHMARKS_VERSION = 2
+MACHINE_VERSION = 1
+_INDENT = 4
+# What a reader of results goes by; the rest is for asv's runner.
+_TELLING = ("params", "version", "unit", "param_names")
+
+
+def existing(load: Callable[[Path], T], path: Path, aside: list[Path]) -> T | None:
+    """What stands in a file of asv's. One that is broken for good is set aside and counts as absent."""
+    try:
+        return settled_read(load, path)
+    except AsvFileAbsent:
+        return None
+    except AsvFileBroken:
+        aside.append(set_aside(path))
+        return None
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A benchmark as asv's discovery would describe it. `params` are texts, as in a row; `timeout` is in seconds."""
+
+    name: str
+    unit: str
+    params: tuple[tuple[str, ...], ...]
+    param_names: tuple[str, ...]
+    version: str
+    code: str | None = None
+    timeout: float | None = None
+    setup_cache_key: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """What stands in benchmarks.json."""
+        optional = {"code": self.code, "timeout": self.timeout, "setup_cache_key": self.setup_cache_key}
+        return {
+            "name": self.name,
+            "type": "track",
+            "unit": self.unit,
+            "params": [list(values) for values in self.params],
+            "param_names": list(self.param_names),
+            "version": self.version,
+            **{key: value for key, value in optional.items() if value is not None},
+        }
+
+
+def load_benchmarks(path: Path) -> dict[str, Any]:
+    """The definitions in benchmarks.json by name, as they are. One that asv would fail on breaks the file for asv."""
+    content = read_object(path, BENCHMARKS_VERSION)
+    for name, one in content.items():
+        if not isinstance(one, dict) or one.get("name") != name or not are_params(one.get("params")):
+            raise AsvFileBroken(f"{path} is broken: the benchmark {name!r:.120} has no name and params.")
+    return content
+
+
+def merge_benchmarks(old: Mapping[str, Any], definitions: Iterable[Definition]) -> dict[str, Any]:
+    """The old definitions with these among them. One that says the same to a reader stays as it is."""
+    new = dict(old)
+    for definition in definitions:
+        plain = definition.plain()
+        known = new.get(definition.name)
+        if known is None or any(known.get(key) != plain[key] for key in _TELLING):
+            new[definition.name] = plain
+    return new
+
+
+def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
+    """Write benchmarks.json in one step, sorted and indented as asv does."""
+    write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _INDENT)
+
+
+def load_machine(path: Path) -> dict[str, Any]:
+    """What machine.json says of a machine, its name at least."""
+    content = read_object(path, MACHINE_VERSION)
+    if not isinstance(content.get("machine"), str):
+        raise AsvFileBroken(f"{path} is broken: it names no 'machine'.")
+    return content
+
+
+def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
+    """What was known of a machine, and what is new; None is not given. Another machine has a folder of its own."""
+    if old and old.get("machine") != new.get("machine"):
+        raise AsvFileError(
+            f"the results of machine {old.get('machine')!r:.80} cannot become those of {new.get('machine')!r:.80}: "
+            "asv would no longer show them. Choose another --store DIR."
+        )
+    return {**old, **{key: value for key, value in new.items() if value is not None}}
+
+
+def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
+    """Write machine.json in one step, sorted and indented as asv does."""
+    write_object(path, {**machine, "version": MACHINE_VERSION}, _INDENT)

@@ -1,0 +1,228 @@
+"""A benchmark's row in one of asv's results files: what it came to under each combination of its parameters.
+
+The combinations are in the order of itertools.product. asv shortens rows: a column of nothing but nulls is null, and
+nulls at the end are cut. Here every combination has its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
+from reprlib import repr as shown
+from typing import Any, cast
+
+from asv_runner.statistics import compute_stats, quantile, quantile_ci
+
+from fp8bench.model.codec import Malformed
+
+# What asv 0.6 writes, in its order.
+COLUMNS = (
+    "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
+    "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
+)  # fmt: skip
+# As in asv's compute_stats.
+_COVERAGE = 0.99
+# More combinations than anybody measures: lists of a broken file multiply to more than fits into memory.
+_MOST_COMBINATIONS = 100_000
+
+
+@dataclass(frozen=True)
+class Stats:
+    """asv's statistics of the samples of one combination: 99% interval of the median, quartiles, how many."""
+
+    ci_99_a: float
+    ci_99_b: float
+    q_25: float
+    q_75: float
+    number: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
+
+    `params` are texts as asv has them (repr of each value: "'fp8'", "256"). A value is None where the benchmark failed
+    and NaN where it was not measured or does not apply. `started_at` is in ms since 1970, `duration` in seconds. asv
+    shows a row under any version of its benchmark if it has none itself.
+    """
+
+    params: tuple[tuple[str, ...], ...]
+    version: str | None
+    values: tuple[float | None, ...]
+    stats: tuple[Stats | None, ...]
+    samples: tuple[tuple[float, ...] | None, ...]
+    started_at: int | None = None
+    duration: float | None = None
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        count = combinations(self.params)
+        if {len(self.values), len(self.stats), len(self.samples)} != {count}:
+            raise Malformed(
+                f"{len(self.values)} values, {len(self.stats)} statistics and {len(self.samples)} lists of samples "
+                f"for {count} combinations"
+            )
+
+
+# Value, statistics and samples of one combination; and those of one that was not measured.
+Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
+NOT_MEASURED: Figures = (math.nan, None, None)
+
+
+def by_combination(row: Row) -> dict[tuple[str, ...], Figures]:
+    """What a row says of each combination, by its texts: what a grid was may have changed since."""
+    figures = zip(row.values, row.stats, row.samples, strict=True)
+    return dict(zip(itertools.product(*row.params), figures, strict=True))
+
+
+def is_measured(figures: Figures) -> bool:
+    """Whether there was a measurement. A failure counts: it is an answer."""
+    return figures[0] is None or not math.isnan(figures[0])
+
+
+def combinations(params: Iterable[Sequence[str]]) -> int:
+    """How many combinations there are of a row's parameters: one if it has none."""
+    return math.prod(len(values) for values in params)
+
+
+def are_params(plain: object) -> bool:
+    """Whether this is a list of lists of texts, which is what parameters are in all of asv's files."""
+    return isinstance(plain, list) and all(
+        isinstance(one, list) and all(isinstance(text, str) for text in one) for one in plain
+    )
+
+
+def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
+    """The value and the statistics that asv makes of one combination's samples; (None, None) without any.
+
+    asv's interval divides by zero on some samples beyond what floats are good for (all of them 1e-313, say): those
+    have no interval here.
+    """
+    kept = list(samples)
+    low, high = _ranks(len(kept))
+    if math.isfinite(low) and math.isfinite(high):
+        kept.sort()
+        middle, first, third = (quantile(kept, share) for share in (0.5, 0.25, 0.75))
+        return middle, Stats(kept[int(low)], kept[int(high)], first, third, 1, len(kept))
+    try:
+        value, stats = compute_stats(kept, 1)
+    except ArithmeticError:
+        value, low, high = (quantile(kept, share) for share in (0.5, 0.25, 0.75))
+        return value, Stats(-math.inf, math.inf, low, high, 1, len(kept))
+    return value, None if stats is None else Stats(**stats)
+
+
+@lru_cache(maxsize=1024)
+def _ranks(count: int) -> tuple[float, float]:
+    """The places of the ends of asv's interval among so many sorted samples; infinite where they are too few for it.
+
+    asv counts them anew for every list of samples, which takes longer than all the rest.
+    """
+    return cast("tuple[float, float]", quantile_ci(range(count), 0.5, _COVERAGE)[1]) if count else (-math.inf, math.inf)
+
+
+def read_row(columns: Sequence[str], cells: object) -> Row:
+    """A row from its cells; raises Malformed for what no benchmark gives."""
+    if not isinstance(cells, list):
+        raise Malformed(f"expected a list, found {shown(cells)}")
+    named = dict(zip(columns, cells, strict=False))
+    params = _params(named.get("params"))
+    count = combinations(params)
+    if count > _MOST_COMBINATIONS:
+        raise Malformed(f"its parameters have more than {_MOST_COMBINATIONS} combinations")
+
+    def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
+        return _column(named.get(key), key, count, sound)
+
+    kept = [column(f"stats_{one.name}", _is_count if one.name in ("number", "repeat") else _is_number)
+            for one in fields(Stats)]  # fmt: skip
+    samples = column("samples", _is_samples)
+    return Row(
+        params,
+        _single(named, "version", lambda one: isinstance(one, str)),
+        column("result"),
+        tuple(_stats(one) for one in zip(*kept, strict=True)),
+        tuple(None if one is None else tuple(one) for one in samples),
+        _single(named, "started_at", _is_count),
+        _single(named, "duration", _is_number),
+        _single(named, "profile", lambda one: isinstance(one, str)),
+    )
+
+
+def _params(plain: Any) -> tuple[tuple[str, ...], ...]:
+    if not are_params(plain):
+        raise Malformed(f"'params' is {shown(plain)}, expected lists of texts")
+    return tuple(tuple(one) for one in plain)
+
+
+def _column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:
+    """A value for each combination, None where asv has shortened the column."""
+    cells = [] if plain is None else plain
+    if not isinstance(cells, list):
+        raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
+    if len(cells) > count:
+        raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
+    wrong = next((one for one in cells if one is not None and not sound(one)), None)
+    if wrong is not None:
+        raise Malformed(f"{key!r} has the value {shown(wrong)}")
+    return (*cells, *[None] * (count - len(cells)))
+
+
+def _single(named: Mapping[str, Any], key: str, sound: Callable[[object], bool]) -> Any:
+    value = named.get(key)
+    if value is not None and not sound(value):
+        raise Malformed(f"{key!r} is {shown(value)}")
+    return value
+
+
+def _stats(cells: tuple[Any, ...]) -> Stats | None:
+    """All or nothing: asv fails on an interval without quartiles."""
+    missing = cells.count(None)
+    if 0 < missing < len(cells):
+        raise Malformed("some statistics of a value are missing")
+    return None if missing else Stats(*cells)
+
+
+def _is_number(plain: object) -> bool:
+    return type(plain) is float or _is_count(plain)
+
+
+def _is_count(plain: object) -> bool:
+    """A whole number that is one also for asv's readers, who have 64 bits."""
+    return type(plain) is int and abs(plain) < 1 << 63
+
+
+def _is_samples(plain: object) -> bool:
+    return isinstance(plain, list) and all(_is_number(one) for one in plain)
+
+
+def write_row(row: Row, columns: Sequence[str]) -> list[Any]:
+    """A row as asv writes it: shortened, statistics and duration to 5 digits."""
+    nothing = (None,) * len(fields(Stats))
+    by_name = zip(*(astuple(one) if one else nothing for one in row.stats), strict=True)
+    named: dict[str, Any] = {
+        f"stats_{one.name}": [_shortened(value) for value in column]
+        for one, column in zip(fields(Stats), by_name, strict=False)
+    }
+    named |= {
+        "result": list(row.values), "samples": [None if one is None else list(one) for one in row.samples],
+        "version": row.version, "started_at": row.started_at, "duration": _shortened(row.duration),
+        "profile": row.profile,
+    }  # fmt: skip
+    named = {
+        key: None if isinstance(one, list) and all(value is None for value in one) else one
+        for key, one in named.items()
+    }
+    named["params"] = [list(values) for values in row.params]
+    cells = [named.get(column) for column in columns]
+    while cells and cells[-1] is None:
+        cells.pop()
+    return cells
+
+
+def _shortened(value: float | None) -> float | None:
+    return float(f"{value:.4e}") if isinstance(value, float) else value

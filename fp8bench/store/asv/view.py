@@ -1,0 +1,218 @@
+"""asv's view of the truth: what every commit has come to, in asv's own files beside the runs.
+
+What a commit has come to is a function of its runs alone, whichever door they came in by, so that a suite run and an
+asv run of one commit end in one line of one graph, and the view can be made again at any time. What the runs know
+nothing of (asv's own measurements, those of lost runs) is left as it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
+from fp8bench.model import Cell, Point, Run, Series, Status
+from fp8bench.store.asv.files import (
+    Definition,
+    existing,
+    load_benchmarks,
+    load_machine,
+    merge_benchmarks,
+    merge_machine,
+    save_benchmarks,
+    save_machine,
+)
+from fp8bench.store.asv.identity import Identity, identify, resolved
+from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell
+from fp8bench.store.commit_runs import Place, TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
+from fp8bench.store.files import LOCK_SECONDS, locked, sweep
+from fp8bench.store.interpreters import load_renamings
+from fp8bench.store.points import merged
+
+
+def results_of(store: Path) -> Path:
+    """Where asv looks for results; asv.conf.json says the same."""
+    return store / "asv" / "results"
+
+
+def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
+    """Bring the view of a run's commit up to date; one sentence on what happened to it.
+
+    Another writer of the view is waited for as many seconds as `timeout` says. Never raises for what is wrong with the
+    store: the run itself is kept, and the view can be made again.
+    """
+    why = why_not(run)
+    tracked = remembered(run) if not why else None
+    if tracked is None or not tracked.content.points:
+        nameless = "it does not say on which machine, or by a name that is no folder's"
+        why = why or (tracked.content.why if tracked is not None else nameless)
+        why = why or "none of its cases is in a declared grid"
+        return f"history: {why}; the run is kept, and asv's view stays as it is"
+    try:
+        aside = write_commit(store, tracked.place, run.id, timeout)
+    except Fp8benchError as error:
+        return f"history: {error} The run is kept; `fp8bench history rebuild` makes the view again."
+    except OSError as error:
+        return (
+            f"history: asv's view could not be written ({error}). The run is kept; `fp8bench history rebuild` makes it."
+        )
+    cells = len({(point.series.split(".")[0], point.cell) for point in tracked.content.points})
+    words = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {tracked.commit[:8]} in asv's view"]
+    words += [
+        f"{path.name.rpartition('.broken-')[0]} was broken and made anew, the old one is {path.name}" for path in aside
+    ]
+    words.append(load_renamings(store).trouble.rstrip("."))
+    if tracked.content.others:
+        stay = "stays" if tracked.content.others == 1 else "stay"
+        words.append(f"{tracked.content.others} outside of the declared grids {stay} in the run alone")
+    return "; ".join(filter(None, words))
+
+
+def write_commit(store: Path, place: Place, run: str, timeout: float = LOCK_SECONDS) -> list[Path]:
+    """Write the file of one commit, machine and interpreter, and the lists beside it; returns what was set aside.
+
+    Raises StoreError where the run of that id would not be in it.
+    """
+    with locked(store / "asv", timeout):
+        # Under the lock, too: a writer that knew fewer runs must not come after one that knew more.
+        tracked = [one for one in runs_of_commit(store, place.commit) if one.content.points and one.is_of(place)]
+        if all(one.run.id != run for one in tracked):
+            raise StoreError(f"the run {run} is not to be found in {store}, so that it is not in asv's view.")
+        aside: list[Path] = []
+        write_place(results_of(store), tracked, aside)
+        return aside
+
+
+def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path] | None = None) -> Path:
+    """Write the file that runs of one place make, oldest first, and the lists beside it. For holders of the lock.
+
+    The oldest run names machine and interpreter where there is no file yet, so that a view made again is the same.
+    Files that were broken come into `aside`, under their new names.
+    """
+    aside = [] if aside is None else aside
+    commit = tracked[0].commit
+    identity = _settled(results, tracked[0].identity, aside)
+    path = results / str(identity.machine["machine"]) / identity.file_name(commit)
+    # Before the rows: what asv does not know of it does not show, and a kill may come in between.
+    define(results, series_of_runs(tracked), aside)
+    file = existing(load_results, path, aside) or ResultsFile(
+        commit, identity.env_name, _date(tracked), identity.params, identity.python, {}, {}, {}
+    )
+    if not commit.startswith(file.commit_hash):
+        raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
+    save_results(path, filled(replace(file, params=identity.params, date=file.date or _date(tracked)), tracked))
+    for folder in (results, path.parent):
+        sweep(folder)
+    return path
+
+
+def _settled(results: Path, identity: Identity, aside: list[Path]) -> Identity:
+    """The identity under which the machine's results lie here already; its machine.json is brought up to date.
+
+    bin/python and bin/python3 are one interpreter, and a new kernel makes no new machine: asv would draw a second
+    line. What the user tracked asv about this machine counts most.
+    """
+    folder = results / str(identity.machine["machine"])
+    known = existing(load_machine, folder / "machine.json", aside) or {}
+    if known and known["machine"] != folder.name:
+        raise AsvFileError(
+            f"{folder / 'machine.json'} is of machine {known['machine']!r:.80}, and its folder of {folder.name!r:.80}: "
+            "asv shows nothing of that folder. Correct the one or the other."
+        )
+    here = identify(known or identity.machine)
+    is_here = here.machine["machine"] == identity.machine["machine"]
+    machine = here.machine if is_here else known or identity.machine
+    brought_up = merge_machine(known, machine)
+    if brought_up != known:
+        save_machine(folder / "machine.json", brought_up)
+    # In one order, so that a view made again is the same; what else somebody wrote down is no parameter of a series.
+    found = sorted((machine if is_here else brought_up).items())
+    plain = {key: value for key, value in found if value is None or isinstance(value, int | float | str)}
+    return Identity(plain, _settled_python(folder, identity), identity.interpreter)
+
+
+def _settled_python(folder: Path, identity: Identity) -> str:
+    """The name of an interpreter that the latest of the machine's results go by."""
+    latest = sorted(folder.glob("*-existing-py*.json"), key=_changed, reverse=True)
+    # All files of one environment say the same, and there is one for every commit.
+    for path in {path.name.partition("-")[2]: path for path in reversed(latest)}.values():
+        with contextlib.suppress(StoreError):
+            named = load_results(path).python
+            if named == identity.python or resolved(named) == identity.interpreter:
+                return named
+    return identity.python
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it has just gone
+        return 0.0
+
+
+def define(results: Path, series: Iterable[Series], aside: list[Path] | None = None) -> None:
+    """Make the series known to asv, beside what it knows. For holders of the lock."""
+    path = results / "benchmarks.json"
+    known = existing(load_benchmarks, path, [] if aside is None else aside) or {}
+    new = merge_benchmarks(known, map(_definition, series))
+    if new != known:
+        save_benchmarks(path, new)
+
+
+def _definition(series: Series) -> Definition:
+    return Definition(
+        series.name, series.unit, _texts(series), series.param_names, series.version, code="", timeout=60.0
+    )  # fmt: skip
+
+
+def _texts(series: Series) -> tuple[tuple[str, ...], ...]:
+    """Parameters as asv writes them."""
+    return tuple(tuple(map(repr, values)) for values in series.params)
+
+
+def _date(tracked: Sequence[TrackedRun]) -> int:
+    """The author's date of the commit, in ms since 1970, as asv has it."""
+    known = [one.run.environment.get("commit_date") for one in tracked]
+    return next((value for value in reversed(known) if type(value) is int), 0)
+
+
+def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
+    """The file with a row for every series; other rows stay."""
+    points = merged([point for one in tracked for point in one.content.points], series_of_runs(tracked))
+    rows = dict(file.rows)
+    for series in series_of_runs(tracked):
+        own = {cell: point for (name, cell), point in points.items() if name == series.name}
+        if own:
+            rows[series.name] = _row(series, own, tracked[-1].started_at, rows.get(series.name))
+    return replace(file, rows=rows)
+
+
+def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row | None) -> Row:
+    """One row: a point where there is one, what stood there before where there is none, else not measured.
+
+    Samples stand in the file only where asv was asked to record them: the runs have them all.
+    """
+    version = next(iter(points.values())).version
+    if before is not None and before.version != version:
+        before = None
+    recorded = before is not None and any(before.samples)
+    known = by_combination(before) if before is not None else {}
+    cells = [
+        _figures(points[cell], recorded) if cell in points else known.get(texts, NOT_MEASURED)
+        for cell, texts in zip(itertools.product(*series.params), itertools.product(*_texts(series)), strict=True)
+    ]
+    values, stats, samples = zip(*cells, strict=True)
+    duration = before.duration if before is not None else None
+    return Row(_texts(series), version, values, stats, samples, started, duration)
+
+
+def _figures(point: Point, recorded: bool) -> Figures:
+    """Value, statistics and samples of a point, as asv has them."""
+    if point.samples:
+        value, stats = cell(point.samples)
+        return value, stats, point.samples if recorded else None
+    return (None, None, None) if point.status is Status.FAILED else NOT_MEASURED

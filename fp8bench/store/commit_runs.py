@@ -1,0 +1,264 @@
+"""All runs of a store, a commit at a time: what they tell the history, and why the others tell nothing.
+
+A store holds more samples than fit into memory; those of one commit do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from fp8bench.errors import Fp8benchError, StoreError
+from fp8bench.model import Plan, Run, Series
+from fp8bench.store.asv.identity import Identity, from_facts
+from fp8bench.store.interpreters import Renamings, load_renamings
+from fp8bench.store.points import Followed, followed
+from fp8bench.store.runs.read import load_head, load_run, run_files, store_of
+
+NO_REPOSITORY = "not measured in a git repository"
+DIRTY = "the files differed from their commit"
+NO_COMMIT = "their commit or their start is none"
+NO_MACHINE = "they do not say on which machine they were made"
+NO_CASE = "none of their cases is in a declared grid"
+TWICE = "the same run is there twice"
+MISNAMED = "their files are named for another commit; `fp8bench history verify` names them"
+UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
+_HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+# Of as many run files this process remembers what they tell.
+_MOST_REMEMBERED = 1000
+_NAMED_FOR = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
+
+
+class Place(NamedTuple):
+    """Runs of one place make one file of asv's."""
+
+    commit: str
+    machine: str
+    python: str
+    interpreter: str
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, and what it tells the history. Of one that was read from its file for that, only the header is kept."""
+
+    run: Run
+    identity: Identity
+    content: Followed
+
+    @property
+    def commit(self) -> str:
+        return str(self.run.environment.get("commit"))
+
+    @property
+    def place(self) -> Place:
+        own = self.identity
+        return Place(self.commit, str(own.machine["machine"]), own.python, own.interpreter)
+
+    @property
+    def order(self) -> tuple[float, str]:
+        """When it began, in seconds since 1970, as the clock of its machine had it; the id, where two began at once."""
+        return _seconds(self.run.started), self.run.id
+
+    @property
+    def started_at(self) -> int:
+        """When it began, as rows of asv's say it: in ms since 1970."""
+        return int(_seconds(self.run.started) * 1000)
+
+    def is_of(self, place: Place) -> bool:
+        """Whether it was measured there, by whatever name the interpreter was called."""
+        own = self.place
+        return own[:2] == place[:2] and (own.python == place.python or own.interpreter == place.interpreter)
+
+
+class Left(NamedTuple):
+    """A run file that tells nothing, or not everything."""
+
+    path: Path
+    why: str
+
+
+class CommitRuns(NamedTuple):
+    """What the runs of one commit tell, oldest first, what was left out, and the suites they were asked about."""
+
+    runs: tuple[TrackedRun, ...]
+    left: tuple[Left, ...]
+    suites: frozenset[str] = frozenset()
+
+
+def commit_of(path: Path) -> str:
+    """The beginning of the commit that a run file is of, which its name says; 'nocommit' for one that is of none."""
+    named = _NAMED_FOR.fullmatch(path.stem)
+    if named is not None:
+        return named[1]
+    try:
+        commit = load_head(path).environment.get("commit")
+    except StoreError:
+        return "nocommit"
+    return str(commit)[:8] if commit else "nocommit"
+
+
+def files_by_commit(store: Path) -> dict[str, list[Path]]:
+    """The run files of each commit, oldest first; the commits in the order of their first runs."""
+    found: dict[str, list[Path]] = {}
+    for path in reversed(list(run_files(store))):
+        found.setdefault(commit_of(path), []).append(path)
+    return found
+
+
+def read_runs(paths: Iterable[Path], keep: bool = False) -> CommitRuns:
+    """Read the runs of one commit, each once. With `keep` what they say is remembered, which fits into memory."""
+    kept: dict[str, TrackedRun] = {}
+    left: list[Left] = []
+    suites: set[str] = set()
+    renamings: dict[Path | None, Renamings] = {}
+    for path in paths:
+        tracked, why, names = _read(path, keep)
+        suites |= names
+        left += [Left(path, why)] if why else []
+        if tracked is None:
+            continue
+        store = store_of(path)
+        if store not in renamings:
+            renamings[store] = load_renamings(store) if store is not None else Renamings()
+        tracked = replace(tracked, identity=renamings[store].applied(tracked.identity))
+        known = kept.get(tracked.run.id)
+        left += [Left(path, TWICE)] if known is not None else []
+        if known is None or len(known.content.points) < len(tracked.content.points):
+            kept[tracked.run.id] = tracked
+    return CommitRuns(tuple(sorted(kept.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
+
+
+def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
+    """What the runs of a commit tell, oldest first, each run once. Files that cannot be read are left out."""
+    read = read_runs(files_by_commit(store).get(commit[:8], ()), keep=True)
+    return [tracked for tracked in read.runs if tracked.commit == commit]
+
+
+# What files say that did not change since, by the interpreter's own name.
+_remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
+
+
+def _read(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str]]:
+    """What the run in a file tells, why that is nothing or not everything, and the suites that it has cases of."""
+    try:
+        known = _remembered.get(path)
+        if known is not None and known[0] == _stamp(path):
+            return known[1], "", known[2]
+        stamp, run = _stamp(path), load_run(path)
+    except (StoreError, OSError):
+        return None, UNREADABLE, frozenset()
+    tracked, why = checked_run(run, path, Renamings())
+    names = frozenset(record.case.workload for record in run.records)
+    if keep and tracked is not None and not why:  # a suite that is not known may be, later
+        _remember(path, stamp, tracked, names)
+    return tracked, why, names
+
+
+def remembered(run: Run) -> TrackedRun | None:
+    """What a run tells that was just read from its file, which then need not be read again."""
+    tracked = tracked_run(run)
+    with contextlib.suppress(OSError):
+        if tracked is not None and run.path and tracked.content.points and not tracked.content.why:
+            own = from_facts(run.environment.facts) or tracked.identity
+            names = frozenset(record.case.workload for record in run.records)
+            _remember(Path(run.path), _stamp(Path(run.path)), replace(_header(tracked), identity=own), names)
+    return tracked
+
+
+def _remember(path: Path, stamp: tuple[int, ...], tracked: TrackedRun, names: frozenset[str]) -> None:
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()
+    _remembered[path] = (stamp, tracked, names)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _header(tracked: TrackedRun) -> TrackedRun:
+    """Without the records: points are made of samples at once, so that a commit's runs need not all fit into memory."""
+    return replace(tracked, run=replace(tracked.run, records=(), plan=Plan(())))
+
+
+def checked_run(run: Run, path: Path, renamings: Renamings | None = None) -> tuple[TrackedRun | None, str]:
+    """What a run tells, if anything, and why it tells nothing or not everything. Its records are let go."""
+    commit = run.environment.get("commit")
+    if not isinstance(commit, str):
+        why = run.environment.get("commit_unknown")
+        return None, f"git named no commit ({why!s:.200})" if why else NO_REPOSITORY
+    if run.environment.get("dirty") is not False:
+        return None, DIRTY
+    if why_not(run):
+        return None, NO_COMMIT
+    if commit_of(path) != commit[:8]:
+        return None, MISNAMED
+    try:
+        tracked = tracked_run(run, renamings)
+    except Fp8benchError as error:
+        return None, str(error).rstrip(".")
+    if tracked is None:
+        return None, NO_MACHINE
+    if not tracked.content.points:
+        return None, tracked.content.why or NO_CASE
+    return _header(tracked), tracked.content.why
+
+
+def why_not(run: Run) -> str:
+    """Why a run's numbers are no commit's; '' if they are."""
+    commit = run.environment.get("commit")
+    if not isinstance(commit, str) or not _HASH.fullmatch(commit):
+        why = run.environment.get("commit_unknown")
+        return f"git names no commit here ({why!s:.200})" if why else "this was not measured in a git repository"
+    dirty = run.environment.get("dirty")
+    if dirty is not False:
+        differ = "differ" if dirty else "may differ (git does not say)"
+        return f"the files {differ} from commit {commit[:8]}, so that these are not its numbers"
+    try:
+        _seconds(run.started)
+    except (ValueError, OverflowError):
+        return f"its start, {run.started!r:.40}, is no time"
+    return ""
+
+
+def tracked_run(run: Run, renamings: Renamings | None = None) -> TrackedRun | None:
+    """What a run tells the history; None where it does not say where it was made.
+
+    The interpreter is the one that its path counts as in the run's store.
+    """
+    identity = from_facts(run.environment.facts)
+    if identity is None:
+        return None
+    if renamings is None:
+        store = store_of(Path(run.path)) if run.path else None
+        renamings = load_renamings(store) if store is not None else Renamings()
+    return TrackedRun(run, renamings.applied(identity), followed(run))
+
+
+def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
+    """Those of one commit, machine and interpreter together, by whatever name the interpreter was called."""
+    places: list[list[TrackedRun]] = []
+    for one in tracked:
+        home = next((members for members in places if one.is_of(members[0].place)), None)
+        if home is None:
+            places.append([one])
+        else:
+            home.append(one)
+    return [tuple(members) for members in places]
+
+
+def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
+    """The series of all runs, each once, the newest definition of it."""
+    return list({one.name: one for each in tracked for one in each.content.series}.values())
+
+
+def _seconds(moment: str) -> float:
+    """Seconds since 1970; what names no zone is in UTC. Raises ValueError for what is no time."""
+    found = datetime.fromisoformat(moment)
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,149 @@
+"""A duel's file: `<store>/duels/<utc>-<id>.jsonl`, JSON lines, every session through to the disk before the next.
+
+It lies beside the runs and not among them: what it holds was measured with another interpreter or of another commit
+than the history's runs, two processes at a time, and belongs to no series.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.model.duel import CaseResult, Duel, Session
+from fp8bench.store.files import LineWriter
+from fp8bench.store.runs.read import unsound
+
+# Words of older files.
+_OLD_WORDS = {"bout": "result", "sitting": "session", "sittings": "sessions"}
+_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
+
+
+@dataclass
+class DuelWriter(LineWriter):
+    """An open file of a duel."""
+
+    called: str = "the duel's file"
+
+    def result(self, result: CaseResult) -> None:
+        """A case with all that there is of it."""
+        self._lines([{"result": encode(result)}])
+
+    def session(self, case: str, session: Session) -> None:
+        """One more session of a case that is there."""
+        self._lines([{"case": case, "session": encode(session)}])
+
+
+def start_duel(duel: Duel, store: Path) -> DuelWriter:
+    """Create the file with its header."""
+    stamp = re.sub(r"[-:]", "", duel.started).partition("+")[0] + "Z"
+    path = store / "duels" / f"{stamp}-{duel.id}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer = DuelWriter(path, path.open("xb"))
+    except OSError as error:
+        raise StoreError(
+            f"the duel's file {path} cannot be made ({error.strerror}). Choose another --store DIR."
+        ) from None
+    header = {one.name: encode(getattr(duel, one.name)) for one in fields(duel) if one.name not in _NOT_IN_HEADER}
+    try:
+        writer._lines([{"schema": SCHEMA, "duel": header}])
+    except BaseException:
+        writer.close()
+        raise
+    return writer
+
+
+def find_duel(word: str, store: Path) -> Path | None:
+    """The duel that a word means: a path, a file's stem, an id, or the beginning of one; None if it means none."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(word)
+        if path.is_file() and path.resolve().parent.name == "duels":
+            return path
+    files = sorted((store / "duels").glob("*.jsonl"))
+    exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]
+    found = exact or [path for path in files if word and path.stem.rpartition("-")[2].startswith(word)]
+    return found[0] if len(found) == 1 else None
+
+
+def load_duel(path: Path) -> Duel:
+    """Read a duel. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
+    try:
+        lines = path.read_bytes().decode("utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        raise RunNotFound(f"the duel's file {path} cannot be read ({error.strerror}).") from None
+    duel = _header(lines[0] if lines else "", path)
+    results: dict[str, CaseResult] = {}
+    notes, troubles, finished = [], [], False
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            content = _renamed(json.loads(line))
+            if "result" in content:
+                result = _result(content["result"])
+                results[result.after.case.id] = result
+            elif "session" in content:
+                result = results[content["case"]]
+                more = (*result.sessions, decode(Session, content["session"]))
+                results[content["case"]] = _sound(replace(result, sessions=more))
+            elif "note" in content:
+                notes.append(decode(str, content["note"]))
+            elif "end" in content:
+                finished = content["end"] == "finished"
+            else:
+                troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
+        except (ValueError, KeyError, RecursionError, TypeError) as error:
+            troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+    return replace(
+        duel,
+        results=tuple(results.values()),
+        notes=tuple(notes),
+        troubles=tuple(troubles),
+        finished=finished,
+        path=str(path),
+    )
+
+
+def _header(line: str, path: Path) -> Duel:
+    try:
+        content = json.loads(line)
+        schema = content["schema"]
+        if type(schema) is int and schema > SCHEMA:
+            raise StoreError(
+                f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
+            )
+        return decode(Duel, _renamed(content["duel"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreError(f"{path} is no duel: its first line is no header ({str(error)[:120]}).") from None
+
+
+def _result(plain: Any) -> CaseResult:
+    return _sound(decode(CaseResult, _renamed(plain)))
+
+
+def _renamed(plain: Any) -> Any:
+    """An object of an older file in the words of today."""
+    return {_OLD_WORDS.get(key, key): value for key, value in plain.items()} if isinstance(plain, dict) else plain
+
+
+def _sound(result: CaseResult) -> CaseResult:
+    """The result, if its samples make sense."""
+    for why in _wrong(result):
+        raise Malformed(why)
+    return result
+
+
+def _wrong(result: CaseResult) -> Iterator[str]:
+    if result.before.case.id != result.after.case.id:
+        yield "its sides are of different cases"
+    yield from filter(None, (unsound(result.before), unsound(result.after)))
+    for session in result.sessions:
+        for record, timings in ((result.before, session.before), (result.after, session.after)):
+            if not timings:
+                yield "a session has no times of a side"
+            yield from filter(None, (unsound(replace(record, timing=timing)) for timing in timings))

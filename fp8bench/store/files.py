@@ -1,0 +1,219 @@
+"""Files that several processes read and write: replaced in one step, appended to and synced, locked, safely named."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.model import Case
+
+# asv warns at every *.json that is not its own, and at nothing else: names here never end so.
+LOCK = ".lock"
+LOCK_SECONDS = 60.0
+PARTIAL = ".partial"
+_PAUSE_SECONDS = 0.02
+# Nobody writes a file for so long: whoever began it was killed.
+_LEFT_SECONDS = 3600.0
+_UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
+_LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
+_DIGITS = 8
+
+
+def make_store(store: Path) -> None:
+    """Make a store's folder if it is not there; git leaves a new one alone. Raises OSError."""
+    if not store.exists():
+        store.mkdir(parents=True, exist_ok=True)
+        write_whole(store / ".gitignore", "*\n")
+
+
+def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
+    """Put a file in the place of the one before, in one step: a reader sees the old one or the new one, whole.
+
+    Its folder is made. Raises OSError, after which the old one stands. Without `sync` a power failure may take it.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    partial = target.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("xb") as file:
+            append(file, content, sync)
+        with contextlib.suppress(OSError):
+            partial.chmod(stat.S_IMODE(target.stat().st_mode))  # who could write the old one can write the new one
+        partial.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what writers that were killed have left half done."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
+
+
+def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
+    """Write something through to the disk. Raises OSError."""
+    file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    file.flush()
+    if sync:
+        os.fsync(file.fileno())
+
+
+def end_line(file: IO[bytes]) -> None:
+    """Have what is appended stand on a line of its own, after one that was cut short too."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+    if file.read(1) not in (b"", b"\n"):
+        file.write(b"\n")
+
+
+@dataclass
+class LineWriter:
+    """An open file of JSON lines, each through to the disk before the next is made; `called` is what errors call it."""
+
+    path: Path
+    _file: IO[bytes]
+    called: str = "the file"
+
+    def note(self, text: str) -> None:
+        """Write down something a reader should know."""
+        self._lines([{"note": text}])
+
+    def finish(self, how: str) -> None:
+        """Write the end line, 'finished' or 'interrupted', and close."""
+        try:
+            if not self._file.closed:
+                self._lines([{"end": how}])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give the file and its lock back. May be called twice."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _lines(self, values: Sequence[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n" for value in values)
+        try:
+            append(self._file, text)
+        except OSError as error:
+            raise StoreError(
+                f"{self.called} {self.path} cannot be written ({error.strerror}). What was finished before is in it; "
+                "make room, or choose another --store DIR."
+            ) from None
+
+
+def lock(file: IO[Any], seconds: float) -> bool:
+    """Take a file's lock, for which it waits so many seconds; False where another process keeps it.
+
+    Where a file system has no locks, it goes on without. The lock is given back when the file is closed.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+        except OSError:
+            return True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has a file's lock, or is just looking whether another one does. Raises OSError."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+@contextlib.contextmanager
+def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold a folder's lock, for which it waits so many seconds.
+
+    Reading, merging and writing belong under one lock. It is not for use inside itself.
+    """
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        is_file = os.path.isfile(folder)  # noqa: PTH113 - is_file raises where it may not look
+        why = f"{folder} is a file" if is_file else error.strerror
+        raise StoreError(f"the lock {path} cannot be made ({why}). Choose another --store DIR.") from None
+    with file:
+        if not lock(file, seconds):
+            raise StoreError(
+                f"another process has held the lock {path} for {seconds:g} s. Wait for its end, and try again."
+            )
+        yield
+
+
+def try_writing(folder: Path) -> None:
+    """Make a folder if it is not there, and write something into it that goes again. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{secrets.token_hex(4)}"  # containers that share a folder share process ids
+    try:
+        probe.write_text("probe")
+    finally:  # a full disk has room for a name
+        probe.unlink(missing_ok=True)
+
+
+def safe(text: str, longest: int = 80) -> str:
+    """The text as a part of a path: other letters become _, and what is lost is made up for by a digest.
+
+    Different texts stay different also where a file system does not tell A from a.
+    """
+    short = _cut(text, longest)
+    return short if short == text.lower() else f"{short}-{_digest(text)}"
+
+
+def name_of(case: Case) -> str:
+    """A case as the name of a file or folder: 'gemm-m=512,n=512,k=512-cpu-bf16'. Long ones are cut, with a digest."""
+    params = ",".join(f"{name}={value}" for name, value in case.params)
+    parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
+    short = "-".join(cut for name, part in parts.items() if (cut := _cut(part, _LONGEST[name])))
+    whole = "-".join(part for part in parts.values() if part)
+    return short if short == whole.lower() else f"{short}-{_digest(case.id)}"
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Make the folder if it is not there; raises UsageError where nothing can be written into it."""
+    try:
+        try_writing(folder)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{option} {str(folder)!r:.200} cannot be written ({why}). Give a folder; it is made if it is not there."
+        ) from None
+
+
+def _cut(text: str, longest: int) -> str:
+    """Never empty for a text that is not, and never a name that starts with a dot or a dash."""
+    plain = _UNSAFE.sub("_", text)[:longest]
+    return f"_{plain[1:]}" if plain[:1] in (".", "-") else plain
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]

@@ -1,0 +1,227 @@
+"""What a commit's runs come to, kept beside them in a file: `<store>/figures/<commit8>.figures`.
+
+The runs hold every sample, and reading them all takes minutes where there are hundreds of large ones. A file of
+figures is a function of its commit's runs, of the suites they were asked about, and of the interpreters' names; it says
+which those were, and counts only while they are the same. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8bench.model.codec import SCHEMA
+from fp8bench.store import files
+from fp8bench.store.commit_runs import CommitRuns, by_place
+from fp8bench.store.index.tables import ROW, Table, placed, table_of
+from fp8bench.store.interpreters import Renamings
+from fp8bench.store.series import fingerprint
+
+# Raised when the same runs would come to other figures, or be written down in another way.
+VERSION = 2
+_SUFFIX = ".figures"
+_SAFE = re.compile(r"[0-9A-Za-z]{1,64}")
+_MAGIC = b"fp8bench figures"
+_DIGITS = 32  # of a digest
+# In the place of the digest of a suite that is not known here.
+UNKNOWN = ""
+_HEXADECIMAL = frozenset(b"0123456789abcdef")
+
+
+class Stamp(NamedTuple):
+    """A run file as it was: path within the store, bytes, last change, and a digest of its content."""
+
+    name: str
+    size: int
+    changed_ns: int
+    digest: str
+
+
+class Fingerprints(dict[str, str]):
+    """What decides what is followed of each suite, as a digest; found out once for all commits."""
+
+    def __missing__(self, name: str) -> str:
+        words = fingerprint(name)
+        self[name] = hashlib.blake2b(words.encode()).hexdigest()[:_DIGITS] if words else UNKNOWN
+        return self[name]
+
+
+@dataclass(frozen=True)
+class CommitFigures:
+    """What the runs of one commit come to: how many tell something, why others do not, and a table for each place."""
+
+    runs: int
+    left: tuple[str, ...]
+    tables: tuple[Table, ...]
+
+
+class Stale(Exception):
+    """A file of figures that no longer counts: the runs, the suites or the names are others."""
+
+
+class Torn(Exception):
+    """A file of figures that is not what was written."""
+
+
+class Newer(Exception):
+    """A file of figures that a newer fp8bench wrote."""
+
+
+class Richer(Exception):
+    """A file of figures of suites that are not known here: whoever imports them will want it."""
+
+
+def figures_file(store: Path, commit: str) -> Path:
+    """Where the figures of a commit lie, which goes by the beginning that its run files are named for.
+
+    What a foreign file gives for a commit leads nowhere else.
+    """
+    name = (
+        commit if _SAFE.fullmatch(commit) else hashlib.blake2b(commit.encode("utf-8", "replace")).hexdigest()[:_DIGITS]
+    )
+    return store / "figures" / f"{name}{_SUFFIX}"
+
+
+def figures_of_runs(read: CommitRuns) -> CommitFigures:
+    """What runs that were read come to."""
+    tables = tuple(table_of(placed(members, lambda _: True)) for members in by_place(read.runs))
+    return CommitFigures(len(read.runs), tuple(one.why for one in read.left), tables)
+
+
+def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp] | None:
+    """The run files as they are; None where one cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+            found.append(Stamp(_name(store, path), status.st_size, status.st_mtime_ns, _digest(path)))
+        except OSError:
+            return None
+    return found
+
+
+def are_unchanged(store: Path, sources: Sequence[Stamp]) -> bool:
+    """Whether run files have the size and the date that they had."""
+    try:
+        now = [(store / one.name).stat() for one in sources]
+    except OSError:
+        return False
+    return [(one.st_size, one.st_mtime_ns) for one in now] == [(one.size, one.changed_ns) for one in sources]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()[:_DIGITS]
+
+
+def _name(store: Path, path: Path) -> str:
+    return path.relative_to(store).as_posix()
+
+
+def save_figures(
+    path: Path, figures: CommitFigures, read: CommitRuns, sources: Sequence[Stamp], known: Fingerprints
+) -> None:
+    """Write a file in one step. Raises OSError."""
+    pythons = {str(one.run.environment.get("asv_python")): one.identity.python for one in read.runs}
+    head = {
+        "schema": SCHEMA, "sources": sources, "suites": {name: known[name] for name in sorted(read.suites)},
+        "pythons": pythons, "runs": figures.runs, "left": figures.left,
+        "tables": [{**one.said, "layout": len(one.layout), "rows": len(one.rows)} for one in figures.tables],
+    }  # fmt: skip
+    _write(path, head, b"".join(part for one in figures.tables for part in (one.layout, one.rows.tobytes())))
+
+
+def _write(path: Path, head: Mapping[str, Any], tables: bytes | memoryview) -> None:
+    body = b"".join((json.dumps(head, separators=(",", ":")).encode(), b"\n", tables))
+    files.write_whole(path, b"%s %d %08x\n%s" % (_MAGIC, VERSION, zlib.crc32(body), body), sync=False)
+
+
+def sweep(store: Path, commits: Collection[str]) -> None:
+    """Remove the files of commits that have no runs any more, and what writers that were killed have left half done."""
+    known = {figures_file(store, commit).name for commit in commits}
+    folder = figures_file(store, "").parent
+    files.sweep(folder)
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"*{_SUFFIX}"):
+            if path.name not in known:
+                path.unlink()
+
+
+def load_figures(
+    path: Path, store: Path, runs: Sequence[Path], renamings: Renamings, known: Fingerprints
+) -> CommitFigures:
+    """What a file says of its commit, if it still counts for these run files.
+
+    Raises Stale, Torn, Newer, Richer or OSError.
+    """
+    try:
+        head, body = _read(path)
+        before = [Stamp(*one) for one in head["sources"]]
+        sources = _as_they_are(store, runs, before)
+        if sources is None or not _counts(head, renamings):
+            raise Stale
+        changed = [name for name, before in head["suites"].items() if known[name] != before]
+        if changed:
+            raise Richer if all(known[name] == UNKNOWN for name in changed) else Stale
+        if sources != before:
+            with contextlib.suppress(OSError):
+                _write(path, {**head, "sources": sources}, body)
+        return _figures(head, body)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Torn from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], memoryview]:
+    content = path.read_bytes()
+    first, _, body = content.partition(b"\n")
+    words = first.removeprefix(_MAGIC).split()
+    if not first.startswith(_MAGIC) or len(words) != 2 or not all(set(word) <= _HEXADECIMAL for word in words):
+        raise Torn
+    if int(words[0]) != VERSION:
+        raise Newer if int(words[0]) > VERSION else Stale
+    if zlib.crc32(body) != int(words[1], 16):
+        raise Torn
+    end = body.index(b"\n")
+    return json.loads(body[:end]), memoryview(body)[end + 1 :]
+
+
+def _counts(head: dict[str, Any], renamings: Renamings) -> bool:
+    """Whether the runs would be read the same way today, under the same names."""
+    return head["schema"] == SCHEMA and all(renamings.name(own) == name for own, name in head["pythons"].items())
+
+
+def _as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
+    """The stamps with the dates of today, if the runs are the same; None if they are not.
+
+    A copy, or what git checked out again, has the content and another date.
+    """
+    if sorted(one.name for one in before) != sorted(_name(store, path) for path in runs):
+        return None
+    found = []
+    for one in before:
+        path = store / one.name
+        status = path.stat()
+        if status.st_size != one.size or (status.st_mtime_ns != one.changed_ns and _digest(path) != one.digest):
+            return None
+        found.append(one._replace(changed_ns=status.st_mtime_ns))
+    return found
+
+
+def _figures(head: dict[str, Any], body: memoryview) -> CommitFigures:
+    tables = []
+    place = 0
+    for said in head["tables"]:
+        end = place + said["layout"]
+        layout = bytes(body[place:end])
+        place = end + said["rows"] * ROW.itemsize
+        tables.append(Table(said, layout, np.frombuffer(body[end:place], dtype=ROW)))
+    return CommitFigures(head["runs"], tuple(head["left"]), tuple(tables))

@@ -1,0 +1,250 @@
+"""What a commit has come to in one place as a table: a row of numbers a figure, texts once, the cells apart.
+
+Commits that measured the same cells have the same layout, which is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.model import Cell, Conditions, Course, Figure, Point, Scalar, Series, Status, course_name
+from fp8bench.store.asv.rows import cell
+from fp8bench.store.commit_runs import TrackedRun, series_of_runs
+from fp8bench.store.points import merged
+
+
+@dataclass(frozen=True)
+class Courses:
+    """What a store holds: courses, of how many runs and commits, and how many runs were left out, and why."""
+
+    courses: tuple[Course, ...]
+    runs: int
+    commits: int
+    left: Counter[str]
+
+
+class Home(NamedTuple):
+    """A machine and an interpreter, by the name it was first called, and what all its names have in common."""
+
+    machine: str
+    python: str
+    interpreter: str
+
+
+class Placed(NamedTuple):
+    """What a commit has come to on one machine under one interpreter.
+
+    `figures` are those of the cells of `series`, which they name by its place there. `began` is when the oldest of its
+    runs was started, in ms since 1970, and `newest` when the newest was, as that says it. The interpreter goes by the
+    oldest run's name.
+    """
+
+    commit: str
+    date: int | None
+    began: float
+    newest: str
+    machine: Mapping[str, Scalar | None]
+    python: str
+    interpreter: str
+    series: tuple[Series, ...]
+    figures: tuple[tuple[int, Cell, Figure], ...]
+
+    @property
+    def when(self) -> float:
+        """The commit's date in ms since 1970; when it was first measured where that is not known."""
+        return self.date if self.date is not None else self.began
+
+    @property
+    def home(self) -> Home:
+        return Home(str(self.machine["machine"]), self.python, self.interpreter)
+
+
+def home_of(own: Home, homes: list[Home]) -> Home:
+    """Where a run belongs, among those that are known, which it joins: bin/python and bin/python3 are one."""
+    for home in homes:
+        alike = home.python == own.python or home.interpreter == own.interpreter
+        if home.machine == own.machine and alike:
+            return home
+    homes.append(own)
+    return own
+
+
+def placed(members: Sequence[TrackedRun], wanted: Callable[[str], bool]) -> Placed:
+    """What the runs of one commit, machine and interpreter come to, oldest first, in the courses that are wanted."""
+    series = series_of_runs(members)
+    ranks = {one.name: rank for rank, one in enumerate(series)}
+    points = [point for tracked in members for point in tracked.content.points]
+    by_cell: dict[tuple[str, Cell], list[Point]] = {}
+    for point in points:
+        by_cell.setdefault((point.series, point.cell), []).append(point)
+    date = members[0].run.environment.get("commit_date")
+    return Placed(
+        members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
+        members[-1].run.started, members[-1].identity.machine, members[0].identity.python,
+        members[0].identity.interpreter, tuple(series),
+        tuple(
+            (ranks[name], values, figure_of(members[0], point, _runs_of(point, by_cell[name, values])))
+            for (name, values), point in merged(points, series).items()
+            if wanted(course_name(name, values))
+        ),
+    )  # fmt: skip
+
+
+def _runs_of(point: Point, points: Sequence[Point]) -> int:
+    """How many runs a merged point was made of."""
+    alike = [one for one in points if one.version == point.version]
+    if not point.samples:
+        return len(alike)
+    return sum(bool(one.samples) and (one.hasty, one.under) == (point.hasty, point.under) for one in alike)
+
+
+def figure_of(tracked: TrackedRun, point: Point, runs: int) -> Figure:
+    """What a point says of its commit, or of the files that a run was made with; `runs` went into it."""
+    date = tracked.run.environment.get("commit_date")
+    value, stats = cell(point.samples)
+    low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
+    known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
+    return Figure(
+        tracked.commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), value,
+        low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
+    )  # fmt: skip
+
+
+def order(course: Course, rank: int) -> tuple[object, ...]:
+    """Machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
+    place = [values.index(value) for values, value in zip(course.series.params, course.cell, strict=True)]
+    return course.machine["machine"], course.python, course.series.workload, rank, place
+
+
+ROW = np.dtype(
+    [
+        ("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("runs", "<u4"), ("samples", "<u4"), ("version", "<u2"),
+        ("under", "<u2"), ("reason", "<u2"), ("flags", "u1"),
+    ]
+)  # fmt: skip
+_VALUE, _INTERVAL, _HASTY = 1, 2, 4
+_STATUSES = tuple(Status)
+_STATUS_FACTOR = 8
+_FAILED = _STATUSES.index(Status.FAILED)
+
+Rows = NDArray[np.void]
+Flags = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the numbers in a row stand for, but for the figures themselves."""
+
+    commit: str
+    date: int | None
+    versions: tuple[str, ...]
+    unders: tuple[Conditions, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A place's figures: what is said of it, its layout as text, and a row for each cell of the layout."""
+
+    said: dict[str, Any]
+    layout: bytes
+    rows: Rows
+
+    @property
+    def home(self) -> Home:
+        """Where the figures were measured."""
+        return Home(str(self.said["machine"]["machine"]), self.said["python"], self.said["interpreter"])
+
+
+def table_of(place: Placed) -> Table:
+    """A place as a table."""
+    versions: dict[str, int] = {}
+    unders: dict[Conditions, int] = {}
+    reasons: dict[str, int] = {}
+    rows = [
+        (
+            *(0.0 if one is None else one for one in (figure.value, figure.low, figure.high)),
+            figure.runs, figure.samples, versions.setdefault(figure.version, len(versions)),
+            unders.setdefault(figure.under, len(unders)), reasons.setdefault(figure.reason, len(reasons)),
+            _flags(figure),
+        )
+        for _, _, figure in place.figures
+    ]  # fmt: skip
+    said = {
+        "commit": place.commit, "date": place.date, "began": place.began, "newest": place.newest,
+        "machine": dict(place.machine), "python": place.python,
+        "interpreter": place.interpreter, "versions": list(versions), "unders": list(unders),
+        "reasons": list(reasons),
+    }  # fmt: skip
+    return Table(said, _layout(place), np.array(rows, dtype=ROW))
+
+
+def _flags(figure: Figure) -> int:
+    known = _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
+    return known + _STATUS_FACTOR * _STATUSES.index(figure.status)
+
+
+def _layout(place: Placed) -> bytes:
+    series = [
+        [one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in place.series
+    ]
+    return json.dumps([series, [[rank, cell] for rank, cell, _ in place.figures]], separators=(",", ":")).encode()
+
+
+def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]:
+    """Series, and the cell that each row is of with the place of its series among them."""
+    series, cells = json.loads(text)
+    return (
+        tuple(
+            Series(name, workload, metric, unit, tuple(names), tuple(map(tuple, params)), version)
+            for name, workload, metric, unit, names, params, version in series
+        ),
+        tuple((rank, tuple(cell)) for rank, cell in cells),
+    )
+
+
+def read_texts(said: dict[str, Any]) -> Texts:
+    """The texts of a table's rows."""
+    unders = tuple(tuple((name, value) for name, value in under) for under in said["unders"])
+    return Texts(said["commit"], said["date"], tuple(said["versions"]), unders, tuple(said["reasons"]))
+
+
+def figures_of(rows: Rows, texts: Sequence[Texts]) -> tuple[Figure, ...]:
+    """The figures that rows stand for; each has texts of its own."""
+    return tuple(map(_figure, rows.tolist(), texts))
+
+
+def _figure(row: Sequence[Any], texts: Texts) -> Figure:
+    value, low, high, runs, samples, version, under, reason, flags = row
+    known = flags & _INTERVAL
+    return Figure(
+        texts.commit, texts.date, texts.versions[version], runs, samples, value if flags & _VALUE else None,
+        low if known else None, high if known else None, bool(flags & _HASTY), _STATUSES[flags // _STATUS_FACTOR],
+        texts.reasons[reason], texts.unders[under],
+    )  # fmt: skip
+
+
+def has_number(flags: Flags) -> NDArray[np.bool_]:
+    """Which rows have a value."""
+    found: NDArray[np.bool_] = (flags & _VALUE) != 0
+    return found
+
+
+def is_whole(flags: Flags) -> NDArray[np.bool_]:
+    """Which rows have a value that is not a hasty one's."""
+    found: NDArray[np.bool_] = has_number(flags) & ((flags & _HASTY) == 0)
+    return found
+
+
+def tells(flags: Flags) -> NDArray[np.bool_]:
+    """Which rows have a value, or are of a case that failed."""
+    found: NDArray[np.bool_] = has_number(flags) | (flags // _STATUS_FACTOR == _FAILED)
+    return found

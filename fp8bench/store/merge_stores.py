@@ -1,0 +1,246 @@
+"""The store of another machine taken in, interpreters that count as others, and what is made of runs made again.
+
+Runs that are new are copied, longer ones appended, and nothing is ever rewritten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8bench.errors import StoreError
+from fp8bench.model import Series
+from fp8bench.store.acks import merge_acks
+from fp8bench.store.asv.results import Taken, merge_folders
+from fp8bench.store.asv.view import define, results_of, write_place
+from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
+from fp8bench.store.files import append, is_locked, locked, write_whole
+from fp8bench.store.index.history import read_and_keep
+from fp8bench.store.interpreters import (
+    Renamings,
+    fold,
+    interpreters_of_results,
+    interpreters_of_runs,
+    load_renamings,
+    renamed,
+    save_renamings,
+)
+from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.write import lock_run
+
+
+@dataclass
+class Merged:
+    """What became of the other store's runs; `failed` and `notes` are sentences, `same` counts what was here before."""
+
+    copied: list[Path] = field(default_factory=list)
+    extended: list[Path] = field(default_factory=list)
+    same: int = 0
+    failed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def changed(self) -> list[Path]:
+        """The run files of ours that say something new."""
+        return [*self.copied, *self.extended]
+
+
+def find_store(folder: Path, ours: Path) -> Path:
+    """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
+    try:
+        places = (folder, folder / ours.name, folder / ".fp8bench")
+        found = next((one for one in places if (one / "runs").is_dir()), None)
+        if found is None:
+            what = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
+            raise StoreError(f"{folder} is no store: it {what}. Give another machine's .fp8bench, or what it lies in.")
+        own, other = ours.resolve(), found.resolve()
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
+    if other == own or own in other.parents:
+        raise StoreError(f"{folder} is this store, or lies in it. Give the store of another machine.")
+    return found
+
+
+def merge_runs(ours: Path, theirs: Path) -> Merged:
+    """Take in the runs of another store, which is only read."""
+    merged = Merged()
+    known = {path.name: path for path in run_files(ours)}
+    for path in reversed(list(run_files(theirs))):
+        try:
+            _take(path, known.get(path.name), ours, merged)
+        except StoreError as error:
+            merged.failed.append(str(error))
+        except OSError as error:
+            merged.failed.append(f"{path} was not taken ({error.strerror}).")
+    return merged
+
+
+def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
+    """One run of theirs; `here` is our file of its name."""
+    content = _whole(path, merged)
+    load_run(path)  # what is no run file raises
+    if here is None:
+        merged.copied.append(_copy(content, ours / "runs" / path.parent.name / path.name))
+        return
+    own = here.read_bytes()
+    if own.startswith(content):
+        merged.same += 1
+    elif content.startswith(own):
+        _extend(here, content)
+        merged.extended.append(here)
+    else:
+        merged.failed.append(
+            f"run {path.stem} is not the same in both stores: each was resumed alone. Ours stays as it is, theirs "
+            f"is {path}."
+        )
+
+
+def _whole(path: Path, merged: Merged) -> bytes:
+    """What is in a file of theirs; its whole lines where it is still being written."""
+    if not is_locked(path):
+        return path.read_bytes()
+    merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _copy(content: bytes, target: Path) -> Path:
+    """Write a file that was not there, in one step."""
+    try:
+        write_whole(target, content)
+    except OSError as error:
+        raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and merge again.") from None
+    return target
+
+
+def _extend(here: Path, content: bytes) -> None:
+    """Append what ours lacks, under its writer's lock; a kill leaves a beginning of theirs, which merges again."""
+    with here.open("ab") as file:
+        lock_run(file, here)
+        own = here.read_bytes()
+        if not content.startswith(own):
+            raise StoreError(f"the run {here.stem} has just been resumed. Merge again.")
+        append(file, content[len(own) :])
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What was made: files, the series in them, of how many runs; how many runs are in none, and why.
+
+    `aside` are files that were broken, under their new names; `failed` are sentences on files that could not be made.
+    """
+
+    files: tuple[Path, ...]
+    series: int
+    runs: int
+    left: Counter[str]
+    aside: tuple[Path, ...]
+    failed: tuple[str, ...]
+
+
+def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
+    """Write the files of all commits, or of those given by the beginning that run files' names have.
+
+    It goes in the order of the commits' first runs, because the first one decides under which name a machine's results
+    lie. What asv alone measured stays.
+    """
+    files: dict[Path, None] = {}
+    left: Counter[str] = Counter()
+    aside: list[Path] = []
+    failed: dict[str, None] = {}
+    series: dict[str, Series] = {}
+    runs = 0
+    for commit, paths in files_by_commit(store).items():
+        if commits is not None and commit not in commits:
+            continue
+        # Read under the lock, too: a writer that knew fewer runs must not come after one that knew more.
+        with locked(store / "asv"):
+            read = read_and_keep(store, commit, paths)
+            for tracked in by_place(read.runs):
+                try:
+                    files[write_place(results_of(store), tracked, aside)] = None
+                except (StoreError, OSError) as error:
+                    failed[str(error)] = None
+        left.update(one.why for one in read.left)
+        runs += len(read.runs)
+        series |= {one.name: one for one in series_of_runs(read.runs)}
+    with locked(store / "asv"):
+        define(results_of(store), _newest(store, series.values()), aside)
+    return Rebuilt(tuple(files), len(series), runs, left, tuple(aside), tuple(failed))
+
+
+def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
+    """The series as the newest run that has each defines it: an old commit's text is not what asv should go by."""
+    wanted = {one.workload for one in series}
+    found: dict[str, Series] = {}
+    for path in run_files(store):
+        seen = {one.workload for one in found.values()}
+        if wanted <= seen:
+            break
+        tracked = read_runs([path]).runs
+        found |= {one.name: one for one in series_of_runs(tracked) if one.workload in wanted - seen}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was done: runs, asv's files, acknowledgements, what counts as what from now on, files that were folded, and
+    the view.
+    """
+
+    runs: Merged
+    taken: Taken
+    acks: int
+    renamed: dict[str, str]
+    folded: tuple[Path, ...]
+    view: Rebuilt
+    failed: tuple[str, ...]
+
+
+def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> Joined:
+    """Take in `other`, which is only read, and let interpreters count as others, OLD as NEW for each pair.
+
+    What is wrong with a pair is said before anything is changed.
+    """
+    known = set(interpreters_of_runs(store).values()) | interpreters_of_results(results_of(store))
+    if other is not None:
+        known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
+    with locked(store / "asv"):
+        before = load_renamings(store)
+        adopted, failed = _adopted(before, load_renamings(other)) if other is not None else (before, ())
+        after = renamed(adopted, pairs, sorted(known)) if pairs else adopted
+        if after != before:
+            save_renamings(store, after)
+        runs = merge_runs(store, other) if other is not None else Merged()
+        taken = merge_folders(results_of(store), results_of(other)) if other is not None else Taken()
+        acks, untaken = _acks(store, other) if other is not None else (0, ())
+        folded, unfolded = fold(results_of(store), after)
+    changed = {one for one in known if before.name(one) != after.name(one)}
+    commits = {commit_of(path) for path in runs.changed}
+    if changed:
+        commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
+    view = rebuild(store, commits)
+    anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
+    everything = (*failed, *runs.failed, *taken.failed, *untaken, *unfolded, *view.failed)
+    return Joined(runs, taken, acks, anew, tuple(folded), view, everything)
+
+
+def _acks(store: Path, other: Path) -> tuple[int, tuple[str, ...]]:
+    """How many acknowledgements were new here, and why they cannot be taken."""
+    try:
+        return merge_acks(store, other), ()
+    except StoreError as error:
+        return 0, (str(error),)
+
+
+def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:
+    """What counts as another there does so here, where nothing else is said here; and why it cannot."""
+    if ours.trouble or theirs.trouble:
+        return ours, tuple(filter(None, (ours.trouble, theirs.trouble)))
+    new = ours
+    for old, name in theirs.names.items():
+        if old not in new.names and new.name(name) != old:
+            new = new.adding(old, new.name(name))
+    return new, ()

@@ -1,0 +1,275 @@
+"""From a run to the points of the series that it has something to say about, and back to what a commit came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fp8bench.analysis.metric import ENERGY, MEMORY, STEP, TIME, Metric, Reference
+from fp8bench.errors import UsageError
+from fp8bench.model import (
+    ENERGY_SOURCE,
+    Case,
+    Cell,
+    Conditions,
+    DeviceFacts,
+    Level,
+    Params,
+    Point,
+    Record,
+    Run,
+    Series,
+    Status,
+)
+from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
+from fp8bench.protocols import Grid, Workload
+from fp8bench.registry import workloads
+from fp8bench.store.series import (
+    Tracked,
+    cells_of,
+    check_grid,
+    class_name,
+    phase_metric,
+    reference_of,
+    series_of,
+    tracked_by,
+    version_of,
+)
+
+# Other units' numbers are shown by asv with all their digits.
+_PRINTED_UNITS = ("seconds", "bytes")
+_DIGITS = 6
+# Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
+_CONDITIONS = (
+    "fp8bench", "python", "torch", "torch_git", "cudnn", "float32_matmul_precision", "deterministic",
+    "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "cpu_count", "cpu_affinity",
+    "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
+)  # fmt: skip
+# Of the machine's main device, as its driver says.
+_SETTINGS = ("driver", "power_cap", "ecc", "mig")
+# It touches those cases alone that have quantisers, and they say what became of them.
+_SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a run tells the history: points, their series, and how many of its cases are in none, and why."""
+
+    points: tuple[Point, ...] = ()
+    series: tuple[Series, ...] = ()
+    others: int = 0
+    why: str = ""
+
+
+def followed(run: Run) -> Followed:
+    """The points of a run. Cases outside of the declared grids are counted; they stay in the run."""
+    why = _why_none(run)
+    if why:
+        return Followed(others=len(run.records), why=why)
+    by_workload: dict[str, list[Record]] = {}
+    for record in run.records:
+        by_workload.setdefault(record.case.workload, []).append(record)
+    parts = [_of_workload(name, records, run) for name, records in by_workload.items()]
+    return Followed(
+        tuple(point for part in parts for point in part.points), tuple(one for part in parts for one in part.series),
+        sum(part.others for part in parts), next((part.why for part in parts if part.why), ""),
+    )  # fmt: skip
+
+
+def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
+    """One point for every cell, out of those of several runs of one commit, oldest first.
+
+    The samples of whole measurements are put together, those of hasty ones only where there is nothing better; of
+    those the ones that were measured under the same conditions as the newest. What is of another version is left out,
+    too. The version is that of the series, where any point has it (asv shows no other, and clocks do not always go
+    forward), else that of the newest point.
+    """
+    current = {(one.name, one.version) for one in series}
+    versions = {point.series: point.version for point in points}
+    versions |= {point.series: point.version for point in points if (point.series, point.version) in current}
+    by_cell: dict[tuple[str, Cell], list[Point]] = {}
+    for point in points:
+        if point.version == versions[point.series]:
+            by_cell.setdefault((point.series, point.cell), []).append(point)
+    return {key: _merged(alike) for key, alike in by_cell.items()}
+
+
+def _merged(alike: Sequence[Point]) -> Point:
+    if len(alike) == 1:
+        return alike[0]
+    sampled = [point for point in alike if point.samples]
+    if not sampled:
+        return alike[-1]
+    best = [point for point in sampled if not point.hasty] or sampled
+    same = [point for point in best if point.under == best[-1].under]
+    return replace(best[-1], samples=tuple(value for point in same for value in point.samples))
+
+
+def _why_none(run: Run) -> str:
+    """Why nothing of a run compares with what asv would measure; '' if it does."""
+    request = run.request
+    if request.threads != 1:
+        return f"it was measured with --threads {request.threads}, and the history is of one thread"
+    if not request.isolation:
+        return "it was measured without a worker (--no-isolation)"
+    if request.seed != 0:
+        return f"it was measured with --seed {request.seed}, and the history is of seed 0"
+    return ""
+
+
+def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
+    if name not in workloads.names(hidden=True):
+        return Followed(others=len(records), why=f"the suite {name} is not known here; --import its module")
+    workload = workloads.get(name)
+    if workload.history is None:
+        return Followed(others=len(records), why=f"the suite {name} declares no grid")
+    try:
+        _check(type(workload))
+        return _of_grid(workload, workload.history, records, run)
+    except UsageError as error:
+        return Followed(others=len(records), why=str(error).rstrip("."))
+
+
+def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> Followed:
+    under = _conditions(workload, run)
+    points: list[Point] = []
+    others = 0
+    data = None
+    leads = {record.case.setting: record for record in reversed(records) if record.is_reference}
+    for record in records:
+        cell = _cell(workload, record.case, run)
+        if cell is None:
+            others += 1
+            continue
+        data = _data(workload, record.case)
+        found = _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record))
+        for point in found:
+            own = _own_conditions(workload, record, point)
+            points.append(replace(point, under=(*under, *own) if own else under))
+    return Followed(tuple(points), _series(type(workload), data) if points else (), others)
+
+
+def _own_conditions(workload: Workload, record: Record, point: Point) -> Conditions:
+    """What only some metrics of a case depend on.
+
+    Whether its quantisers were compiled matters to all but errors, the same bit for bit; joules of different sources
+    do not compare.
+    """
+    timing, grid = record.timing, workload.history
+    assert grid is not None
+    metric = point.series.rpartition(".track_")[2]
+    found: Conditions = ()
+    if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
+        found = (("quantisers", "eager" if timing.eager else "compiled"),)
+    if metric == ENERGY and record.energy is not None and point.samples:
+        found = (*found, (ENERGY_SOURCE, record.energy.source))
+    return found
+
+
+def _is_hasty(run: Run, record: Record) -> bool:
+    """Whether fewer rounds were asked for than a plain command takes, or a --budget came to its end before them."""
+    request = run.request
+    least = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
+    cut = request.budget is not None and record.timing is not None and record.timing.num_rounds < least
+    return request.quick or cut or (request.rounds is not None and request.rounds < LEAST_ROUNDS)
+
+
+def _conditions(workload: Workload, run: Run) -> Conditions:
+    """What a workload's samples of a run were measured under, as far as that makes them others.
+
+    Load is not in it: it passes. The code of --import counts where the workload comes from there.
+    """
+    facts = run.environment.facts
+    names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
+    own = type(workload).__module__.startswith("fp8bench.")
+    names += [] if own else ["imports_sha256"]
+    main = _main_device(run)
+    device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
+    settings = [(name, facts.get(f"{main.key} {name}")) for name in _SETTINGS] if main is not None else []
+    return (*((name, facts.get(name)) for name in names), *device, *settings)
+
+
+def _main_device(run: Run) -> DeviceFacts | None:
+    return next((one for one in run.devices if one.accelerated), next(iter(run.devices), None))
+
+
+# What depends on a workload's class alone: a commit may have hundreds of runs.
+
+
+@cache
+def _check(kind: type[Workload]) -> None:
+    check_grid(kind())
+
+
+@cache
+def _series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
+    return series_of(kind(), data)
+
+
+@cache
+def _metrics(kind: type[Workload]) -> tuple[Tracked, ...]:
+    grid = kind.history
+    assert grid is not None
+    return tracked_by(grid)
+
+
+def cell_of(case: Case, run: Run) -> Cell | None:
+    """The cell of a declared grid that a case of a run is; None for one that is in none."""
+    if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
+        return None
+    return _cell(workloads.get(case.workload), case, run)
+
+
+def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
+    """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
+    assert workload.history is not None
+    main = _main_device(run)
+    outside = case.precision_map or case.static or case.precision not in workload.history.dtypes
+    if outside or main is None or case.device != main.key or (run.request.data is not None and workload.uses_corpus):
+        return None
+    place = _cells(type(workload), main, _data(workload, case)).get(case.params)
+    return None if place is None else (case.precision, *place)
+
+
+@cache
+def _cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
+    return cells_of(kind(), facts, data)
+
+
+def _data(workload: Workload, case: Case) -> str | None:
+    """The identity of the text a case reads; an axis of a user's may be called so, too."""
+    return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
+
+
+def _points(
+    workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool
+) -> Iterator[Point]:
+    title = f"{workload.name}.{class_name(workload.name)}.track_"
+    version = version_of(record.case.version, _data(workload, record.case))
+    told = _told(workload, record, reference)
+    for metric in _metrics(type(workload)):
+        values = told[metric.name].samples() if metric.name in told else ()
+        if metric.unit not in _PRINTED_UNITS:
+            values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
+        yield Point(
+            title + metric.name, cell, version, values, record.status, record.reason,
+            hasty and metric.name not in grid.errors and metric.name != MEMORY,
+        )  # fmt: skip
+
+
+def _told(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
+    """What a run says of a case, by the names that the history has for it."""
+    if record.status is not Status.OK:
+        return {}
+    comparable = reference is not None and reference.case.precision == reference_of(workload)
+    against = Reference(reference) if reference is not None and comparable else None
+    named: dict[str, Metric] = {}
+    from fp8bench.analysis.metrics import metrics_of
+
+    for metric in metrics_of(record, None, against):
+        if metric.phase == STEP or (metric.phase is not None and metric.name == TIME):
+            name = metric.name if metric.phase == STEP else phase_metric(str(metric.phase))
+            named.setdefault(name, metric)
+    return named

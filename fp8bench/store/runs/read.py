@@ -1,0 +1,325 @@
+"""Reading the truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`.
+
+The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere, and
+those of no known kind, are left out and named. docs/run-format.md describes the lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.model import (
+    CELL_PHASES,
+    Capacity,
+    Environment,
+    Group,
+    MemoryUse,
+    OperatorTime,
+    Plan,
+    PlannedCase,
+    Record,
+    Request,
+    Resumption,
+    Run,
+    Status,
+    Timing,
+)
+from fp8bench.model.codec import SCHEMA, Malformed, decode
+
+_LONGEST_NS = 1 << 62
+_MOST = 1 << 62
+
+
+def unsound(record: Record) -> str:
+    """Why a record's samples cannot be what a clock gave; '' if they can."""
+    numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
+    if not all(math.isfinite(one) and one >= 0 for one in numbers) or not 0 <= record.work.tokens < 1 << 62:
+        return "its work is no count"
+    if not all(_is_share_of_a_step(one) for one in record.operators):
+        return "its operators have no times"
+    if any(one.renewals < 0 for one in record.scales):
+        return "its scales were renewed less than never"
+    if record.capacity is not None and not _counts(record.capacity):
+        return "its largest batch is no count"
+    if record.memory is not None and not _sums(record.memory):
+        return "its memory is no count, or what it is for does not sum to it"
+    timings = (record.timing, record.control, record.paired_with)
+    return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
+
+
+def _is_share_of_a_step(one: OperatorTime) -> bool:
+    return one.phase in CELL_PHASES and all(0 <= value < math.inf for value in (one.calls, one.seconds))
+
+
+def _counts(one: Capacity) -> bool:
+    values = (one.limit, one.batch, one.grain, one.tokens, one.peak, one.beyond, one.attempts)
+    return all(0 <= value < _MOST for value in values if value is not None) and one.grain > 0
+
+
+def _sums(one: MemoryUse) -> bool:
+    parts = [size for _, size in one.roles]
+    phases = [size for phase in one.phases for size in (phase.allocated, phase.reserved)]
+    counts = (one.peak, *parts, *phases, one.reserved, one.process, one.resident)
+    distinct = len(dict(one.roles)) == len(parts)
+    whole = distinct and (not parts or sum(parts) == one.peak)
+    return whole and all(0 <= count < _MOST for count in counts if count is not None)
+
+
+def _unsound(timing: Timing) -> str:
+    phases = timing.segments.phases
+    cells = len(phases)
+    if len(timing.segments.blocks) != cells or not set(phases) <= set(CELL_PHASES):
+        return "its cells are of no known phases"
+    if len({slot.round for slot in timing.slots}) != len(timing.slots):
+        return "two slots have the same round"
+    for slot in timing.slots:
+        if not slot.calls_ns or set(map(len, slot.calls_ns)) != {cells}:
+            return f"a step has not the {cells} cells of its segments"
+        least, most = min(map(min, slot.calls_ns)), max(map(max, slot.calls_ns))
+        if least < 0 or most >= _LONGEST_NS or not all(map(any, slot.calls_ns)):
+            return "a step took no time, or more than any clock counts"
+        if not all(0 <= one < math.inf for one in (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)):
+            return "a slot's clocks have no times"
+    return ""
+
+
+@dataclass
+class _Reading:
+    """What the lines of a file have given so far."""
+
+    run: Run | None = None
+    records: list[Record] = field(default_factory=list)
+    resumptions: list[Resumption] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+    finished: bool = False
+
+
+class _Unknown(ValueError):
+    """A line that is well formed and of no kind that this version knows."""
+
+
+def load_run(path: Path) -> Run:
+    """Read a run file. Broken lines are left out and named in `troubles`; without a header the records stand alone.
+
+    Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise StoreError(f"{path} is no run file: it is empty.")
+    header, run, why = _find_header(lines, path)
+    reading = _Reading(run)
+    for number, line in lines:
+        if number == header:
+            continue
+        try:
+            _take(reading, _object(line))
+        except _Unknown:
+            reading.troubles.append(f"line {number} is of a kind that this version does not know, and was left out")
+        except (ValueError, RecursionError) as error:
+            reading.troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
+    if run is None:
+        which = f"line {header}, the header, is broken ({why})" if header else ""
+        if not reading.records:
+            raise StoreError(f"{path} is no run file: {which or 'it has no header'}.")
+        reading.troubles.insert(0, f"{which or 'the header is gone'}: what was asked, planned and run on is lost")
+    return _run(reading, path)
+
+
+def load_head(path: Path) -> Run:
+    """A run without its records, by its first line alone where that is the header; raises StoreError as load_run."""
+    try:
+        with path.open("rb") as file:
+            content = _object(file.readline().decode("utf-8-sig", errors="replace"))
+        if "schema" in content:
+            return replace(_header(content, path), path=str(path))
+    except OSError as error:
+        raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError):
+        pass
+    return load_run(path)
+
+
+def _find_header(lines: Sequence[tuple[int, str]], path: Path) -> tuple[int, Run | None, str]:
+    """The number of the first line that is a header, wherever it stands, and the run that it begins.
+
+    Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
+    """
+    suspects: list[tuple[int, Run | None, str]] = []
+    for number, line in lines:
+        try:
+            content = _object(line)
+            if "schema" in content:
+                return number, _header(content, path), ""
+        except (ValueError, RecursionError) as error:
+            # Of two broken lines, the one that still says so has been the header.
+            if '"schema"' in line[:20]:
+                suspects.insert(0, (number, None, str(error)[:200]))
+            elif number == lines[0][0]:
+                suspects.append((number, None, str(error)[:200]))
+    return suspects[0] if suspects else (0, None, "")
+
+
+def _object(line: str) -> dict[str, Any]:
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise Malformed("expected an object")
+    return content
+
+
+def _take(reading: _Reading, content: dict[str, Any]) -> None:
+    """One line's content into the reading."""
+    if "record" in content:
+        reading.records.append(_record(content["record"]))
+    elif "resumed" in content:
+        resumption = decode(Resumption, content["resumed"])
+        # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
+        if reading.run is not None:
+            reading.records = _of_whole_groups(reading.run.plan, reading.records)
+        reading.resumptions.append(resumption)
+        reading.finished = False
+    elif "note" in content:
+        reading.notes.append(decode(str, content["note"]))
+    elif "end" in content:
+        if content["end"] not in ("finished", "interrupted"):
+            raise Malformed("an end of no known kind")
+        reading.finished = content["end"] == "finished"
+    elif "schema" in content:
+        raise Malformed("a header that is none, or a second one")
+    else:
+        raise _Unknown
+
+
+def _run(reading: _Reading, path: Path) -> Run:
+    records, troubles = reading.records, reading.troubles
+    run = reading.run or _without_header(records, path)
+    places = {planned.case.id: place for place, planned in enumerate(one for group in run.plan for one in group.cases)}
+    latest = {record.case.id: record for record in records}
+    ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
+    return replace(
+        run, records=tuple(ordered), path=str(path), finished=reading.finished, troubles=tuple(troubles),
+        notes=tuple(reading.notes), resumptions=tuple(reading.resumptions),
+    )  # fmt: skip
+
+
+def _header(content: dict[str, Any], path: Path) -> Run:
+    schema = content.get("schema")
+    if type(schema) is not int:
+        raise Malformed("it has no schema version")
+    if schema > SCHEMA:
+        raise StoreError(
+            f"{path} was written by a newer fp8bench (schema {schema}, this one reads {SCHEMA}). Upgrade it."
+        )
+    run = decode(Run, content.get("header"))
+    if not all(0 <= group.reference < len(group.cases) for group in run.plan):
+        raise Malformed("the reference of a group is none of its cases")
+    return run
+
+
+def _record(plain: Any) -> Record:
+    """A record whose samples make sense, which their types alone do not say."""
+    record = decode(Record, plain)
+    why = unsound(record)
+    if why:
+        raise Malformed(f"Record: {why}")
+    return record
+
+
+def _of_whole_groups(plan: Plan, records: Sequence[Record]) -> list[Record]:
+    known = {record.case.id for record in records}
+    cut = {planned.case.id for group in _cut(plan, known) for planned in group.cases}
+    return [record for record in records if record.case.id not in cut]
+
+
+def _cut(plan: Plan, known: set[str]) -> list[Group]:
+    return [group for group in plan if not all(planned.case.id in known for planned in group.cases)]
+
+
+def missing_groups(run: Run) -> tuple[Group, ...]:
+    """The groups of the plan that are not all there."""
+    return tuple(_cut(run.plan, {record.case.id for record in run.records}))
+
+
+def _without_header(records: Sequence[Record], path: Path) -> Run:
+    """A run made of its records alone; their groups are told by their settings."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.case.setting, []).append(record)
+    plan = Plan(tuple(_group_of(members) for members in groups.values()))
+    suites = ",".join(dict.fromkeys(record.case.workload for record in records))
+    return Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
+
+
+def _group_of(records: Sequence[Record]) -> Group:
+    cases = tuple(
+        PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
+        for one in records
+    )
+    return Group(cases, next((place for place, one in enumerate(records) if one.is_reference), 0))
+
+
+def run_files(store: Path) -> Iterator[Path]:
+    """All run files of a store, newest first. A folder that is called like one is none."""
+    found = sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+    yield from (path for path in found if os.path.isfile(path))  # noqa: PTH113 - is_file raises where it may not look
+
+
+def closed_folders(store: Path) -> list[Path]:
+    """Folders of runs that may not be looked into, so that their runs seem not to be there."""
+    folders = [store / "runs", *sorted((store / "runs").glob("*"))]
+    # Path.is_dir raises where it may not look.
+    return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
+
+
+def store_of(path: Path) -> Path | None:
+    """The store that a run file lies in; None if it lies alone."""
+    folder = path.resolve().parent.parent
+    return folder.parent if folder.name == "runs" else None
+
+
+def find_run(word: str, store: Path) -> Path:
+    """A run by path, file stem or id; the beginning of either will do if it is the only one. 'last' is the newest."""
+    direct = Path(word)
+    try:
+        if direct.is_file():
+            return direct
+        files = list(run_files(store))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
+    if word == "last" and files:
+        return files[0]
+    exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]
+    found = exact or [
+        path for path in files if word and (path.stem.startswith(word) or path.stem.rpartition("-")[2].startswith(word))
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(path.stem for path in found[:5])
+        raise RunNotFound(f"{word!r} fits {len(found)} runs ({names}). Give more of the name.")
+    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
+    raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+
+
+def load_named(word: str, store: Path) -> Run:
+    """Find a run and read it. Where the newest cannot be read, the error names the one before it."""
+    path = find_run(word, store)
+    try:
+        return load_run(path)
+    except StoreError as error:
+        older = [other.stem for other in run_files(store) if other.name < path.name]
+        if word != "last" or not older:
+            raise
+        raise StoreError(f"{error} The run before it is {older[0]}.") from None

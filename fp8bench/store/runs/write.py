@@ -1,0 +1,136 @@
+"""Writing the truth: one append-only file a run, every group through to the disk before the next one starts.
+
+The file is locked while it is written, so that two processes never write the same run, and so that a run can tell
+whether another one is measuring beside it. A kill at any moment leaves a file that can be read: the header appears
+with the file's name, and a line that was cut short is skipped by readers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from fp8bench.errors import StoreError
+from fp8bench.model import Record, Resumption, Run
+from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.store.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
+from fp8bench.store.runs.read import run_files, store_of
+
+_HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
+# Less than a short run needs; said before anything is measured.
+LEAST_FREE_BYTES = 4 << 20
+_LOCK_SECONDS = 0.3
+_LOOKED_AT = 100
+_RECENT_SECONDS = 7 * 86400.0
+
+
+@dataclass
+class RunWriter(LineWriter):
+    """An open run file, locked until it is closed."""
+
+    called: str = "the run file"
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write the records of one group through to the disk."""
+        self._lines([{"record": encode(record)} for record in records])
+
+
+def check_store(store: Path) -> None:
+    """Raise if runs cannot be written there, or there is hardly any room; asked before anything is measured."""
+    folder = store / "runs"
+    try:
+        make_store(store)
+        try_writing(folder)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StoreError(
+            f"the store {store} cannot be written ({error.strerror}). Choose another --store DIR."
+        ) from None
+    if free < LEAST_FREE_BYTES:
+        raise StoreError(f"the store {store} has only {free} bytes left. Make room, or choose another --store DIR.")
+
+
+def start_run(run: Run, store: Path) -> RunWriter:
+    """Create the run's file with its header, in one step: nobody ever sees it without."""
+    machine = _word(str(run.environment.get("machine") or "unknown"))
+    path = store / "runs" / machine / file_name(run)
+    partial = path.with_suffix(".partial")
+    header = {name.name: encode(getattr(run, name.name)) for name in fields(run) if name.name not in _HEADER_LEFT_OUT}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            raise FileExistsError(17, "it exists already")
+        writer = RunWriter(path, partial.open("xb"))
+    except OSError as error:
+        raise _cannot_be_made(path, error) from None
+    try:
+        lock_run(writer._file, path)
+        writer._lines([{"schema": SCHEMA, "header": header}])
+        partial.rename(path)
+    except BaseException as error:
+        writer.close()
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            raise _cannot_be_made(path, error) from None
+        raise
+    return writer
+
+
+def file_name(run: Run) -> str:
+    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
+    commit = str(run.environment.get("commit") or "nocommit")[:8]
+    stamp = re.sub(r"[-:]", "", run.started).partition("+")[0] + "Z"
+    return f"{stamp}-{commit}-{run.id}.jsonl"
+
+
+def _cannot_be_made(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR.")
+
+
+def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
+    """Open a run's file to go on with it; a last line that was cut short stays alone on its line."""
+    try:
+        file = path.open("a+b")
+        lock_run(file, path)
+        end_line(file)
+    except OSError as error:
+        raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
+    writer = RunWriter(path, file)
+    writer._lines([{"resumed": encode(resumption)}])
+    return writer
+
+
+def running_beside(own: Path) -> list[str]:
+    """The stems of the other runs that are being measured into the same store right now."""
+    own = own.resolve()
+    store = store_of(own)
+    if store is None:
+        return []
+    recent = time.time() - _RECENT_SECONDS
+    found = []
+    for path, _ in zip(run_files(store), range(_LOOKED_AT), strict=False):
+        with contextlib.suppress(OSError):
+            if path != own and path.stat().st_mtime > recent and is_locked(path):
+                found.append(path.stem)
+    return found
+
+
+def lock_run(file: IO[Any], path: Path) -> None:
+    """Take the file's lock; raises where another process has it. Where a file system has no locks, do without."""
+    if not lock(file, _LOCK_SECONDS):  # another run may be looking whether this one is alive
+        file.close()
+        raise StoreError(
+            f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."
+        )
+
+
+def _word(text: str) -> str:
+    """A name that is safe as a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).strip(".") or "unknown"

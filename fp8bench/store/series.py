@@ -1,0 +1,247 @@
+"""What is followed from commit to commit: a workload's declared grid as series and cells, under the names asv uses.
+
+The names, parameters and versions made here are those that asv discovers in a suite file over the bridge, and those
+that a run's figures are kept under: one definition for both doors. Nothing here depends on the machine, so that
+machines with and without a GPU share one list of benchmarks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from fp8bench.analysis.metric import ENERGY, MEMORY, PER, TIME
+from fp8bench.errors import UsageError
+from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
+from fp8bench.plan.checked_workload import answering, sound_params
+from fp8bench.protocols import Grid, Workload
+from fp8bench.protocols.axes import Axis
+from fp8bench.registry import precisions, workloads
+from fp8bench.units import unit_of
+
+# Raised when the same samples would give other figures: numbers of different methods do not compare.
+METHOD = "1"
+# Names, whatever their case, that asv calls before and after a benchmark if it finds them in its module.
+_HOOKS = frozenset({"setup", "teardown"})
+# Facts of nobody's machine: axes have the same names and parsers on all devices of a class.
+_CLASSES = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
+
+
+class Tracked(NamedTuple):
+    """What is told of a case, and in which unit. asv knows how to print 'seconds' and 'bytes'."""
+
+    name: str
+    unit: str
+    description: str
+
+
+def phase_metric(phase: str) -> str:
+    """'time_gemm'."""
+    return f"{TIME}_{phase}"
+
+
+def followed_names() -> list[str]:
+    """The workloads that declare a grid."""
+    return [name for name in workloads.names() if workloads.get(name).history is not None]
+
+
+def class_name(workload: str) -> str:
+    """The class that a suite file has for a workload: 'norm_act' -> 'NormAct'."""
+    return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))
+
+
+def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
+    """The step's time first."""
+    found = [Tracked(TIME, "seconds", "a step, the fastest call of each round")]
+    found += [Tracked(phase_metric(phase), "seconds", f"the {phase} phase of a step") for phase in grid.phases]
+    if grid.per:
+        name, count = PER[grid.per]
+        found.append(Tracked(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
+    found.append(Tracked(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
+    found.append(Tracked(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
+    if grid.energy:
+        found.append(Tracked(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))
+    found += [Tracked(name, unit_of(name), "against the reference that the workload names") for name in grid.errors]
+    return tuple(found)
+
+
+def version_of(version: str, data: str | None) -> str:
+    """A series' version: the method's, the workload's, and the text it reads."""
+    return f"{METHOD}.{version}" + (f" {data}" if data else "")
+
+
+def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
+    """The dtype, and every axis of which the grid has more than one value, whatever the device."""
+    grid = _grid(workload)
+    axes = {axis.name: axis for axis in _axes(workload, "cpu")}
+    found: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
+    for name in grid.cpu:
+        values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
+        if len(values) > 1:
+            found[name] = tuple(values)
+    return found
+
+
+def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
+    """All series of a workload. Raises UsageError for a grid that cannot be followed."""
+    check_grid(workload)
+    params = parameters(workload)
+    title = f"{workload.name}.{class_name(workload.name)}"
+    return tuple(
+        Series(
+            f"{title}.track_{metric.name}", workload.name, metric.name, metric.unit, tuple(params),
+            tuple(params.values()), version_of(workload.version, data),
+        )
+        for metric in tracked_by(_grid(workload))
+    )  # fmt: skip
+
+
+def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
+    """The grid's cells on one device, by the parameters of their cases; without the dtype, which all share."""
+    kind = "gpu" if facts.accelerated else "cpu"
+    wanted = [name for name in parameters(workload) if name != "dtype"]
+    found = {}
+    with answering(workload):
+        for shown, params in _combinations(workload, kind, facts):
+            sound = sound_params(workload, params)
+            key = (*sound, ("data", data)) if data and workload.uses_corpus else sound
+            found[key] = tuple(shown[name] for name in wanted)
+    return found
+
+
+def reference_of(workload: Workload) -> str:
+    """The precision that relative times are over: the highest of the grid."""
+    return min(_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
+
+
+def check_grid(workload: Workload) -> None:
+    """Raise for a grid that cannot be followed, with what to mend."""
+    with answering(workload):
+        why = next(_faults(workload), "")
+    if why:
+        raise UsageError(f"the grid that suite {workload.name!r} declares cannot be tracked: {why}.")
+
+
+def fingerprint(name: str) -> str:
+    """What decides, beside this code, which cases of a suite are followed and under which names; '' for no suite here.
+
+    Two fingerprints are the same where the same records would be the same cells of the same series.
+    """
+    if name not in workloads.names(hidden=True):
+        return ""
+    workload = workloads.get(name)
+    if workload.history is None:
+        return "no grid"
+    try:
+        series = series_of(workload, None)
+        cells = [cells_of(workload, facts, None) for facts in _CLASSES.values()]
+        own = type(workload).__module__.startswith("fp8bench.")
+        return repr((workload.history, workload.uses_corpus, own, reference_of(workload), series, cells))
+    except UsageError as error:
+        return str(error)
+
+
+def _faults(workload: Workload) -> Iterator[str]:
+    try:
+        yield from _wrong_words(_grid(workload))
+        yield from _misnamed(workload)
+        yield from _wrong_axes(workload)
+        yield from _ambiguous(workload)
+    except UsageError as error:
+        yield str(error).rstrip(".")
+
+
+def _misnamed(workload: Workload) -> Iterator[str]:
+    """Names that asv, or the Python of a suite file, would take for something else."""
+    name = class_name(workload.name)
+    if not workload.name.isidentifier() or not name.isidentifier():
+        yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
+    if name.lower() in _HOOKS:
+        yield f"asv would call the class {name} as a hook of its own. Rename it"
+    metrics = [metric.name for metric in tracked_by(_grid(workload))]
+    for metric in metrics:
+        if not metric.isidentifier():
+            yield f"{metric!r} cannot be the name of a metric: asv's are letters, digits and underscores"
+        if metrics.count(metric) > 1:
+            yield f"two of its metrics are called {metric!r}"
+
+
+def _wrong_axes(workload: Workload) -> Iterator[str]:
+    grid = _grid(workload)
+    if set(grid.cpu) != set(grid.gpu):
+        yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
+    axes = {axis.name: axis for axis in _axes(workload, "cpu")}
+    for name in grid.cpu:
+        if name not in axes:
+            yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
+        if name == "dtype":
+            yield "an axis is called 'dtype', which is the precision's name among the parameters. Rename it"
+        if not grid.cpu[name] or not grid.gpu[name]:
+            yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
+    if all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu):
+        yield "no axis differs wholly between cpu and gpu, so that a machine could mix the two in one series"
+
+
+def _wrong_words(grid: Grid) -> Iterator[str]:
+    for phase in grid.phases:
+        if phase not in PHASES:
+            yield f"{phase!r} is no phase; they are {', '.join(PHASES)}"
+    if grid.per and grid.per not in PER:
+        yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
+    if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
+        yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; name at least one, and each once"
+    for name in grid.dtypes:
+        if precisions.canonical(name) != name:
+            yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"
+
+
+def _ambiguous(workload: Workload) -> Iterator[str]:
+    """Every cell must be one case."""
+    for kind, facts in _CLASSES.items():
+        for axis in _axes(workload, kind):
+            if axis.name not in _values(workload, kind) and len(axis.values(axis.default)) != 1:
+                yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
+        seen: set[Params] = set()
+        for shown, params in _combinations(workload, kind, facts):
+            if params in seen:
+                yield f"two cells are the same case on a {kind} ({shown})"
+            seen.add(params)
+
+
+def _combinations(workload: Workload, kind: str, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
+    """Every cell of a class of devices: its values as they are shown, and its case's parameters."""
+    chosen = _values(workload, kind)
+    axes = workload.axes(facts)
+    texts = [chosen.get(axis.name, axis.default) for axis in axes]
+    for combination in itertools.product(*texts):
+        named = list(zip(axes, combination, strict=True))
+        cases = workload.expand({axis.name: axis.values((text,))[0] for axis, text in named})
+        if len(cases) != 1:
+            raise UsageError(f"{', '.join(combination)} stands for {len(cases)} cases, and a cell is one.")
+        yield {axis.name: _shown(axis, text) for axis, text in named}, cases[0]
+
+
+def _shown(axis: Axis, text: str) -> Scalar:
+    """Numbers as numbers, so that a graph can be drawn over them; anything else as it was written."""
+    (value,) = axis.values((text,))
+    return value if isinstance(value, int) and not isinstance(value, bool) else text
+
+
+def _texts(axis: Axis, values: Iterable[str]) -> set[Scalar]:
+    return {_shown(axis, text) for text in values}
+
+
+def _axes(workload: Workload, kind: str) -> tuple[Axis, ...]:
+    return workload.axes(_CLASSES[kind])
+
+
+def _values(workload: Workload, kind: str) -> Mapping[str, tuple[str, ...]]:
+    grid = _grid(workload)
+    return grid.gpu if kind == "gpu" else grid.cpu
+
+
+def _grid(workload: Workload) -> Grid:
+    if workload.history is None:
+        raise UsageError(f"the suite {workload.name!r} declares no grid whose history is kept.")
+    return workload.history

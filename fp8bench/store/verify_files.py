@@ -1,0 +1,225 @@
+"""What is wrong with the files of a store, each looked at by itself. Nothing is changed, not even a broken file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
+from fp8bench.model import Fault, Run
+from fp8bench.store.acks import acks_of, load_acks
+from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
+from fp8bench.store.asv.results import ResultsFile, load_results
+from fp8bench.store.files import PARTIAL, is_locked
+from fp8bench.store.interpreters import environments_of, load_renamings
+from fp8bench.store.runs.read import closed_folders, load_run, missing_groups, run_files
+from fp8bench.store.runs.write import file_name
+
+# Clocks of two machines differ by as much without anybody noticing.
+_CLOCKS_DIFFER = timedelta(minutes=1)
+_REBUILD = "`fp8bench history rebuild` makes it again"
+_LOOK = "Look whether it is of use, and delete it"
+_MOST_TROUBLES = 3
+# What sentences of errors go on with behind the file's name.
+_VERBS = ("is ", "was ", "cannot ")
+
+
+def check_run(path: Path, now: datetime) -> tuple[Run | None, list[Fault]]:
+    """A run file: the run, None if there is none in it, and what is wrong with it."""
+    try:
+        run = load_run(path)
+        written = is_locked(path)
+    except StoreError as error:
+        newer = "newer" in str(error)
+        return None, [_fault(path, error, "Upgrade fp8bench" if newer else "Put it right from a copy, or move it away")]
+    except OSError as error:
+        return None, [Fault(str(path), f"it cannot be read ({error.strerror})", "Put it right, or move it away")]
+    faults = list(_clocks(run, now))
+    if run.troubles and not written:
+        faults.insert(0, _lines(run))
+    if run.environment.facts and path.name != file_name(run):
+        remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
+        faults.append(Fault(str(path), "its name is not that of the run in it", remedy))
+    return run, faults
+
+
+def _lines(run: Run) -> Fault:
+    """Broken lines. They stay for good, so that they are no fault once what they held was measured again."""
+    shown = "; ".join(run.troubles[:_MOST_TROUBLES])
+    more = len(run.troubles) - _MOST_TROUBLES
+    what = f"{shown}; and {more} more" if more > 0 else shown
+    if not run.environment.facts:
+        return Fault(run.path, what, "What it holds belongs to no commit; put it right from a copy")
+    if run.finished and not missing_groups(run):
+        return Fault(run.path, what, "Nothing is missing: every case of its plan has a record", broken=False)
+    return Fault(run.path, what, f"`fp8bench suite --resume {run.id}` measures what is missing")
+
+
+def _clocks(run: Run, now: datetime) -> Iterator[Fault]:
+    """What tells that a clock was wrong: none of it makes a figure wrong, but all of it the order of things."""
+    started = _time(run.started)
+    if started is None:
+        if run.environment.facts:
+            yield Fault(run.path, f"its start, {run.started!r:.40}, is no time", "It is in no commit's figures")
+        return
+    remedy = "Set the clock right (NTP); the figures themselves are of another clock"
+    if started > now + _CLOCKS_DIFFER:
+        yield Fault(run.path, f"it was started at {_shown(started)}, which is yet to come", remedy, broken=False)
+    written = _commit_time(run)
+    if written is not None and started < written - _CLOCKS_DIFFER:
+        what = f"it was started at {_shown(started)}, before its commit was written ({_shown(written)})"
+        yield Fault(run.path, f"{what}: one of the two clocks was wrong", remedy, broken=False)
+    before = started
+    for resumption in run.resumptions:
+        later = _time(resumption.started)
+        if later is not None and later < before - _CLOCKS_DIFFER:
+            what = f"it was resumed at {_shown(later)}, before it had been started or left ({_shown(before)})"
+            yield Fault(run.path, what, remedy, broken=False)
+        before = later or before
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+def _commit_time(run: Run) -> datetime | None:
+    date = run.environment.get("commit_date")
+    try:
+        return datetime.fromtimestamp(date / 1000, UTC) if isinstance(date, int) else None
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def _shown(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def check_surroundings(store: Path) -> list[Fault]:
+    """What lies among the runs and is none, and the store's words on interpreters and known changes."""
+    runs = set(run_files(store))
+    faults = [
+        _foreign(path) for path in sorted((store / "runs").rglob("*"))
+        if path not in runs and (path.is_file() or path.is_symlink())
+    ]  # fmt: skip
+    faults += [_foreign(path) for path in sorted((store / "runs").glob("*/*.jsonl")) if path.is_dir()]
+    words = "it may not be read, and nothing is known of the runs in it"
+    faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
+    trouble = load_renamings(store).trouble
+    if trouble:
+        remedy = "Fix it or remove it, and `fp8bench history rebuild`"
+        path = environments_of(store)
+        what = trouble.removeprefix(f"{path} ").removesuffix(".").removeprefix("is broken: ")
+        faults.append(Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy))
+    remedy = "Acknowledge again what alarms and should not, and delete the line"
+    return faults + [Fault(str(acks_of(store)), trouble, remedy) for trouble in load_acks(store).troubles]
+
+
+def _foreign(path: Path) -> Fault:
+    if path.name.endswith(PARTIAL):
+        return Fault(str(path), "it is what a run or a merge left that never began or ended", _LOOK, broken=False)
+    if path.name.startswith(".probe-"):
+        return Fault(str(path), "it is left from looking whether the store can be written", "Delete it", broken=False)
+    return Fault(str(path), "it is no run file, and nothing reads it", _LOOK, broken=False)
+
+
+def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
+    """asv's files: those that can be read, and what is wrong."""
+    faults: list[Fault] = []
+    found: dict[Path, ResultsFile] = {}
+    folders = sorted({path.parent for path in results.glob("*/*.json")})
+    if not folders:
+        return found, faults
+    known = _list(load_benchmarks, results / "benchmarks.json", "asv shows nothing at all without it", faults)
+    for folder in folders:
+        machine = _list(load_machine, folder / "machine.json", f"asv shows nothing of {folder.name} without it", faults)
+        name = machine.get("machine", folder.name)
+        if name != folder.name:
+            what = f"it is of machine {name!r:.80}, and its folder is called {folder.name}: asv shows nothing of it"
+            remedy = f'Write "machine": "{folder.name}" into it, or delete it and `fp8bench history rebuild`'
+            faults.append(Fault(str(folder / "machine.json"), what, remedy))
+        for path in sorted(folder.glob("*.json")):
+            if path.name != "machine.json":
+                file = _results_file(path, folder.name, faults)
+                if file is not None:
+                    found[path] = file
+    faults += [_beside(path) for path in sorted(results.rglob("*")) if _is_left_over(path)]
+    faults += _not_listed(results, found, known)
+    return found, faults
+
+
+def _list(load: Callable[[Path], dict[str, Any]], path: Path, without: str, faults: list[Fault]) -> dict[str, Any]:
+    try:
+        return settled_read(load, path)
+    except AsvFileAbsent:
+        faults.append(Fault(str(path), f"it is not there, and {without}", _sentence(_REBUILD)))
+    except AsvFileError as error:
+        faults.append(_asv_fault(path, error))
+    return {}
+
+
+def _results_file(path: Path, machine: str, faults: list[Fault]) -> ResultsFile | None:
+    try:
+        file = settled_read(load_results, path)
+    except AsvFileError as error:
+        faults.append(_asv_fault(path, error))
+        return None
+    if file.params["machine"] != machine:
+        faults.append(_hidden(path, f"it is of machine {file.params['machine']!r:.80} and lies in {machine}"))
+    if file.troubles:
+        remedy = f"{_sentence(_REBUILD)}, where there are runs of it"
+        faults.append(Fault(str(path), "; ".join(file.troubles[:_MOST_TROUBLES]), remedy))
+    return file
+
+
+def _asv_fault(path: Path, error: AsvFileError) -> Fault:
+    if isinstance(error, AsvFileOfOtherVersion):
+        return _fault(path, error, "asv and fp8bench leave it alone")
+    return _fault(path, error, f"{_sentence(_REBUILD)}, and keeps this one beside it")
+
+
+def _hidden(path: Path, what: str) -> Fault:
+    return Fault(str(path), f"{what}, so that asv does not show it", "Move it where it belongs")
+
+
+def _is_left_over(path: Path) -> bool:
+    return ".broken-" in path.name or path.name.endswith(PARTIAL)
+
+
+def _beside(path: Path) -> Fault:
+    if ".broken-" in path.name:
+        return Fault(str(path), "it was broken, and was set aside", _LOOK, broken=False)
+    return Fault(str(path), "it is what a writer left that was killed", "Delete it", broken=False)
+
+
+def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, Any]) -> list[Fault]:
+    """Benchmarks that have results and no definition: an `asv run` writes the list anew, from what it finds."""
+    names = {name for file in files.values() for name, row in file.rows.items() if _has_number(row.values)}
+    missing = sorted(names - set(known))
+    if not missing or not known:
+        return []
+    many = f"{len(missing)} benchmarks with results are" if len(missing) > 1 else "a benchmark with results is"
+    what = f"{many} not in it, and asv hides what is not ({', '.join(missing[:3])})"
+    remedy = f"{_sentence(_REBUILD)}, as far as there are runs of them"
+    return [Fault(str(results / "benchmarks.json"), what, remedy, broken=False)]
+
+
+def _has_number(values: tuple[float | None, ...]) -> bool:
+    return any(value is not None and not math.isnan(value) for value in values)
+
+
+def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
+    """A fault from an error, whose sentence names the file and perhaps a remedy of its own."""
+    words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
+    what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")
+    return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,45 @@
+"""What suites, precisions and devices of your own are made of: the one module that they import.
+
+These names and their signatures are stable: a change that breaks a file which uses them alone is named in CHANGELOG.md.
+docs/user-suites.md says what each is for. torch is not imported here.
+"""
+
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    Level,
+    MemoryCourse,
+    MemoryRole,
+    Params,
+    Scalar,
+    StaticScales,
+    Support,
+    TensorStatistics,
+    Work,
+)
+from fp8bench.protocols import (
+    Arithmetic,
+    CannotLimit,
+    Device,
+    Grid,
+    Layer,
+    MemoryMeter,
+    Operand,
+    Phases,
+    Precision,
+    Role,
+    Setup,
+    SilentPhases,
+    Stamper,
+    TensorScale,
+    Workload,
+)
+from fp8bench.protocols.axes import Axis, Option, one_of, whole_number
+from fp8bench.registry import devices, precisions, workloads
+
+__all__ = [
+    "Arithmetic", "Axis", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer", "Level", "MemoryCourse",
+    "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision", "Role", "Scalar", "Setup",
+    "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics", "Work", "Workload",
+    "devices", "one_of", "precisions", "whole_number", "workloads",
+]  # fmt: skip

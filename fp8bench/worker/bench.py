@@ -1,0 +1,393 @@
+"""The worker's side of measuring: states, steps and slots. It answers; it decides nothing.
+
+Runs in a process of its own (worker.py) or in the caller's (handle.LocalWorker). Only here, in what it calls, is
+torch imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model.raw import RawSlot, RawStep, Settings
+from fp8bench.model.readings import Read, Reading, grown
+from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, SilentPhases, Stamper, Workload
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.user_code import import_user_modules, modules_under
+from fp8bench.worker import fusing
+from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of, wrong_of
+from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
+from fp8bench.worker.host_counters import counters
+from fp8bench.worker.memory_pass import memory_of_step, try_batch
+from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.worker.step_guards import apart, aside, silent_step, still_running, threads
+from fp8bench.worker.switches import unchanged
+from fp8bench.worker.trace_operators import operators_of
+from fp8bench.worker.tracing import record, write
+
+
+def _known(read: Read) -> float | None:
+    return read.number if isinstance(read, Reading) else None
+
+
+@dataclass
+class _Prepared:
+    workload: Workload
+    precision: Precision
+    device: Device
+    index: int
+    state: Any
+    clock: PhaseClock
+    stamper: Stamper
+    started: frozenset[Thread]
+    scales: ScaleBook | None
+
+    @property
+    def begin(self) -> Callable[[], None]:
+        """What comes before a timed step: nothing of it is timed but the clock's own start."""
+        book, clock = self.scales, self.clock
+        if book is None:
+            return clock.begin
+
+        def begin() -> None:
+            book.begin_step()
+            clock.begin()
+
+        return begin
+
+
+class _Pass(NamedTuple):
+    """What a pass apart from any timing works with; the setup is made anew each time it is asked for."""
+
+    workload: Workload
+    device: Device
+    setup: Callable[[], Setup]
+
+
+class Bench:
+    """States by key, and what can be asked of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+
+        self._settings = settings
+        self._prepared: dict[str, _Prepared] = {}
+        self._kept: dict[str, tuple[Device, Any]] = {}
+        self._calibrations = Calibrations()
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(settings.threads)
+        import_user_modules(settings.imports)
+
+    def close(self) -> None:
+        """Put the process's threads back: without isolation it is the user's own."""
+        import torch
+
+        self._prepared.clear()
+        self._kept.clear()
+        torch.set_num_threads(self._threads_before)
+
+    def probe(self) -> tuple[DeviceFacts, ...]:
+        """Every device on this machine."""
+        return tuple(facts for kind in devices.names() for facts in devices.get(kind).available())
+
+    def software(self) -> dict[str, Scalar | None]:
+        """torch's build and the switches that change what it measures."""
+        import torch
+
+        return {
+            "torch": str(torch.__version__),
+            "torch_git": torch.version.git_version,
+            "torch_config": torch.__config__.show().strip(),
+            "torch_threads": torch.get_num_threads(),
+            "torch_interop_threads": torch.get_num_interop_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "cudnn": torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+            if torch.cuda.is_available()
+            else None,
+            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+            if torch.cuda.is_available()
+            else None,
+            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+            if torch.cuda.is_available()
+            else None,
+        }
+
+    def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
+        """The versions of those of some suites that are known here."""
+        known = workloads.names(hidden=True)
+        return {name: workloads.get(name).version for name in suites if name in known}
+
+    def modules_under(self, folder: str) -> tuple[str, ...]:
+        """The modules loaded from below a folder, links resolved; fp8bench's own are not the user's code."""
+        return modules_under(Path(folder))
+
+    def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
+        """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        before = threads()
+        fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
+        with unchanged(), aside(), precision.scope():
+            setup = self._setup(case, facts)
+            state = workload.prepare(setup)
+            step(workload, state, setup, SilentPhases())
+        device.synchronise(facts.index)
+        stamper = device.stamper(facts.index)
+        clock = PhaseClock(stamper)
+        started = threads() - before
+        self._prepared[key] = _Prepared(
+            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales
+        )  # fmt: skip
+        gc.collect()
+
+    def calibrate(self, case: Case, facts: DeviceFacts) -> None:
+        """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
+        with self._apart(case, facts) as untimed:
+            untimed.setup()
+        gc.collect()
+
+    def quantisers(self) -> tuple[int, str]:
+        """How many quantisers states have asked for wait to be compiled; why others stay eager, '' if none does."""
+        return fusing.waiting(), fusing.why_eager()
+
+    def compiler(self, facts: DeviceFacts) -> str:
+        """Whether quantisers compile for a device, in words."""
+        devices.get(facts.kind).select(facts.index)
+        with unchanged(), aside():
+            return fusing.tried(facts.key)
+
+    def compile_quantisers(self, key: str) -> None:
+        """Compile those that wait, and run a state's untimed step again: first calls are dear."""
+        prepared = self._prepared[key]
+        prepared.device.select(prepared.index)
+        before = threads()
+        with unchanged(), aside(), prepared.precision.scope():
+            fusing.compile_waiting()
+            if prepared.scales is not None:
+                prepared.scales.begin_step()
+            prepared.workload.step(prepared.state, SilentPhases())
+        prepared.device.synchronise(prepared.index)
+        still_running(threads() - before)  # what compiling has started may end before anything is timed
+        gc.collect()
+
+    def slot(self, key: str, calls: int, discard: int) -> RawSlot:
+        """Run `discard` calls and then `calls` timed ones, back to back."""
+        prepared = self._prepared[key]
+        prepared.device.select(prepared.index)
+        clock, begin, timed, state = prepared.clock, prepared.begin, prepared.workload.step, prepared.state
+        marks = []
+        eager, fused = fusing.calls()
+        gc_was_on = gc.isenabled()
+        gc.disable()
+        try:
+            with unchanged(), silent_step(), prepared.precision.scope():
+                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
+                for _ in range(discard):
+                    begin()
+                    timed(state, clock)
+                    clock.end()
+                prepared.device.synchronise(prepared.index)
+                cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
+                for _ in range(calls):
+                    begin()
+                    timed(state, clock)
+                    marks.append(clock.end())
+                host = time.perf_counter() - wall
+                prepared.device.synchronise(prepared.index)
+                wall, thread, cpu = (
+                    time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
+                )  # fmt: skip
+                counted = grown(before, counters())
+        finally:
+            if gc_was_on:
+                gc.enable()
+        steps = tuple(RawStep(tuple(codes), tuple(prepared.stamper.intervals_ns(stamps))) for codes, stamps in marks)
+        prepared.stamper.recycle()
+        eager_now, fused_now = fusing.calls()
+        preemptions = _known(counted["preemptions"])
+        return RawSlot(
+            steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
+            None if preemptions is None else int(preemptions), _known(counted["steal"]),
+        )  # fmt: skip
+
+    def loop(self, key: str, steps: int) -> None:
+        """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
+        prepared = self._prepared[key]
+        prepared.device.select(prepared.index)
+        silent = SilentPhases()
+        with unchanged(), silent_step(), prepared.precision.scope():
+            for _ in range(steps):
+                if prepared.scales is not None:
+                    prepared.scales.begin_step()
+                prepared.workload.step(prepared.state, silent)
+            prepared.device.synchronise(prepared.index)
+
+    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
+        """The workload's numerical errors for one case."""
+        with self._apart(case, facts) as untimed:
+            return errors_of(untimed.workload.error(untimed.setup()))
+
+    def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
+        """The values that one case works on."""
+        with self._apart(case, facts) as untimed:
+            return statistics_of(untimed.workload.statistics(untimed.setup()))
+
+    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
+        """What a step's memory is made of at its highest point, or why nobody can say.
+
+        With a key its state stays until that is released: somebody may want to look at the process from outside.
+        """
+        with self._apart(case, facts) as (workload, device, setup):
+            measured = memory_of_step(workload, setup, device, facts.index)
+        if isinstance(measured, str):
+            return measured
+        if key:
+            self._kept[key] = device, measured.state
+        use = measured.use
+        del measured
+        gc.collect(1)
+        device.empty_cache()
+        return use
+
+    def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
+        """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
+        with self._apart(case, facts) as (workload, device, setup):
+            return try_batch(workload, setup, device, facts.index, memory_limit)
+
+    def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
+        """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""
+        with self._apart(case, facts) as untimed:
+            setup = untimed.setup()
+            state = untimed.workload.prepare(setup)
+            trace = record(partial(step, untimed.workload, state, setup), facts.kind)
+            del state
+            gc.collect()
+        untimed.device.empty_cache()
+        write(trace, Path(file))
+        return operators_of(trace["traceEvents"])
+
+    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
+        """The losses of a case's first training steps, from that draw of its weights."""
+        with self._apart(case, facts) as untimed:
+            return losses_of(untimed.workload.losses(replace(untimed.setup(), draw=draw), steps))
+
+    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
+        """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
+        with self._apart(case, facts) as untimed:
+            return gradient_error_of(untimed.workload.gradient_error(untimed.setup(), self._setup(reference, facts)))
+
+    def check(self, key: str) -> str:
+        """What is wrong with a state after its steps; '' if nothing is."""
+        prepared = self._prepared[key]
+        with unchanged(), apart():
+            return wrong_of(prepared.workload.check(prepared.state))
+
+    def scales(self, key: str) -> tuple[LayerScale, ...]:
+        """The scales that a state has from data, as they are after its steps."""
+        book = self._prepared[key].scales
+        return book.states() if book is not None else ()
+
+    def release(self, key: str) -> tuple[str, ...]:
+        """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            device = kept[0]
+            del kept
+            gc.collect()
+            device.empty_cache()
+            return ()
+        prepared = self._prepared.pop(key, None)
+        if prepared is None:
+            return ()
+        device, started = prepared.device, prepared.started
+        del prepared
+        gc.collect()
+        device.empty_cache()
+        return tuple(still_running(started))
+
+    def overheads(self, facts: DeviceFacts) -> Overheads:
+        """What looking costs with that device's clock."""
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        return calibrate(device, facts.index)
+
+    def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
+        """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""
+        key = f"bare-loop:{case.id}"
+        self.prepare(key, case, facts)
+        try:
+            prepared = self._prepared[key]
+            with prepared.precision.scope():
+                silent = SilentPhases()
+                return loop_pairs(
+                    lambda: prepared.workload.step(prepared.state, silent),
+                    lambda: self.slot(key, steps, 0),
+                    steps,
+                    rounds,
+                )
+        finally:
+            self.release(key)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether any device calls that exception an exhausted memory."""
+        return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())
+
+    def recover(self) -> None:
+        """Give back what an aborted request may have left behind."""
+        gc.collect()
+        for kind in devices.names():
+            if kind in {prepared.device.kind for prepared in self._prepared.values()}:
+                devices.get(kind).empty_cache()
+
+    @contextmanager
+    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[_Pass]:
+        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed."""
+        device, workload = devices.get(facts.kind), workloads.get(case.workload)
+        device.select(facts.index)
+        with unchanged(), apart(), precisions.get(case.precision).scope():
+            yield _Pass(workload, device, partial(self._setup, case, facts))
+
+    def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
+        precision = precisions.get(case.precision)
+        arithmetic = precision.arithmetic(facts)
+        layers: Mapping[str, Arithmetic] = {
+            kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map
+        }
+        high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
+        settings = self._settings
+        setup = Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)
+        return self._calibrations.applied(workloads.get(case.workload), setup)
+
+
+def described(error: BaseException, bench: Bench | None) -> tuple[str, str, str, bool]:
+    """Its kind, its text, its traceback, and whether a device calls it an exhausted memory."""
+    try:
+        text, exhausted = str(error), bench is not None and bench.is_out_of_memory(error)
+    except Exception:  # noqa: BLE001 - it is foreign code that makes the text
+        text, exhausted = "an exception that has no text", False
+    trace = "".join(traceback.format_exception(error))
+    return type(error).__name__, writable(text), writable(trace), exhausted
+
+
+def writable(text: str) -> str:
+    """The text with what no encoding can write (half a surrogate pair) spelled out."""
+    return str(text.encode("utf-8", "backslashreplace"), "utf-8")
+
+
+def recovered(bench: Bench | None) -> None:
+    """Give back what the aborted request holds. It may fail where the request has (a GPU after an assert)."""
+    with contextlib.suppress(Exception):
+        if bench is not None:
+            bench.recover()

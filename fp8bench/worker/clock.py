@@ -1,0 +1,150 @@
+"""The phase clock: what a workload's markers write into.
+
+A marker costs about a third of a microsecond, so it does two appends and nothing else; reading comes after the slot.
+The state is one plain object that markers share. It is not thread-local on purpose: on CUDA, autograd runs backward
+on a thread of its own, which sees an object's attributes but none of the main thread's locals. What looking costs is
+measured here too: the marker, the stamp, the event pair, and the whole harness against a bare loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Overheads
+from fp8bench.protocols import Device, Markers, Phases, SilentPhases, Stamper
+
+UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
+
+
+@dataclass(slots=True, eq=False)
+class Marker:
+    """One phase's context manager, made once and entered many times, nesting included."""
+
+    _code: int
+    _stack: list[int]
+    _note: Callable[[int], None]
+    _stamp: Callable[[Any], None]
+    _now: Callable[[], Any]
+
+    def __enter__(self) -> None:
+        self._stamp(self._now())
+        self._stack.append(self._code)
+        self._note(self._code)
+
+    def __exit__(self, *exc: object) -> None:
+        self._stamp(self._now())
+        stack = self._stack
+        stack.pop()
+        self._note(stack[-1])
+
+
+class PhaseClock(Markers[Marker]):
+    """Markers by name, and the marks of the step in progress.
+
+    A mark is a stamp and the code of the phase that begins there. `begin` opens a step in UNATTRIBUTED, `end`
+    closes it and hands out (codes, stamps): codes[i] is the phase between stamps[i] and stamps[i + 1].
+    """
+
+    __slots__ = ("_codes", "_now", "_stack", "_stamps")
+
+    def __init__(self, stamper: Stamper) -> None:
+        self._codes: list[int] = []
+        self._stamps: list[Any] = []
+        self._stack: list[int] = [UNATTRIBUTED_CODE]
+        self._now = stamper.source()
+        super().__init__(
+            lambda name: Marker(
+                CELL_PHASES.index(name), self._stack, self._codes.append, self._stamps.append, self._now
+            )
+        )
+
+    def begin(self) -> None:
+        """Start a step; whatever an aborted step left behind is dropped."""
+        self._codes.clear()
+        self._stamps.clear()
+        self._stack[:] = [UNATTRIBUTED_CODE]
+        self._codes.append(UNATTRIBUTED_CODE)
+        self._stamps.append(self._now())
+
+    def end(self) -> tuple[list[int], list[Any]]:
+        """Finish the step. A marker still open here is a workload's bug and says so."""
+        self._stamps.append(self._now())
+        if len(self._stack) != 1:
+            open_phases = ", ".join(CELL_PHASES[code] for code in self._stack[1:])
+            raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
+        return self._codes.copy(), self._stamps.copy()
+
+
+_REPEATS = 2000
+_TRIES = 15
+
+
+def calibrate(device: Device, index: int) -> Overheads:
+    """Best-case costs in seconds. Host time: on a GPU a marker costs the host this much and the device an event."""
+    stamper = device.stamper(index)
+    clock = PhaseClock(stamper)
+    now = stamper.source()
+
+    def fresh() -> None:
+        device.synchronise(index)
+        stamper.recycle()
+        clock.begin()
+
+    loop = _best(lambda: None, _empty)
+    on = _best(fresh, lambda: _enter(clock)) - loop
+    off = _best(fresh, lambda: _enter(SilentPhases())) - loop
+    stamp = _best(fresh, lambda: _call(now)) - loop
+    pair = None
+    if device.kind != "cpu":
+        fresh()
+        stamps = [now() for _ in range(_REPEATS)]
+        intervals = sorted(stamper.intervals_ns(stamps))
+        pair = intervals[len(intervals) // 2] * 1e-9
+    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair)
+
+
+def _best(before: Callable[[], None], body: Callable[[], None]) -> float:
+    best = float("inf")
+    for _ in range(_TRIES):
+        before()
+        start = time.perf_counter()
+        body()
+        best = min(best, time.perf_counter() - start)
+    return best / _REPEATS
+
+
+def _empty() -> None:
+    for _ in range(_REPEATS):
+        pass
+
+
+def _enter(phases: Phases) -> None:
+    for _ in range(_REPEATS):
+        with phases.gemm:
+            pass
+
+
+def _call(function: Callable[[], object]) -> None:
+    for _ in range(_REPEATS):
+        function()
+
+
+def loop_pairs(
+    bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Process CPU seconds a step of a harness slot and of a bare loop, alternating which goes first."""
+    inside, outside = [], []
+    for turn in range(rounds):
+        for which in (turn % 2, 1 - turn % 2):
+            start = time.process_time()
+            if which:
+                harness()
+                inside.append((time.process_time() - start) / steps)
+            else:
+                for _ in range(steps):
+                    bare()
+                outside.append((time.process_time() - start) / steps)
+    return inside, outside

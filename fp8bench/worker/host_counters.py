@@ -1,0 +1,84 @@
+"""What the operating system counts of this process and of the machine: processor time, memory, who took the core."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt
+
+PROC = Path("/proc")
+_KIB = 1024
+# 'cpu' and the numbers behind it: user, nice, system, idle, iowait, irq, softirq, steal.
+_STEAL = 8
+_RESET_HIGH_WATER = "5"
+
+
+def counters(proc: Path = PROC) -> Readings:
+    """Counts that only grow; `readings.grown` gives those of a stretch.
+
+    Processor time of the process (all its threads) and of the calling thread; how often the system took the core away
+    from the process although it had work (`preemptions`); and how long a hypervisor ran something else while this
+    machine wanted to work, summed over its processors (`steal`).
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "wall": Reading(time.perf_counter(), "s", "monotonic clock"),
+        "process_cpu": Reading(time.process_time(), "s", "process clock"),
+        "thread_cpu": Reading(time.thread_time(), "s", "thread clock"),
+        "preemptions": Reading(usage.ru_nivcsw, "", "getrusage"),
+        "steal": attempt(lambda: _steal(proc)),
+    }
+
+
+def memory(proc: Path = PROC) -> Readings:
+    """The resident memory of this process now, and the most it was since the start or the last reset."""
+    return {"rss": _resident(proc, "VmRSS"), "rss_high_water": _resident(proc, "VmHWM")}
+
+
+def reset_high_water(proc: Path = PROC) -> Read:
+    """The high-water mark begins at what is resident now: the mark after that, or why it stays where it was."""
+    return attempt(lambda: _reset(proc))
+
+
+def _reset(proc: Path) -> Reading:
+    path = proc / "self" / "clear_refs"
+    before = _status(proc, "VmHWM")
+    try:
+        path.write_text(_RESET_HIGH_WATER)
+    except OSError as error:
+        raise NoReading(f"{path} cannot be written: {error.strerror}") from error
+    mark, resident = _status(proc, "VmHWM"), _status(proc, "VmRSS")
+    if mark >= before and mark > 1.01 * resident:
+        raise NoReading(f"{path} was written, and the mark stayed at {mark} B")
+    return Reading(mark, "B", str(path))
+
+
+def _resident(proc: Path, name: str) -> Read:
+    return attempt(lambda: Reading(_status(proc, name), "B", f"{proc}/self/status {name}"))
+
+
+def _status(proc: Path, name: str) -> int:
+    """Bytes from a line such as 'VmHWM:  1644 kB'."""
+    for line in _lines(proc / "self" / "status"):
+        words = line.split()
+        if words[:1] == [f"{name}:"] and len(words) == 3 and words[1].isdecimal():
+            return int(words[1]) * _KIB
+    raise NoReading(f"{proc}/self/status has no {name}")
+
+
+def _steal(proc: Path) -> Reading:
+    for line in _lines(proc / "stat"):
+        words = line.split()
+        if words[:1] == ["cpu"] and len(words) > _STEAL and words[_STEAL].isdecimal():
+            return Reading(int(words[_STEAL]) / os.sysconf("SC_CLK_TCK"), "s", f"{proc}/stat")
+    raise NoReading(f"{proc}/stat does not report stolen time")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise NoReading(f"{path} cannot be read: {error.strerror}") from error

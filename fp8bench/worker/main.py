@@ -1,0 +1,143 @@
+"""The worker process: answers one request at a time until its parent is gone.
+
+Started by process.WorkerProcess as `python -m fp8bench.worker.main FD LIFELINE`, the first of a session of its own.
+FD is one end of a socket pair on which requests arrive; LIFELINE is a pipe whose other end only the parent holds, so
+that its end-of-file means that the parent is dead, however it died.
+
+A worker of another interpreter says who it is, and how it talks, before it is asked for anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import platform
+import signal
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fp8bench import __version__
+from fp8bench.model import Scalar
+from fp8bench.model.raw import PROTOCOL
+from fp8bench.worker.bench import Bench, described, recovered
+from fp8bench.worker.clock import PhaseClock
+
+
+def handshake() -> dict[str, Scalar | None]:
+    """The protocol, this Python, where fp8bench comes from, and torch: its version and place, or why there is none."""
+    said: dict[str, Scalar | None] = {
+        "protocol": PROTOCOL,
+        "fp8bench": __version__,
+        "package": str(Path(__file__).resolve().parents[1]),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "prefix": sys.prefix,
+    }
+    for name in ("torch", "numpy"):
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:
+            words = " ".join(str(error).split())[:300]
+            said |= {name: None, f"{name}_missing": f"{type(error).__name__}: {words}"}
+            continue
+        said |= {name: str(getattr(module, "__version__", "")), f"{name}_at": getattr(module, "__file__", None)}
+    return said
+
+
+def die_with_parent(lifeline: int, connection: Connection) -> None:
+    """End this process, and what it has started, as soon as the lifeline closes.
+
+    A warden waits for that: a process forked before there is anything to copy, because while foreign code holds the
+    interpreter no thread of this one can run. On Linux the kernel also kills this one when the parent dies, in case
+    the warden does not live.
+    """
+    if os.fork() == 0:
+        try:
+            connection.close()
+            while os.read(lifeline, 1):
+                pass
+        finally:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def keep_from_children(lifeline: int, connection: Connection) -> None:
+    """What a workload starts shall not hold our end of the socket, nor answer on it."""
+
+    def forked() -> None:
+        connection.close()
+        os.close(lifeline)
+        # A child that comes back from a step would time steps of its own, and fork in each.
+        PhaseClock.end = _leave  # type: ignore[assignment, method-assign]
+
+    os.set_inheritable(connection.fileno(), False)
+    os.set_inheritable(lifeline, False)
+    os.register_at_fork(after_in_child=forked)
+
+
+def _leave(*arguments: object) -> NoReturn:
+    os._exit(0)
+
+
+def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[Bench | None, tuple[Any, ...]]:
+    """Serve one request; the single barrier where any exception becomes an answer."""
+    try:
+        if name == "greet":
+            return bench, ("ok", handshake())
+        if name == "open":
+            return Bench(*arguments), ("ok", None)
+        if bench is None:
+            raise RuntimeError("the first request must be 'open'")
+        return bench, ("ok", getattr(bench, name)(*arguments))
+    except BaseException as error:  # sys.exit() in a step too: whether to end is not the workload's to say
+        reply = ("fault", *described(error, bench))
+    # Out of the except block, so that the exception no longer holds the frames and their tensors.
+    recovered(bench)
+    return bench, reply
+
+
+def serve(connection: Connection) -> None:
+    """Answer until the other end closes."""
+    bench: Bench | None = None
+    ourselves = os.getpid()
+    while True:
+        try:
+            number, name, arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        bench, reply = answer(bench, name, arguments)
+        if os.getpid() != ourselves:
+            _leave()  # a workload has forked, and this is the child
+        if name == "open":
+            # What is imported by now lives as long as this process: looking through it for garbage takes 0.1 s a time.
+            gc.collect()
+            gc.freeze()
+        connection.send((number, reply))
+
+
+def main() -> None:
+    """Take the two descriptors off the command line and serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    faulthandler.enable()
+    connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(lifeline, connection)
+    keep_from_children(lifeline, connection)
+    # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 1)
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()

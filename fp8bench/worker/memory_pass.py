@@ -1,0 +1,192 @@
+"""A step's memory, in states of their own: its highest point and what that is made of, and whether a batch fits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
+from fp8bench.model.readings import Read, Reading
+from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Setup, SilentPhases, Workload
+from fp8bench.worker.host_counters import memory, reset_high_water
+from fp8bench.worker.listening import listening, listening_phases
+from fp8bench.worker.state_tensors import StateTensors, state_tensors
+from fp8bench.worker.static_scales import step
+
+_DISAGREE = "torch's profiler saw more allocated than its allocator counts"
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What a case takes, and its state, which somebody else may want to look at from outside."""
+
+    use: MemoryUse
+    state: Any
+
+
+def memory_of_step(
+    workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int
+) -> MeasuredMemory | str:
+    """The memory of a step, or why nobody can say; then nothing was prepared.
+
+    The second step of a state is looked at: what the first one makes and keeps is there by then. Whatever counts makes
+    a step slower, so the state is used for nothing else.
+    """
+    meter = device.memory_meter(index)
+    if isinstance(meter, str):
+        return meter
+    with collected_by_hand():
+        setup = listening(make_setup(), meter.say)
+        gc.collect(0)
+        device.empty_cache()  # what lies there would decide how blocks are cut
+        meter.start()
+        course = None
+        try:
+            state = workload.prepare(setup)
+            step(workload, state, setup, SilentPhases())
+            gc.collect(0)  # the youngest only: all that has been made since the start
+            before = state_tensors(state)
+            resident = _watched_step(workload, state, setup, meter)
+        finally:
+            course = meter.stop()
+        if course is None:
+            return "torch's profiler recorded nothing"
+        return MeasuredMemory(_use(course, before, state_tensors(state), resident), state)
+
+
+def _watched_step(workload: Workload, state: Any, setup: Setup, meter: MemoryMeter) -> Read:
+    """One step under the meter; the most that the process had in the machine's memory meanwhile."""
+    began = reset_high_water()
+    meter.mark()
+    step(workload, state, setup, listening_phases(meter.enter))
+    return memory()["rss_high_water"] if isinstance(began, Reading) else began
+
+
+def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
+    found = roles(course.held, course.peak, before, after) if course.held else {}
+    whys = [course.why]
+    if course.held and not found:
+        whys.append(_DISAGREE)
+    if not isinstance(resident, Reading):
+        whys.append(f"no resident memory: {resident.reason}")
+    return MemoryUse(
+        course.peak,
+        tuple((role.value, size) for role, size in found.items()),
+        course.phases,
+        course.reserved,
+        resident=int(resident.number) if isinstance(resident, Reading) else None,
+        why="; ".join(filter(None, whys)),
+    )
+
+
+_LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
+# What these make and hand on is not a network's: unpacked sums, moments restored for an update.
+_ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
+
+
+def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: StateTensors) -> dict[MemoryRole, int]:
+    """Bytes by what they are for, in the order of the roles, and only those that occur; they sum to the peak.
+
+    `before` and `after` the step is what the state holds. What an allocator counts and nobody sees is OTHER; empty
+    where more is seen than it counts.
+    """
+    found = dict.fromkeys(MemoryRole, 0)
+    for block in held:
+        found[role_of(block, before, after)] += block.size
+    missing = peak - sum(found.values())
+    if missing < 0:
+        return {}
+    found[MemoryRole.OTHER] += missing
+    return {role: size for role, size in found.items() if size}
+
+
+def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> MemoryRole:
+    """What one allocation is for: who holds it says best, then what was said of it, then when it came and went."""
+    old = not block.phase
+    state = (after.get(block.address) if block.lasting else None) or (before.get(block.address) if old else None)
+    copied = next((role for role in block.said if role in _LOW), None)
+    if state or copied:
+        return state or copied or MemoryRole.OTHER
+    if block.phase == Phase.DATA_LOAD:
+        return MemoryRole.DATA
+    # A weight lasts. What a step makes to be cast as one is a weight on its way, as moments are that are cast alike.
+    said = [role for role in block.said if old or role is not MemoryRole.WEIGHTS]
+    return said[0] if said else MemoryRole.OTHER if old else _by_its_time(block)
+
+
+def _by_its_time(block: HeldBlock) -> MemoryRole:
+    """Of what a step makes and nobody says anything of."""
+    if block.awaited:
+        return MemoryRole.ACTIVATIONS
+    if block.brief:
+        return MemoryRole.WORKSPACE
+    if block.backward:
+        return MemoryRole.GRADIENTS
+    if block.phase in _ASIDE:
+        return MemoryRole.WORKSPACE
+    return MemoryRole.OTHER if block.lasting else MemoryRole.ACTIVATIONS
+
+
+@contextmanager
+def collected_by_hand() -> Iterator[None]:
+    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc_was_on:
+            gc.enable()
+
+
+def try_batch(
+    workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int, limit: int | None
+) -> int | None:
+    """Bytes of tensors at the highest point of preparing a state and two steps; None where nobody counts.
+
+    What does not fit while preparing does not fit. Raises what the device raises where its memory ends, and CannotLimit
+    where it cannot end at `limit`, or nobody can tell that tensors have gone past it.
+    """
+    meter = device.memory_meter(index)
+    if isinstance(meter, str) and limit is not None:
+        raise CannotLimit(f"a limit needs a counter: {meter}")
+    ended: AbstractContextManager[None] = nullcontext() if limit is None else device.memory_limited(index, limit)
+    with collected_by_hand():
+        gc.collect(1)  # cycles that hold tensors of the attempt before
+        device.empty_cache()  # what lies there would count as taken
+        peak = _peak(workload, make_setup, meter if isinstance(meter, MemoryMeter) else None, ended)
+        gc.collect(1)
+    device.empty_cache()
+    return peak
+
+
+def _peak(
+    workload: Workload,
+    make_setup: Callable[[], Setup],
+    meter: MemoryMeter | None,
+    ended: AbstractContextManager[None],
+) -> int | None:
+    """The meter is read after the memory has its own end again: reading takes some, too."""
+    if meter is None:
+        with ended:
+            _two_steps(workload, make_setup())
+        return None
+    meter.start(blocks=False)  # a GPU's worker goes on to time things
+    try:
+        with ended:
+            setup = make_setup()  # scales from data are found with a state of its own, which is gone by now
+            meter.enter(UNATTRIBUTED)
+            _two_steps(workload, setup)
+    finally:
+        course = meter.stop()
+    return course.peak if course is not None else None
+
+
+def _two_steps(workload: Workload, setup: Setup) -> None:
+    """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
+    state = workload.prepare(setup)
+    for _ in range(2):
+        step(workload, state, setup, SilentPhases())

@@ -1,0 +1,111 @@
+"""What a workload's state holds: where its tensors lie, and what they are for as far as whoever holds them says."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8bench.model import MemoryRole
+
+# None: it is of the state, and nobody says what for.
+StateTensors = Mapping[int, MemoryRole | None]
+
+# A state that holds more objects is not looked through to its end: a second's work.
+MOST_OBJECTS = 1_000_000
+_CLOSED = (
+    type, types.ModuleType, types.CodeType, types.FrameType, types.GetSetDescriptorType,
+    weakref.ReferenceType, str, bytes, int, float, complex, type(None),
+)  # fmt: skip
+
+
+def state_tensors(state: object) -> StateTensors:
+    """By address. Parameters, gradients and what optimisers keep are known; a holder's own words go before that."""
+    import torch
+
+    found: dict[int, MemoryRole | None] = {}
+    optimizers, holders = [], []
+    for one in _within(state):
+        if isinstance(one, torch.Tensor):
+            trained = one.requires_grad and one.is_leaf
+            _enter(found, one, MemoryRole.WEIGHTS if trained else None)
+            if one.is_leaf and one.grad is not None:
+                _enter(found, one.grad, MemoryRole.GRADIENTS)
+        elif isinstance(one, torch.optim.Optimizer):
+            optimizers.append(one)
+        elif callable(getattr(type(one), "memory_roles", None)):
+            holders.append(one)
+    for optimizer in optimizers:
+        _claim(found, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
+    for holder in reversed(holders):  # what is further out knows better
+        for role, parts in _said_by(holder).items():
+            _claim(found, parts, role)
+    return found
+
+
+def _claim(found: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
+    import torch
+
+    for one in _within(parts):
+        if isinstance(one, torch.Tensor):
+            found.update(dict.fromkeys(addresses_of(one), role))
+
+
+def _enter(found: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
+    """Of several tensors in one memory the first that is for something says it."""
+    for address in addresses_of(tensor):
+        found[address] = found.get(address) or role
+
+
+def _said_by(holder: Any) -> dict[MemoryRole, object]:
+    said = holder.memory_roles()
+    if not isinstance(said, Mapping) or not all(isinstance(role, MemoryRole) for role in said):
+        raise TypeError(
+            f"{type(holder).__name__}.memory_roles() returned {str(said)[:60]!r}; expected a mapping of MemoryRole to "
+            "tensors or what holds them"
+        )
+    return dict(said)
+
+
+def _within(root: object) -> Iterator[object]:
+    """An object and all that it holds, near ones first; tensors are not looked into, classes and modules not at all."""
+    waiting, seen = deque([root]), set[int]()
+    kept = []  # what is looked at lives as long as its number counts
+    while waiting and len(seen) < MOST_OBJECTS:
+        one = waiting.popleft()
+        if isinstance(one, _CLOSED) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kept.append(one)
+        yield one
+        waiting.extend(_held_by(one))
+
+
+def _held_by(one: Any) -> list[Any]:
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return []
+    if isinstance(one, types.FunctionType):  # and not what its module holds
+        return [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    if isinstance(one, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
+        return [*one.parameters(), *one.buffers()]
+    return gc.get_referents(one)
+
+
+def addresses_of(tensor: Any) -> Iterator[int]:
+    """Where a tensor's memory begins, as an allocator knows it; of a tensor that wraps others, where theirs do."""
+    parts = getattr(type(tensor), "__tensor_flatten__", None)
+    if parts is not None:
+        for name in parts(tensor)[0]:
+            yield from addresses_of(getattr(tensor, name))
+        return
+    try:
+        address = int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # sparse, on no device, or of another library: it lies nowhere
+        return
+    if address:
+        yield address

@@ -1,0 +1,37 @@
+"""Scales from data: found in untimed steps of a state of its own, so that all that is timed with them starts alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
+
+
+class Calibrations:
+    """What calibrating found, by case: the largest magnitudes by layer and role. A case is calibrated once a worker."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[tuple[str, str], float]] = {}
+
+    def applied(self, workload: Workload, setup: Setup) -> Setup:
+        """The setup with a book of its own for the case's scales, where it asks for them."""
+        rule = setup.case.static
+        if rule is None:
+            return setup
+        name = setup.case.id
+        if name not in self._known:
+            book = ScaleBook(rule)
+            calibrating = replace(setup, scales=book)
+            state = workload.prepare(calibrating)
+            for _ in range(rule.batches):
+                step(workload, state, calibrating, SilentPhases())
+            self._known[name] = {(one.layer, one.role): one.amax for one in book.states()}
+        return replace(setup, scales=ScaleBook(rule, self._known[name]))
+
+
+def step(workload: Workload, state: Any, setup: Setup, phase: Phases) -> None:
+    """One step of a state that was prepared from that setup, whose book is told of it."""
+    if setup.scales is not None:
+        setup.scales.begin_step()
+    workload.step(state, phase)

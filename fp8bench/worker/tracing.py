@@ -1,0 +1,114 @@
+"""The pass that records a trace: a few steps under torch's profiler, their phases as ranges around their operators.
+
+In the layout of TensorBoard's profiler plugin, gzipped: the same file opens in Perfetto and in chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from fp8bench.profiler import quiet
+from fp8bench.protocols import Markers, Phases
+from fp8bench.worker.trace_operators import RANGE, STEP, mended
+
+STEPS = 3
+# Before the profiler is on, and under it: its own first calls are slow, too.
+WARM_UPS = 2
+
+Range = Callable[[str], AbstractContextManager[object]]
+
+
+class RangeMarker:
+    """One phase's context manager; entered within itself it opens a range in the range."""
+
+    __slots__ = ("_name", "_open", "_range")
+
+    def __init__(self, name: str, range_of: Range) -> None:
+        self._name = name
+        self._range = range_of
+        self._open: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        one = self._range(self._name)
+        one.__enter__()
+        self._open.append(one)
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def traced_phases(range_of: Range) -> Markers[RangeMarker]:
+    """Phases that are ranges of a trace: `fp8bench.gemm`."""
+    return Markers(lambda name: RangeMarker(RANGE + name, range_of))
+
+
+def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
+    """The trace of a few steps on a device of that kind, after a warm-up; phases and operators in it never overlap."""
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+    # A kind that torch's profiler does not know is seen from the host.
+    known = ProfilerActivity.__members__
+    activities = [known[name] for name in dict.fromkeys(("CPU", kind.upper())) if name in known]
+    phases = traced_phases(record_function)
+    told: list[dict[str, Any]] = []
+    for _ in range(WARM_UPS):
+        step(phases)
+    # Steps of the profiler are named by their number, which begins with its warm-up.
+    plan = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
+    with (
+        quiet(),
+        profile(
+            activities=activities,
+            schedule=plan,
+            on_trace_ready=lambda one: told.append(_exported(one)),
+            record_shapes=True,
+        ) as one,
+    ):
+        for _ in range(1 + STEPS):
+            step(phases)
+            one.step()
+    if not told:
+        raise RuntimeError("torch's profiler recorded nothing")
+    trace = told[0]
+    trace["traceEvents"] = mended(trace["traceEvents"])
+    if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
+        raise RuntimeError("torch's profiler recorded no steps")
+    return trace
+
+
+def _exported(profile: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        # Names of operators are foreign text: a letter that is none shall not cost the trace.
+        read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
+        raise RuntimeError("torch's profiler wrote something that is no trace")
+    return read
+
+
+def write(trace: Mapping[str, Any], file: Path) -> None:
+    """The trace under that name, whole or not at all."""
+    text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
+    part = file.with_name(file.name + ".part")
+    with _removed_if_not_whole(part):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
+        part.replace(file)
+
+
+@contextlib.contextmanager
+def _removed_if_not_whole(part: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

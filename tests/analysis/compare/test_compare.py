@@ -1,0 +1,318 @@
+"""Two sides made by hand: what compares, what does not and why."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from markdown_it import MarkdownIt
+
+from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.duel_verdicts import compared as compared_by_duel
+from fp8bench.analysis.compare.sides import Side, side_of
+from fp8bench.analysis.findings import findings
+from fp8bench.model import (
+    Comparison,
+    Direction,
+    EnergyUse,
+    EnergyWindow,
+    Environment,
+    Level,
+    Measurement,
+    Record,
+    Run,
+    Segments,
+    SlotSample,
+    Status,
+    Support,
+    Timing,
+)
+from fp8bench.model.codec import decode
+from fp8bench.model.duel import CaseResult
+from fp8bench.report.data.comparison import as_csv, as_json, as_markdown
+from fp8bench.report.terminal.comparison import render
+from tests.runs import CPU, NATIVE, case, run_of
+
+PARTS = ("cast", "gemm", "unattributed")
+
+
+def timing(seconds: float, seed: int, rounds: int = 24, parts: tuple[str, ...] = PARTS) -> Timing:
+    """A step of so many seconds, a tenth of it casts; noise of 1%, upwards only."""
+    generator = random.Random(seed)
+    shares = {"cast": 0.1, "gemm": 0.8, "unattributed": 0.1}
+
+    def call() -> tuple[int, ...]:
+        return tuple(int(1e9 * seconds * shares[part] * (1 + generator.expovariate(100))) for part in parts)
+
+    slots = tuple(SlotSample(number, (call(), call()), 1e-3, 1e-3) for number in range(rounds))
+    return Timing(Segments(parts, (0,) * len(parts)), slots)
+
+
+def record(precision: str, milliseconds: float, seed: int, **changes: object) -> Record:
+    numbers = (Measurement("peak_memory", "B", (1e6,)), Measurement("product_error", "ratio", (2e-3,)))
+    one = Record(
+        case("gemm", precision, {"m": 64}), NATIVE, Status.OK, is_reference=precision == "fp32",
+        timing=timing(milliseconds / 1e3, seed), measurements=numbers,
+    )  # fmt: skip
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def run(
+    number: int, bf16: float = 1.0, fp32: float = 2.0, facts: dict[str, object] | None = None, **changes: object
+) -> Run:
+    """A run whose bf16 takes so many milliseconds; `changes` are of its record."""
+    records = [record("fp32", fp32, 2 * number), record("bf16", bf16, 2 * number + 1, **changes)]
+    environment = Environment({"machine": "box", "torch": "2.13.0", "load_1min": number, **(facts or {})})  # type: ignore[dict-item]
+    return run_of(records, id=f"{number:08x}", started=f"2026-01-05T12:{number:02d}:00", environment=environment)
+
+
+def side(name: str, *runs: Run) -> Side:
+    return side_of(name, [(one, findings(one)) for one in runs])
+
+
+def held(before: Sequence[Run], after: Sequence[Run]) -> Compared:
+    return compare(side("A", *before), side("B", *after))
+
+
+def of(compared: Compared, metric: str, precision: str = "bf16") -> Comparison:
+    found = [one for one in compared.comparisons if one.metric == metric and one.case.endswith(f"/{precision}")]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_every_figure_that_both_have() -> None:
+    """Time first; a reference has no time relative to itself."""
+    compared = held([run(1)], [run(2)])
+    assert [(one.case.rpartition("/")[2], one.metric) for one in compared.comparisons] == [
+        ("fp32", "time"), ("fp32", "peak_memory"), ("fp32", "product_error"),
+        ("bf16", "time"), ("bf16", "relative_time"), ("bf16", "peak_memory"), ("bf16", "product_error"),
+    ]  # fmt: skip
+    assert of(compared, "time").labels == ("cross-run",) and of(compared, "peak_memory").labels == ()
+    assert of(compared, "time").suite == "gemm" and compared.comparable
+    assert not compared.only_before and not compared.only_after and not compared.differing
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "unsure"), (1.0, "unsure")])
+def test_one_run_each(factor: float, expected: str) -> None:
+    """Below 10% a stored number says nothing about a time; the rest is exact."""
+    compared = held([run(1)], [run(2, factor)])
+    for metric in ("time", "relative_time"):
+        one = of(compared, metric)
+        assert one.direction == expected and one.p_value is None
+        assert one.ratio is not None and one.ratio.point == pytest.approx(factor, rel=0.01)
+        assert (expected == "unsure") is bool(one.why)
+    assert of(compared, "product_error").direction is Direction.SAME
+
+
+def test_several_runs_each_find_less() -> None:
+    """5% slower, in every one of four runs."""
+    compared = held([run(n) for n in range(4)], [run(n, 1.05) for n in range(5, 9)])
+    one = of(compared, "time")
+    assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 1e-3
+    assert of(compared, "time", "fp32").direction is Direction.SAME
+
+
+def test_runs_beside_tell_how_far_runs_lie_apart() -> None:
+    """One new run against four old ones: with four others beside them its 5% are no guess."""
+    before, again = [run(n) for n in range(4)], [run(20, 1.05)]
+    assert of(held(before, again), "time").direction is Direction.UNSURE
+    beside = side("first look", *(run(n, 1.05) for n in range(5, 9)))
+    one = of(compare(side("A", *before), side("again", *again), beside), "time")
+    assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 0.01
+
+
+def test_a_slower_machine_is_not_a_slower_case() -> None:
+    """All times half as much again: the ratio to the reference stays."""
+    compared = held([run(n) for n in range(4)], [run(n, 1.5, 3.0) for n in range(5, 9)])
+    assert of(compared, "time").direction is Direction.WORSE
+    assert of(compared, "relative_time").direction is Direction.SAME
+
+
+def test_more_rounds_are_no_faster_for_that() -> None:
+    """The same noise, 24 rounds against 400: the fastest of 400 lies lower, the ratio stays at 1."""
+    long = replace(record("bf16", 1.0, 3), timing=timing(1e-3, 3, 400))
+    compared = held([run(1)], [replace(run(2), records=(record("fp32", 2.0, 4), long))])
+    ratio = of(compared, "time").ratio
+    assert ratio is not None and ratio.low < 1 < ratio.high
+
+
+def test_other_marks_make_no_other_time() -> None:
+    """Steps cut into other cells are compared as a whole."""
+    whole = timing(0.8e-3 / 0.8, 3, parts=("gemm",))
+    compared = held([run(1)], [run(2, timing=whole)])
+    ratio = of(compared, "time").ratio
+    assert ratio is not None and ratio.point == pytest.approx(0.8, rel=0.02)
+
+
+def test_memory_and_errors_are_exact() -> None:
+    """1% more memory is 1% more memory."""
+    numbers = (Measurement("peak_memory", "B", (1.01e6,)), Measurement("product_error", "ratio", (1e-3,)))
+    compared = held([run(1)], [run(2, measurements=numbers)])
+    memory, error = of(compared, "peak_memory"), of(compared, "product_error")
+    assert memory.direction is Direction.WORSE and error.direction is Direction.BETTER
+    assert memory.ratio is not None and memory.ratio.low == memory.ratio.high == pytest.approx(1.01)
+    assert (memory.before, memory.after, memory.unit) == (1e6, 1.01e6, "B")
+
+
+def test_energy_is_never_exact() -> None:
+    """A sensor's figure of one run against one other says nothing below 10%, however alike its samples are."""
+
+    def joules(number: int, factor: float) -> Run:
+        samples = tuple(factor * (1 + 0.001 * place) for place in range(5))
+        return run(number, measurements=(Measurement("energy", "J", samples),))
+
+    one = of(held([joules(1, 1.0)], [joules(2, 1.06)]), "energy")
+    assert one.direction is Direction.UNSURE and one.p_value is None and one.labels == ("cross-run",)
+    assert one.ratio is not None and one.ratio.low < one.ratio.point < one.ratio.high
+    assert of(held([joules(1, 1.0)], [joules(2, 1.3)]), "energy").direction is Direction.WORSE
+    several = held([joules(n, 1.0 + n / 1e4) for n in range(4)], [joules(n, 1.06 + n / 1e4) for n in range(5, 9)])
+    assert of(several, "energy").direction is Direction.WORSE
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "direction", "ratio"),
+    [
+        ("product_error", 0.5, 0.5, "same", 1.0), ("product_error", 0.5, 0.6, "worse", 1.2),
+        ("product_error", 0.6, 0.3, "better", 0.5), ("product_error", 0.5, 0.50025, "worse", 1.0005),
+        ("product_error", 0.50025, 0.5, "better", 1 / 1.0005), ("product_error", 0.5, 0.5000001, "same", 1.0000002),
+        ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004), ("peak_memory", 0.0, 0.0, "same", None),
+        ("product_error", 0.0, 0.1, "worse", None), ("product_error", 0.1, 0.0, "better", None),
+        ("product_error", 0.1, math.inf, "worse", None), ("product_error", math.inf, math.inf, "same", None),
+        ("product_error", math.nan, 0.1, "none", None),
+    ],
+)  # fmt: skip
+def test_exact_values_are_judged_alike_by_compare_and_duel(
+    metric: str, before: float, after: float, direction: str, ratio: float | None
+) -> None:
+    """What differs by more than rounding has changed: a ratio without a width, no chance. From nothing: no ratio."""
+    values = [(Measurement(metric, "B" if metric == "peak_memory" else "ratio", (one,)),) for one in (before, after)]
+    first, second = (record("bf16", 1.0, 1, measurements=one) for one in values)
+    compared = of(held([run(1, measurements=values[0])], [run(2, measurements=values[1])]), metric)
+    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == metric)
+    for one in (compared, fought):
+        assert one.direction == direction and one.p_value is None
+        assert (one.ratio.point if one.ratio else None) == (pytest.approx(ratio) if ratio is not None else None)
+        assert one.ratio is None or one.ratio.low == one.ratio.high
+
+
+def test_values_that_vary_within_a_side_are_not_exact() -> None:
+    """Neither runs that differ among themselves, nor samples of a process, let a small difference be a fact."""
+    varying = (Measurement("product_error", "ratio", (0.5, 0.501, 0.502)),)
+    moved = (Measurement("product_error", "ratio", (0.503, 0.504, 0.505)),)
+    first, second = (record("bf16", 1.0, 1, measurements=one) for one in (varying, moved))
+    compared = of(held([run(1, measurements=varying)], [run(2, measurements=moved)]), "product_error")
+    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == "product_error")
+    assert compared.direction is fought.direction is Direction.UNSURE
+
+
+def test_joules_of_windows_are_compared_where_the_same_source_told_them() -> None:
+    def joules(number: int, factor: float, source: str = "rapl") -> Run:
+        windows = tuple(EnergyWindow(10, 0.5, 10 * factor * (1 + 0.001 * place), 50) for place in range(3))
+        return run(number, energy=EnergyUse(source, windows))
+
+    one = of(held([joules(1, 1.0)], [joules(2, 1.3)]), "energy")
+    assert (one.direction, one.unit, one.before) == (Direction.WORSE, "J", pytest.approx(1.001))
+    other = held([joules(1, 1.0)], [joules(2, 1.3, "counter")])
+    assert "energy" not in {one.metric for one in other.comparisons}
+
+
+def test_what_is_better_when_it_is_higher_is_left_out() -> None:
+    """Lower is better in every row."""
+    numbers = (Measurement("sqnr_db", "dB", (30.0,)), Measurement("utilisation_percent", "%", (30.0,)))
+    compared = held([run(1, measurements=numbers)], [run(2, measurements=numbers)])
+    assert {one.metric for one in compared.comparisons if one.case.endswith("bf16")} == {"time", "relative_time"}
+
+
+def test_what_failed() -> None:
+    """On the second side only, that is something new."""
+    failed = {"status": Status.FAILED, "reason": "out of memory", "timing": None, "measurements": ()}
+    one = of(held([run(1)], [run(2, **failed)]), "time")
+    assert one.failed and one.direction is Direction.NONE and "out of memory" in one.why
+    assert one.before is None and one.ratio is None
+    assert not of(held([run(1, **failed)], [run(2)]), "time").failed
+    assert not of(held([run(1, **failed)], [run(2, **failed)]), "time").failed
+
+
+def test_what_is_not_the_same_work() -> None:
+    """Another version of the workload, or emulated on one side."""
+    other = replace(case("gemm", "bf16", {"m": 64}), version="2")
+    assert "version 1 before and 2 now" in of(held([run(1)], [run(2, case=other)]), "time").why
+    emulated = Support(Level.EMULATED, "no hardware")
+    one = of(held([run(1)], [run(2, support=emulated)]), "time")
+    assert one.direction is Direction.NONE and "emulated now" in one.why
+
+
+def test_an_emulated_case_compares_with_itself() -> None:
+    """By its time: a ratio to the reference would be no speed."""
+    emulated = {"support": Support(Level.EMULATED, "no hardware")}
+    compared = held([run(1, **emulated)], [run(2, 1.4, **emulated)])
+    assert of(compared, "time").direction is Direction.WORSE
+    assert "relative_time" not in {one.metric for one in compared.comparisons}
+
+
+def test_what_only_one_side_has() -> None:
+    """Is listed, and no comparison."""
+    alone = replace(run(1), records=run(1).records[:1])
+    compared = held([alone], [run(2)])
+    assert compared.only_after == ("gemm[m=64]@cpu/bf16",) and not compared.only_before
+    assert "only in B" in render(compared) and "gemm[m=64]@cpu/bf16" in render(compared)
+
+
+def test_what_differs_is_said() -> None:
+    """Load and commits are not it; a processor makes times another matter."""
+    after = run(2, facts={"torch": "2.14.0", "asv_cpu": "Xeon", "commit": "ab" * 20})
+    compared = held([run(1, facts={"asv_cpu": "EPYC"})], [after])
+    assert [one.name for one in compared.differing] == ["asv_cpu", "torch"]
+    assert [one.name for one in compared.hardware] == ["asv_cpu"]
+    text = render(compared)
+    assert "asv_cpu: EPYC -> Xeon (times do not compare for it)" in text and "torch: 2.13.0 -> 2.14.0" in text
+    gpu = replace(CPU, kind="cuda", name="H100", memory_bytes=80 << 30)
+    devices = [replace(run(n), devices=(replace(gpu, name=name),)) for n, name in ((1, "H100"), (2, "H200"))]
+    assert [one.name for one in held([devices[0]], [devices[1]]).hardware] == ["device cuda:0"]
+
+
+def test_quick_runs_count_where_there_is_nothing_better() -> None:
+    """Ten rounds say less than twenty-four."""
+    quick = replace(run(2, 9.0), request=replace(run(2).request, quick=True))
+    ratio = of(held([run(1)], [quick, run(3)]), "time").ratio
+    assert ratio is not None and ratio.point < 1.1
+    ratio = of(held([run(1)], [quick]), "time").ratio
+    assert ratio is not None and ratio.point > 8
+
+
+def test_a_few_rounds_have_no_interval() -> None:
+    """The fastest three of three are all of them, in every resample."""
+    short = timing(2e-3, 5, rounds=3)
+    compared = held([run(1, timing=short)], [run(2, timing=short)])
+    for one in (of(compared, "time"), of(compared, "relative_time")):
+        assert one.direction is Direction.UNSURE and "few rounds" in one.why
+        assert one.ratio is not None and one.ratio.level == 0
+
+
+def test_outputs_say_the_same() -> None:
+    """JSON, CSV and Markdown hold every comparison."""
+    compared = held([run(1)], [run(2, 1.5)])
+    document = json.loads(as_json(compared))
+    assert tuple(decode(Comparison, one) for one in document["comparisons"]) == compared.comparisons
+    assert document["a"]["runs"][0]["id"] == "00000001" and document["only_a"] == []
+    rows = list(csv.DictReader(io.StringIO(as_csv(compared.comparisons))))
+    assert [row["metric"] for row in rows] == [one.metric for one in compared.comparisons]
+    assert float(rows[3]["ratio"]) == compared.comparisons[3].ratio.point  # type: ignore[union-attr]
+    assert rows[1]["p_value"] == "" and rows[0]["failed"] == "no"
+    page = MarkdownIt("commonmark").enable("table").render(as_markdown(compared))
+    assert page.count("<tr>") == 1 + len(compared.comparisons) and "worse" in page
+
+
+def test_the_text_is_narrow_and_whole() -> None:
+    """No line runs over; memory that stayed is counted, not listed."""
+    text = render(held([run(1)], [run(2, 1.5)]))
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "bf16 relative_time" in text and "peak_memory" not in text
+    assert "4 of them, memory and errors that are the same" in text
+    assert "\x1b[" in render(held([run(1)], [run(2, 1.5)]), color=True)

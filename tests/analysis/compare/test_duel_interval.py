@@ -1,0 +1,167 @@
+"""Two sides by their processes: against a permutation test written in another way, and on planted differences."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from fp8bench.analysis.compare.duel_interval import Judged, SideTimings, judge, why_unsure
+from fp8bench.model import Verdict
+from tests.fakes import steady, timing
+
+Seconds = Sequence[tuple[float, ...]]
+
+
+def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> SideTimings:
+    """Processes that take so many seconds in every round."""
+    return SideTimings(
+        [steady(round(1e9 * one), rounds) for one in before], [steady(round(1e9 * one), rounds) for one in after]
+    )
+
+
+def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[SideTimings]:
+    """Two processes a side and session, about 1 ms each; what a session has in common drifts."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(sessions):
+        logs = draw.normal(draw.normal(0, 0.01), spread, 4) + np.array([0, 0, slower, slower])
+        seconds = 1e-3 * np.exp(logs)
+        found.append(session(seconds[:2], seconds[2:]))
+    return found
+
+
+def known(sessions: Sequence[SideTimings]) -> Judged:
+    """What they come to; there is something."""
+    found = judge(sessions)
+    assert found is not None
+    return found
+
+
+def brute_chance(before: Seconds, after: Seconds) -> float:
+    """The share of all ways to name the processes of each session that put the sides as far apart: by plain loops."""
+
+    def low(values: Sequence[float]) -> float:
+        return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
+
+    def centred(one: Sequence[float], other: Sequence[float]) -> list[float]:
+        logs = [math.log(value) for value in (*one, *other)]
+        return [value - statistics.median(logs) for value in logs]
+
+    pools = [centred(one, other) for one, other in zip(before, after, strict=True)]
+    apart = []
+    for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
+        named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
+        rest = [
+            pool[place] for pool, places in zip(pools, deal, strict=True)
+            for place in range(len(pool)) if place not in places
+        ]  # fmt: skip
+        apart.append(low(named) - low(rest))
+    own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
+    return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.004, 0.02])
+def test_chance_is_that_of_all_deals(slower: float) -> None:
+    """Against every deal of three sessions, counted one by one."""
+    draw = np.random.default_rng(int(1e4 * slower))
+    before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
+    after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
+    found = known([session(one, other) for one, other in zip(before, after, strict=True)])
+    assert found.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
+    assert found.finest == pytest.approx(2 / 6**3)
+
+
+def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
+    """With B sped up by just less than the lower end, chance is too small an excuse; by just more, it is one."""
+    sessions = drawn(3, 4, 0.03)
+    found = known(sessions)
+    for end, sign in ((found.ratio.low, 1), (found.ratio.high, -1)):
+        for step, excused in ((-1e-3, False), (1e-3, True)):
+            factor = end * math.exp(sign * step)
+            scaled = [
+                SideTimings(one.before, [steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after])
+                for one in sessions
+            ]
+            assert (known(scaled).chance > 0.01) is excused
+
+
+def test_a_change_of_a_few_percent_is_found_and_none_is_not() -> None:
+    """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in none or one."""
+    slower = [known(drawn(seed, 4, 0.025)) for seed in range(40)]
+    faster = [known(drawn(seed, 4, -0.025)) for seed in range(40)]
+    flat = [known(drawn(seed, 4)) for seed in range(40)]
+    assert sum(one.verdict is Verdict.SLOWER for one in slower) >= 36
+    assert sum(one.verdict is Verdict.FASTER for one in faster) >= 38
+    assert sum(one.verdict in (Verdict.SLOWER, Verdict.FASTER) for one in flat) <= 2
+    assert sum(one.ratio.low <= math.exp(0.025) <= one.ratio.high for one in slower) >= 36
+
+
+def test_slow_modes_are_no_change() -> None:
+    """Some processes take half as long again, by chance and on either side: nobody is called slower."""
+    draw = np.random.default_rng(5)
+    alarms = 0
+    for _ in range(40):
+        factors = np.where(draw.random((4, 4)) < 0.4, 1.5, 1.0) * np.exp(draw.normal(0, 0.003, (4, 4))) * 1e-3
+        found = known([session(row[:2], row[2:]) for row in factors])
+        alarms += found.verdict in (Verdict.SLOWER, Verdict.FASTER)
+    assert alarms <= 2
+
+
+def test_the_same_is_the_same() -> None:
+    """Processes that do not differ at all: a ratio of 1, an interval of nothing, chance certain."""
+    found = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
+    assert (found.verdict, found.ratio.point, found.chance, found.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ((1e-3, 1.02e-3), (1.5e-3, 1.6e-3), Verdict.SLOWER),
+        ((1.5e-3, 1.6e-3), (1e-3, 1.02e-3), Verdict.FASTER),
+        ((1e-3, 1.02e-3), (1.05e-3, 1.06e-3), Verdict.UNSURE),  # not beyond 10%
+        ((1e-3, 1.3e-3), (1.2e-3, 1.6e-3), Verdict.UNSURE),  # not in all processes
+        ((1e-3, 1.02e-3), (1.5e-3, 2.6e-3), Verdict.UNSURE),  # one side is as far apart as both are
+        ((1e-3,), (1.5e-3,), Verdict.UNSURE),  # one process a side
+    ],
+)
+def test_one_session_tells_what_no_noise_does(
+    before: Sequence[float], after: Sequence[float], verdict: Verdict
+) -> None:
+    """There is no interval, and it says so."""
+    found = known([session(before, after)])
+    assert found.verdict is verdict and not found.resolved
+    assert (found.ratio.low, found.ratio.high) == (0.0, math.inf)
+    assert "--sessions" in why_unsure(found)
+
+
+def test_one_process_a_side_takes_more_sessions() -> None:
+    """Where memory admits no more: eight sessions are as good as three of two processes."""
+    pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
+    assert not known(pairs[:7]).resolved
+    whole = known(pairs)
+    assert whole.resolved and whole.verdict is Verdict.SLOWER
+
+
+def test_many_sessions_are_sampled_and_say_the_same_twice() -> None:
+    """Six to the eighth deals are too many to go through."""
+    sessions = drawn(1, 8, 0.02)
+    found = known(sessions)
+    assert found == known(sessions)
+    assert found.verdict is Verdict.SLOWER and found.finest == pytest.approx(1 / 4096)
+
+
+def test_only_rounds_that_all_were_in_count() -> None:
+    """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
+    early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
+    found = known([SideTimings([early, early], [late, late])])
+    assert found.ratio.point == pytest.approx(1) and found.rounds == 2 and found.verdict is Verdict.UNSURE
+    assert "2 rounds a session are too few" in why_unsure(found)
+    assert judge([SideTimings([steady(1000, 3)], [steady(1000, 3, start=3)])]) is None
+    assert judge([]) is None
+    assert judge([SideTimings([steady(1000, 3)], [])]) is None

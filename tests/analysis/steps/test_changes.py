@@ -1,0 +1,255 @@
+"""Steps of courses as changes: what compares, which commits they lie between, what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.analysis.gate.thresholds import threshold_of
+from fp8bench.analysis.steps.changes import (
+    BELOW_ZERO,
+    TOO_FEW,
+    Change,
+    Found,
+    State,
+    ack_of,
+    acknowledged,
+    covers,
+    find_changes,
+)
+from fp8bench.cli.thresholds_file import read_rules
+from fp8bench.model import Conditions, Course, Direction, Evidence, Figure, Series, Status
+from fp8bench.report.words.comparisons import value
+from tests.histories import commit
+
+SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "shape"), (("bf16",), ("512",)), "1.1")
+OLD: Conditions = (("torch", "2.12.0"),)
+NEW: Conditions = (("torch", "2.13.0"),)
+
+
+def figure(number: int, value: float | None, version: str = "1.1", **changes: object) -> Figure:
+    """What a commit came to."""
+    return replace(Figure(commit(number), number, version, 1, 24, value, under=NEW), **changes)  # type: ignore[arg-type]
+
+
+def course(*figures: Figure, series: Series = SERIES, machine: str = "box") -> Course:
+    """On one machine."""
+    return Course(series, ("bf16", "512"), {"machine": machine}, "/bin/python3", figures)
+
+
+def levels(*pieces: tuple[int, float]) -> Course:
+    """So many commits of each level, which differ by a thousandth from neighbour to neighbour."""
+    values = [level for count, level in pieces for _ in range(count)]
+    return course(*(figure(number, value * (1 + 1e-3 * wobble(number))) for number, value in enumerate(values)))
+
+
+def wobble(number: int) -> float:
+    """Between -1 and 1, without a pattern that matters."""
+    return ((number * 7919) % 101 - 50) / 50
+
+
+def only(found: Found) -> Change:
+    """The one change that there is."""
+    (change,) = found.changes
+    return change
+
+
+def test_a_regression() -> None:
+    """With its commits, levels and size, and a chance."""
+    found = find_changes([levels((20, 1.0), (5, 1.1))])
+    change = only(found)
+    one = change.comparison
+    assert (one.since, one.until, change.first) == (commit(19), commit(20), commit(20))
+    assert (change.commits, change.unmeasured, change.state) == (1, 0, State.OPEN)
+    assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
+    assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
+    assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
+    assert one.ratio is not None and one.ratio.low < 1.1 < one.ratio.high
+    assert one.p_value is not None and one.p_value < 1e-9
+    assert (found.looked_at, not found.left) == (1, True)
+
+
+def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_path: Path) -> None:
+    """Whatever asv calls the unit of the series."""
+    series = replace(SERIES, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
+    change = only(find_changes([replace(levels((20, 0.0191), (5, 0.0221)), series=series)]))
+    one = change.comparison
+    assert one.unit == "J" and (value(one, one.before), value(one, one.after)) == ("19.1 mJ", "22.1 mJ")
+    file = tmp_path / "thresholds.yaml"
+    for words, joules in (("1 mJ", 1e-3), ("20 uJ", 2e-5), ("0.5 J", 0.5)):
+        file.write_text(f"gemm:\n  energy: {{smallest: {words}}}\n")
+        assert threshold_of(one, read_rules(file)).smallest == pytest.approx(joules)
+
+
+def test_an_improvement_alarms_nobody() -> None:
+    """And is told all the same."""
+    change = only(find_changes([levels((20, 1.0), (5, 0.9))]))
+    assert change.comparison.direction is Direction.BETTER and change.state is State.OPEN and not change.alarms
+
+
+def test_less_than_a_percent_is_no_change() -> None:
+    """However clearly it is to be seen."""
+    assert not find_changes([levels((20, 1.0), (20, 1.008))]).changes
+
+
+def test_gaps_lie_in_the_range() -> None:
+    """Commits that failed, were skipped or measured hastily are named, because it may be any of them."""
+    figures = list(levels((20, 1.0), (6, 1.1)).figures)
+    figures[20] = figure(20, None, status=Status.FAILED)
+    figures[21] = replace(figures[21], hasty=True)
+    change = only(find_changes([course(*figures)]))
+    assert (change.comparison.since, change.comparison.until) == (commit(19), commit(22))
+    assert (change.commits, change.unmeasured) == (3, 2)
+
+
+def test_hasty_figures_are_no_step() -> None:
+    """Not even many."""
+    flat = levels((30, 1.0))
+    hasty = [replace(one, value=2.0, hasty=True) for one in flat.figures[25:]]
+    assert not find_changes([course(*flat.figures[:25], *hasty)]).changes
+
+
+@pytest.mark.parametrize("changed", [figure(0, 1.0, version="1.2"), figure(0, 1.0, under=OLD)])
+def test_what_does_not_compare_is_no_step(changed: Figure) -> None:
+    """A new version or torch is not the commit's doing."""
+    figures = list(levels((20, 1.0), (20, 2.0)).figures)
+    figures[20:] = [replace(one, version=changed.version, under=changed.under) for one in figures[20:]]
+    found = find_changes([course(*figures)])
+    assert not found.changes and found.looked_at == 1
+
+
+def test_a_step_is_seen_across_figures_of_other_conditions() -> None:
+    """What was measured before and after them compares."""
+    figures = list(levels((12, 1.0), (6, 3.0), (6, 1.2)).figures)
+    figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
+    change = only(find_changes([course(*figures)]))
+    assert (change.comparison.since, change.comparison.until) == (commit(11), commit(18))
+    assert (change.commits, change.unmeasured, change.current) == (7, 6, True)
+
+
+def test_a_change_of_other_conditions_stays_and_says_so() -> None:
+    """It may be as it was under these, and nobody knows."""
+    figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
+    change = only(find_changes([course(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
+    assert change.alarms and not change.current
+
+
+def test_a_change_of_an_old_version_is_history() -> None:
+    """The work is another now."""
+    figures = [replace(one, version="1.0") for one in levels((20, 1.0), (5, 1.1)).figures]
+    assert only(find_changes([course(*figures)])).state is State.OLD_VERSION
+
+
+def test_what_was_taken_back_is_open_no_more() -> None:
+    """Its fix is an improvement over what it had made of it, and stays one."""
+    worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
+    assert (worse.is_worse, worse.state) == (True, State.REVERTED)
+    assert (better.is_worse, better.state) == (False, State.OPEN)
+
+
+def test_what_was_taken_back_in_part_stays_open() -> None:
+    """Less than half of it."""
+    found = find_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])
+    assert [one.state for one in found.changes] == [State.OPEN, State.OPEN]
+
+
+def test_what_cannot_be_looked_at_is_counted() -> None:
+    """A history of one point, one with gaps only, one below zero."""
+    below = course(*(figure(number, -1.0) for number in range(20)))
+    failed = course(*(figure(number, None, status=Status.FAILED) for number in range(20)))
+    found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
+    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, BELOW_ZERO: 1}
+    assert find_changes([]) == Found((), 0, found.left.__class__())
+
+
+def test_the_worst_comes_first() -> None:
+    """What alarms before what does not, the largest first."""
+    courses = [levels((20, 1.0), (9, size)) for size in (0.5, 1.1, 1.4, 0.9, 1.2)]
+    sizes = [round(one.comparison.ratio.point, 1) for one in find_changes(courses).changes if one.comparison.ratio]
+    assert sizes == [1.4, 1.2, 1.1, 0.5, 0.9]
+
+
+def states(found: Found) -> list[State]:
+    """In the order of commits."""
+    return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
+
+
+def accepted(seen: Course, now: Sequence[Course]) -> list[State]:
+    """What becomes of changes after the one that was seen has been acknowledged."""
+    ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
+    return states(acknowledged(find_changes(now), [ack]))
+
+
+def test_an_acknowledged_change_stays_so_while_commits_come() -> None:
+    """Its range and its level change a little with each."""
+    seen = levels((20, 1.0), (3, 1.1))
+    for more in (3, 4, 8, 30):
+        assert accepted(seen, [levels((20, 1.0), (more, 1.1))]) == [State.ACKNOWLEDGED]
+
+
+def test_a_further_worsening_alarms_again() -> None:
+    """Whether it shows as a step of its own or as the same one."""
+    seen = levels((20, 1.0), (3, 1.1))
+    assert accepted(seen, [levels((20, 1.0), (10, 1.1), (5, 1.2))]) == [State.ACKNOWLEDGED, State.OPEN]
+    assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [State.OPEN]
+
+
+def test_an_ack_is_of_one_course_and_direction() -> None:
+    """Another machine's, series' or version's change of the same commits alarms."""
+    seen = levels((20, 1.0), (5, 1.1))
+    for other in (
+        replace(seen, machine={"machine": "other"}),
+        replace(seen, python="/elsewhere/python3"),
+        replace(seen, series=replace(SERIES, name="gemm.Gemm.track_time_gemm")),
+        replace(seen, cell=("fp32", "512")),
+        replace(
+            seen,
+            series=replace(SERIES, version="1.2"),
+            figures=tuple(replace(one, version="1.2") for one in seen.figures),
+        ),
+        levels((20, 1.0), (5, 0.9)),
+    ):
+        assert accepted(seen, [other]) == [State.OPEN]
+
+
+def test_an_ack_of_commits_that_are_gone_covers_nothing() -> None:
+    """Nobody knows where it lay."""
+    change = only(find_changes([levels((20, 1.0), (5, 1.1))]))
+    ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
+    assert covers(ack, change) and covers(replace(ack, since="f" * 40), change)
+    assert not covers(replace(ack, since="f" * 40, until="e" * 40), change)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)]
+)
+def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
+    """A share that vanishes: no ratio says it, and it comes before all others; a single night of it is none."""
+    values = [before] * 20 + [after] * 4
+    values[10] = 0.01
+    seen = course(*(figure(number, value) for number, value in enumerate(values)))
+    found = find_changes([levels((20, 1.0), (4, 3.0 if after > before else 0.3)), seen])
+    change, other = found.changes
+    one = change.comparison
+    assert (one.before, one.after, one.direction, one.ratio) == (before, after, direction, None)
+    assert one.why and (one.since, one.until) == (commit(19), commit(20))
+    assert other.comparison.ratio is not None and found.looked_at == 2
+    ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
+    assert change in acknowledged(find_changes([seen]), []).changes
+    assert states(acknowledged(find_changes([seen]), [ack])) == [State.ACKNOWLEDGED]
+
+
+def test_what_came_from_nothing_and_went_again() -> None:
+    """Is open no more."""
+    values = [0.0] * 20 + [0.03] * 10 + [0.0] * 10
+    found = find_changes([course(*(figure(number, value) for number, value in enumerate(values)))])
+    assert states(found) == [State.REVERTED, State.OPEN]
+
+
+def test_nothing_at_all_is_flat() -> None:
+    """As exact errors are."""
+    found = find_changes([course(*(figure(number, 0.0) for number in range(20)))])
+    assert not found.changes and found.looked_at == 1

@@ -1,0 +1,124 @@
+"""`fp8bench sensitivity` from words to tables, with a real worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.cli.main import main
+from fp8bench.measure.handle import LocalWorker
+
+FEW = ("sensitivity", "--by", "kind", "--steps", "1", "--tolerance", "50")
+REFUSED = {
+    "an unknown size": (["--size", "huge"], "axis 'size' cannot be 'huge': expected one of nano"),
+    "an unknown dtype": (["--dtype", "fb8"], "Did you mean 'fp8'"),
+    "an unknown option": (["--dtype", "fp8:histroy=2"], "unknown option of dtype fp8 'histroy'"),
+    "an unknown device": (["--device", "cpi"], "Did you mean 'cpu'"),
+    "the same twice": (["--reference", "fp8"], "--dtype and --reference are both fp8, so that no layer would differ"),
+    "upside down": (["--dtype", "fp32", "--reference", "fp8"], "a lower precision than --dtype fp32: exchange them"),
+    "one switch": (["--reference", "tf32"], "TF32 is one switch for a whole process"),
+    "no steps": (["--steps", "0"], "--steps: expected a whole number from 1"),
+    "a tolerance below nothing": (["--tolerance=-1"], "a percentage from 0 to below 100"),
+    "another way": (["--by", "head"], "invalid choice: 'head'"),
+    "two outputs": (["--json", "--csv", "-"], "would both print on stdout"),
+    "no text": (["--data", "nowhere.txt"], "--data nowhere.txt cannot be read"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In an empty folder, without waiting for a process of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_meant_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and nothing is trained."""
+    words, sentence = REFUSED[name]
+    assert main(["sensitivity", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and sentence in err and len(err.splitlines()) == 1
+
+
+def test_a_study_is_told_kept_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row a kind, the same numbers in the store's JSON and in the CSV."""
+    assert main([*FEW, "--csv", "rows.csv"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith("sensitivity of transformer size=nano")
+    table = out.partition("  low ")[2].partition("\n\n")[0]
+    assert {line.split()[0] for line in table.splitlines()[1:]} == {"attn", "mlp", "head"}
+    assert "no map is suggested: every gap lies within the noise" in out
+    (file,) = (here / ".fp8bench" / "sensitivity").iterdir()
+    document = json.loads(file.read_text())
+    assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
+    assert {one["name"] for one in document["probes"]} == {"attn", "mlp", "head"}
+    assert all(len(one["losses"]) == 1 for one in document["probes"])
+    assert len((here / "rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
+
+
+def test_json_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of other draws differ, and so do losses."""
+    assert main([*FEW, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
+    assert len(set(losses)) == 3 and document["suggested"] is None
+    assert document["environment"]["facts"]["torch"] and document["path"].startswith(".fp8bench/")
+
+
+def test_a_reference_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 3, with the reason."""
+
+    def broken(self: object, *arguments: object) -> tuple[float, ...]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("fp8bench.workloads.transformer.Transformer.losses", broken)
+    assert main([*FEW]) == 3
+    assert "the reference itself failed: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+def test_an_interrupt_tells_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 130; the table and the store have what was trained."""
+    inner, calls = LocalWorker.losses, []
+
+    def interrupted(self: LocalWorker, *arguments: object) -> tuple[float, ...]:
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return inner(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalWorker, "losses", interrupted)
+    assert main([*FEW]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted; what was trained is shown" in err
+    assert "attn" in out and "suggested" not in out and "stored in" in out
+
+
+def test_a_store_that_takes_nothing_costs_nobody_the_table(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is printed before the error."""
+    (here / ".fp8bench").mkdir()
+    (here / ".fp8bench" / "sensitivity").write_text("no folder")
+    assert main([*FEW]) == 2
+    out, err = capsys.readouterr()
+    assert "suggested" in out and "the study cannot be kept in .fp8bench/sensitivity/" in err
+
+
+@pytest.mark.slow
+def test_a_study_runs_in_a_process_of_its_own_and_imports_no_torch(here: Path) -> None:
+    """The parent stays light; a terminal that is none sees no progress."""
+    code = (
+        "import sys\nfrom fp8bench.cli.main import main\n"
+        f"code = main({[*FEW, '--csv', '-']!r})\n"
+        "print('torch' in sys.modules, file=sys.stderr)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=here)
+    assert (done.returncode, done.stderr) == (0, "False\n")
+    assert len(done.stdout.splitlines()) == 8

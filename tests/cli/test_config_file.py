@@ -1,0 +1,553 @@
+"""Options in a file: equal to those on the command line, overruled by them, and refused by the same sentences."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.cli.config_file import KEYS, read_config, with_config
+from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import main
+from fp8bench.cli.yaml_file import LARGEST_FILE, LONGEST_VALUE, MOST_VALUES
+from fp8bench.errors import UsageError
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import Environment, Plan, Request, Run
+from fp8bench.protocols import Observer
+from tests.counts import counts
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
+Asked = Callable[..., tuple[Request, Path]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture
+def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """What a command line with a file of this text asks for, and where it is to be kept."""
+    caught: list[tuple[Request, Path]] = []
+
+    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+        caught.append((request, store))
+        return Run("abc", "2026-01-01T00:00:00+00:00", command, request, Plan(()), Environment({}), (), finished=True)
+
+    monkeypatch.setattr(pipeline, "execute", execute)
+
+    def ask(text: str | None, *words: str) -> tuple[Request, Path]:
+        if text is not None:
+            (here / "my.yaml").write_text(text)
+            words = (*words, "--config", "my.yaml")
+        caught.clear()
+        main(["suite", *words])
+        return caught[0]
+
+    return ask
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The sentence that refuses a file."""
+
+    def refuse(content: str | bytes, *words: str) -> str:
+        (here / "my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+        assert main(["suite", *words, "--config", "my.yaml"]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out
+        assert shown.err.startswith("fp8bench: ") and shown.err.endswith(".\n") and shown.err.count("\n") == 1
+        assert len(shown.err) < 1000
+        return shown.err.removeprefix("fp8bench: ").rstrip("\n")
+
+    return refuse
+
+
+# Text of a file, and the words that mean the same.
+SAME = {
+    "the suite alone": ("suite: gemm", ["gemm"]),
+    "several suites": ("suite: gemm,transformer", ["gemm,transformer"]),
+    "lists": ("suite: gemm\ndtypes: [fp8, bf16]\ndevices: [cpu]", ["gemm", "--dtypes", "fp8,bf16", "--devices", "cpu"]),
+    "text with commas": ("suite: gemm\ndtypes: fp8,bf16", ["gemm", "--dtypes", "fp8,bf16"]),
+    "lists in lines": ("suite: gemm\ndtypes:\n- fp8\n- bf16", ["gemm", "--dtypes", "fp8,bf16"]),
+    "axes": (
+        "suite: gemm\nset:\n  shape: [64, 1x64x64]\n  operands: ready",
+        ["gemm", "--set", "shape=64,1x64x64", "--set", "operands=ready"],
+    ),
+    "axes as texts": ("suite: gemm\nset: [shape=64, 'shape=32,16']", ["gemm", "--set=shape=64", "--set=shape=32,16"]),
+    "one axis as text": ("suite: gemm\nset: shape=64,32", ["gemm", "--set", "shape=64,32"]),
+    "a map": (
+        "suite: transformer\nprecision-map: {mlp: fp8, attn: bf16}",
+        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+    ),
+    "a map of layers to modes with options": (
+        "suite: transformer\nprecision-map: {blocks.0.mlp: 'fp8:formats=e4m3', attn: bf16}",
+        ["transformer", "--precision-map", "blocks.0.mlp=fp8:formats=e4m3,attn=bf16"],
+    ),
+    "a map as text": ("suite: transformer\nprecision-map: mlp=fp8", ["transformer", "--precision-map", "mlp=fp8"]),
+    "a map as a list": (
+        "suite: transformer\nprecision-map: [mlp=fp8, attn=bf16]",
+        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+    ),
+    "modules": ("suite: gemm\nimport: [json, csv]", ["gemm", "--import", "json", "--import", "csv"]),
+    "modules as text": ("suite: gemm\nimport: json, csv", ["gemm", "--import", "json", "--import", "csv"]),
+    "flags": ("suite: gemm\nquick: true\nno-isolation: True", ["gemm", "--quick", "--no-isolation"]),
+    "flags that are not set": ("suite: gemm\nquick: false\nno-isolation: false\njson: false", ["gemm"]),
+    "numbers": (
+        "suite: gemm\nbudget: 1e1\nrounds: 5\nseed: 07\nthreads: 2\ncase-timeout: 9.5",
+        ["gemm", "--budget", "1e1", "--rounds=5", "--seed=07", "--threads=2", "--case-timeout=9.5"],
+    ),
+    "names and paths": (
+        "suite: transformer\nreference: fp32\ndata: 'a text.txt'\nstore: some/where",
+        ["transformer", "--reference", "fp32", "--data", "a text.txt", "--store", "some/where"],
+    ),
+    "numbers in quotes": ('suite: "gemm"\nrounds: "5"', ["gemm", "--rounds", "5"]),
+    "a comment, a BOM and a marker": ("\ufeff# nightly\n---\nsuite: gemm # all\n...\n", ["gemm"]),
+    "JSON": ('{"suite": "gemm", "set": {"shape": [64, 32]}, "quick": true}', ["gemm", "--quick", "--set=shape=64,32"]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_file_asks_for_what_the_same_options_ask_for(name: str, asked: Asked) -> None:
+    """The requests are equal, and so are the stores."""
+    text, words = SAME[name]
+    assert asked(text) == asked(None, *words)
+
+
+def test_every_option_is_a_key(here: Path) -> None:
+    """The keys are taken from the parser: every option of the command but those that belong on the command line."""
+    command = commands_of(build_parser())["suite"]
+    options = {word.removeprefix("--") for action in command._actions for word in action.option_strings[-1:]}
+    (here / "my.yaml").write_text("nonsense: 1")
+    with pytest.raises(UsageError) as caught:
+        read_config(Path("my.yaml"), command)
+    known = set(str(caught.value).partition("Known: ")[2].rstrip(".").split(", "))
+    assert known == (options | {"suite", *KEYS}) - {"help", "config", "resume"}
+
+
+def test_values_keep_their_text(here: Path) -> None:
+    """YAML would make True of yes, 1000.0 of 1e3, 342 of 5:42 and a date of 2026-01-01."""
+    options = commands_of(build_parser())["suite"]
+    (here / "my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
+    assert read_config(Path("my.yaml"), options)["axes"] == [
+        ("compile", ("yes",)),
+        ("a", ("1e3", "5:42", "2026-01-01", "0x10", "~x", "no", "007", "1_000")),
+    ]
+
+
+BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64, 32], operands: ready}\nimport: json"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {}),
+        (["--dtypes", "fp32"], {"dtypes": ("fp32",)}),
+        (["--seed", "0"], {"seed": 0}),
+        (["--quick"], {"quick": True}),
+        (["--set", "shape=16"], {"axes": (("operands", ("ready",)), ("shape", ("16",)))}),
+        (["--set", "shape=16", "--set", "shape=8"], {"axes": (("operands", ("ready",)), ("shape", ("16", "8")))}),
+        (["--set", "tokens=8"], {"axes": (("shape", ("64", "32")), ("operands", ("ready",)), ("tokens", ("8",)))}),
+        (["--import", "csv"], {"imports": ("json", "csv")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_line_wins(words: list[str], changes: dict[str, object], asked: Asked) -> None:
+    """Option by option, axis by axis; a value that is the option's default counts too."""
+    plain, store = asked(BOTH)
+    given, other = asked(BOTH, *words)
+    assert {name: getattr(given, name) for name in changes} == changes
+    assert store == other == Path("kept")
+    untouched = {"suite", "dtypes", "axes", "seed", "quick", "imports"} - set(changes)
+    assert all(getattr(given, name) == getattr(plain, name) for name in untouched)
+    assert asked(BOTH, *words, "--store", "other")[1] == Path("other")
+
+
+def test_the_name_may_stand_in_either_place(asked: Asked) -> None:
+    """The command line's wins."""
+    assert asked("suite: gemm")[0].suite == "gemm"
+    assert asked("suite: transformer", "gemm")[0].suite == "gemm"
+
+
+def test_the_name_may_not_be_left_out(refused: Callable[..., str]) -> None:
+    """Of both places."""
+    assert "no suite was named" in refused("quick: true")
+
+
+# Content, what the sentence says, and where.
+REFUSED: dict[str, tuple[str | bytes, str, str]] = {
+    "not a number": ("seed: 1\n\nrounds: many", "my.yaml:3", "--rounds: expected a whole number from 1, got 'many'."),
+    "a real number of rounds": ("rounds: 2.5", "my.yaml:1", "--rounds: expected a whole number from 1, got '2.5'"),
+    "no seconds": ("budget: soon", "my.yaml:1", "--budget: expected a number of seconds above 0, got 'soon'"),
+    "an empty name": ("dtypes: 'fp8,'", "my.yaml:1", "--dtypes: 'fp8,' has an empty name"),
+    "an empty list": ("dtypes: []", "my.yaml:1", "--dtypes: '' has an empty name"),
+    "no form of an axis": ("set: [shape]", "my.yaml:1", "--set: 'shape' is not of the form AXIS=VALUE,VALUE"),
+    "an axis without values": ("set:\n  shape: []", "my.yaml:2", "--set: '' has an empty name"),
+    "no form of a map": ("precision-map: mlp", "my.yaml:1", "--precision-map: 'mlp' is not of the form LAYER=DTYPE"),
+    "an empty module": ("import: 'a,,b'", "my.yaml:1", "--import: 'a,,b' has an empty name"),
+    "a list for a number": ("seed:\n  - 1\n  - 2", "my.yaml:2", "--seed: expected one value, got a list."),
+    "a list for a suite": ("suite: [gemm]", "my.yaml:1", "suite: expected one value, got a list."),
+    "a mapping for a flag": ("quick: {a: b}", "my.yaml:1", "--quick: expected true or false, got a mapping."),
+    "a word for a flag": ("quick: yes", "my.yaml:1", "--quick: expected true or false, got 'yes'."),
+    "nothing for a flag": ("quick:", "my.yaml:1", "--quick: expected true or false, got ''."),
+    "a mapping for a list": ("dtypes: {a: b}", "my.yaml:1", "--dtypes: expected one value or a list, got a mapping."),
+    "a list in a list": ("dtypes: [[fp8]]", "my.yaml:1", "--dtypes: expected one value, got a list."),
+    "a mapping in an axis": ("set: {shape: {a: b}}", "my.yaml:1", "--set: expected one value, got a mapping."),
+    "an axis with a sign": ("set: {a=b: 1}", "my.yaml:1", "--set: expected a plain name before the colon, got 'a=b'."),
+    "no value": ("rounds:", "my.yaml:1", "--rounds: expected a value, got none: give one, or leave the key out."),
+    "null": ("store: ~", "my.yaml:1", "--store: expected a value, got none"),
+    "a value among none": ("set: {shape: [64, null]}", "my.yaml:1", "--set: expected a value, got none"),
+    "a key twice": ("seed: 1\nquick: true\nseed: 1", "my.yaml:3", "'seed' stands in line 1 already."),
+    "an axis twice": ("set:\n  shape: 1\n  shape: 2", "my.yaml:3", "'shape' stands in line 2 already."),
+    "an unknown key": ("dtype: fp8", "my.yaml:1", "unknown key 'dtype'. Did you mean 'dtypes'? Known: suite, dtypes,"),
+    "an underscore": ("no_isolation: true", "my.yaml:1", "Did you mean 'no-isolation'?"),
+    "a key with dashes": ("--seed: 1", "my.yaml:1", "Did you mean 'seed'?"),
+    "a file in a file": ("config: other.yaml", "my.yaml:1", "unknown key 'config'"),
+    "a merge": ("<<: {seed: 1}", "my.yaml:1", "unknown key '<<'"),
+    "a key that is a list": ("? [a]\n: b", "my.yaml:1", "expected a name before the colon, got a list."),
+    "a list": ("- seed: 1", "my.yaml:1", "expected a mapping of options, got a list."),
+    "a word": ("gemm", "my.yaml:1", "expected a mapping of options, got one value."),
+    "nothing": ("", "my.yaml", "the file holds no options."),
+    "comments": ("# seed: 1\n\n", "my.yaml", "the file holds no options."),
+    "two documents": ("seed: 1\n---\nseed: 2", "my.yaml:2", "expected a single document in the stream"),
+    "an alias": ("data: &a x\nstore: *a", "my.yaml:1", "aliases (*name) and anchors (&name) are not taken"),
+    "an alias without an anchor": ("seed: 1\nstore: *a", "my.yaml:2", "aliases (*name)"),
+    "a billion laughs": (
+        "a: &a [x, x]\n" + "".join(f"{two}: &{two} [*{one}, *{one}]\n" for one, two in pairwise("abcdefg")),
+        "my.yaml:1",
+        "aliases (*name) and anchors (&name) are not taken",
+    ),
+    "a tag": ("seed: !!int '3'", "my.yaml:1", "tags (tag:yaml.org,2002:int) are not taken"),
+    "a tag of Python": ("data: !!python/object/apply:os.system [ls]", "my.yaml:1", "are not taken"),
+    "a long tag": ("seed: !" + "x" * 5000 + " 1", "my.yaml:1", "are not taken"),
+    "no space": ("seed: 1\nrounds:2", "my.yaml:2", "broken YAML: while scanning a simple key, could not find expected"),
+    "a tab": ("seed: 1\n\tquick: true", "my.yaml:2", "broken YAML: while scanning"),
+    "an open bracket": ("seed: 1\ndtypes: [fp8", "my.yaml:2", "broken YAML: while parsing a flow sequence"),
+    "an open quote": ("store: 'x", "my.yaml:1", "broken YAML: while scanning a quoted scalar"),
+    "another YAML": ("%YAML 2.0\n---\nseed: 1", "my.yaml:1", "broken YAML: found incompatible YAML document"),
+    "brackets without end": ("[" * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "braces without end": ("{" * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "dashes without end": ("- " * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "questions without end": ("? " * 100_000, "my.yaml:1", "nested more than 8 deep"),
+    "lines without end": ("dtypes:\n" + "- a\n" * MOST_VALUES, f"my.yaml:{MOST_VALUES - 1}", "more than 10000 values"),
+    "a long value": ("store: " + "x" * (LONGEST_VALUE + 1), "my.yaml:1", "4097 characters; the most is 4096"),
+    "an escaped NUL": ('data: "\\0"', "my.yaml:1", "'\\x00' has characters that cannot be printed"),
+    "half a character": ('data: "\\ud800"', "my.yaml:1", "has characters that cannot be printed"),
+    "a line break in a path": ("data: |\n  a\n  b", "my.yaml:1", "has characters that cannot be printed"),
+    "an escape that is none": ('data: "\\UFFFFFFFF"', "my.yaml", "an escape in double quotes stands for no character"),
+    "a control character": ("seed: 1\ndata: \x01", "my.yaml:2", "broken YAML: '\\x01' is no character of a text"),
+    "NUL": ("seed: 1\n\n\0", "my.yaml:3", "broken YAML: '\\x00' is no character of a text"),
+    "bytes": (b"\x89PNG\r\n\x1a\n\xff", "--config my.yaml", "is no UTF-8 text. Give a YAML file of options."),
+    "UTF-16": ("seed: 1".encode("utf-16"), "--config my.yaml", "is no UTF-8 text"),
+    "a huge file": (b"#" * (LARGEST_FILE + 1), "--config my.yaml", "is larger than 1 MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_file_cannot_say_is_one_sentence_with_its_line(name: str, refused: Callable[..., str]) -> None:
+    """In the words of the command line where it has words for it."""
+    content, place, sentence = REFUSED[name]
+    said = refused(content, "gemm")
+    assert said.startswith(f"{place}: " if ":" in place or place == "my.yaml" else f"{place} ")
+    assert sentence in said
+
+
+def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What the command line says of it, but for the place."""
+    for option, value in (("rounds", "x"), ("budget", "-1"), ("set", "shape"), ("dtypes", ","), ("seed", "-1")):
+        main(["suite", "gemm", f"--{option}={value}"])
+        typed = capsys.readouterr().err.partition(f"--{option}: ")[2].partition(". See")[0]
+        assert typed and typed in refused(f"{option}: '{value}'", "gemm")
+
+
+@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
+def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing, a folder, too long a name, without end, below a file."""
+    (here / "file").write_text("seed: 1")
+    assert main(["suite", "gemm", "--config", path]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
+    assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
+
+
+def test_an_empty_path_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor may the file give one for the store, which would be the working directory."""
+    (here / "my.yaml").write_text("store: ''")
+    for path in ("", "my.yaml"):
+        assert main(["suite", "gemm", "--config", path]) == 2
+        shown = capsys.readouterr().err
+        assert "an empty text is no path" in shown and shown.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
+    """A run that is resumed takes everything from its own file."""
+    assert "--resume takes what to measure, and how, from the run" in refused("suite: gemm", "--resume", "last")
+
+
+VALID = """# a nightly run
+suite: gemm
+dtypes: [fp8, bf16]
+devices: cpu
+reference: fp32
+set:
+  shape: [64, 1x64x64]
+  operands: ready
+precision-map: {mlp: fp8, attn: bf16}
+import:
+  - json
+  - csv
+quick: true
+budget: 1.5
+rounds: 12
+seed: 7
+threads: 2
+case-timeout: 60
+no-isolation: false
+store: "some where"
+csv: 'out.csv'
+"""
+ODD = [
+    "&a",
+    "*a",
+    "!!int",
+    "- ",
+    "? ",
+    ": ",
+    "[",
+    "{",
+    "}",
+    "]",
+    "'",
+    '"',
+    "|",
+    ">",
+    "%",
+    "---\n",
+    "\t",
+    "\n",
+    "\\x",
+    "#",
+]
+
+
+def _mutated(dice: random.Random) -> bytes:
+    """The valid file after up to four accidents."""
+    lines = VALID.splitlines(keepends=True)
+    for _ in range(dice.randint(0, 2)):
+        place = dice.randrange(len(lines))
+        accident = dice.randrange(4)
+        if accident == 0:
+            del lines[place]
+        elif accident == 1:
+            lines.insert(dice.randrange(len(lines)), lines[place])
+        elif accident == 2:
+            lines[place] = " " * dice.randint(0, 4) + lines[place]
+        else:
+            lines.insert(place, dice.choice(ODD) + dice.choice(lines))
+        lines = lines or ["\n"]
+    content = bytearray("".join(lines).encode())
+    for _ in range(dice.choice([0, 1, 1, 2])):
+        place = dice.randrange(len(content) + 1)
+        accident = dice.randrange(4)
+        if accident == 0 and place < len(content):
+            content[place] ^= 1 << dice.randrange(8)
+        elif accident == 1:
+            content[place:place] = dice.choice(ODD).encode()
+        elif accident == 2:
+            content[place:place] = content[place : place + dice.randint(1, 60)] * dice.randint(1, 3)
+        else:
+            del content[place : place + dice.choice([1, 1, 5, 400])]
+    return bytes(content)
+
+
+@counts(200, 2000)
+def test_broken_files(count: int, here: Path) -> None:
+    """Each is either understood or refused with a sentence, and soon; both happen."""
+    dice = random.Random(20260101)
+    command = commands_of(build_parser())["suite"]
+    known = {action.dest for action in command._actions}
+    sentences: list[str] = []
+    begun = time.process_time()
+    for _ in range(count):
+        Path("my.yaml").write_bytes(_mutated(dice))
+        try:
+            assert set(read_config(Path("my.yaml"), command)) <= known
+        except UsageError as error:
+            sentences.append(str(error))
+    assert time.process_time() - begun < count / 100
+    assert count / 4 < len(sentences) < 0.95 * count
+    assert not [text for text in sentences if not re.fullmatch(r"(--config )?my\.yaml.{10,900}\.", text)]
+    assert len({re.sub(r"[0-9]+|'.*?'", "", text) for text in sentences}) > 25
+
+
+def test_broken_files_through_the_door(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundred of them: a request, or a sentence and code 2."""
+    dice = random.Random(7)
+    codes = []
+    for _ in range(100):
+        Path("my.yaml").write_bytes(_mutated(dice))
+        codes.append(main(["suite", "--config", "my.yaml"]))
+        shown = capsys.readouterr()
+        assert re.fullmatch(
+            r"fp8bench: .*\.\n" if codes[-1] == 2 else r"fp8bench: history: .*\n(fp8bench: report: .*\n)?", shown.err
+        ), shown.err
+    assert set(codes) == {2, 3}  # 3: the stand-in measures nothing
+
+
+def test_the_files_values_are_defaults(here: Path) -> None:
+    """Parsing the words again finds them, and the file's list is not grown by another parse."""
+    (here / "my.yaml").write_text("set: {shape: 1}\nimport: json")
+    parser = build_parser()
+    words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]
+    first, second = (with_config(parser, commands_of(parser)["suite"], words, here / "my.yaml") for _ in range(2))
+    assert vars(first) == vars(second)
+    assert first.axes == [("shape", ("1",)), ("tokens", ("2",))] and first.imports == ["json", "csv"]
+
+
+def test_the_example_of_the_page(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as it stands."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    example, _ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (here / "nightly.yaml").write_text(example)
+    assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    for word in ("m=256", "m=1 ", "operands=ready", "fp32 (reference)", "bf16", "fp8", "groups: 2"):
+        assert word in shown.out
+    assert main(["suite", "transformer", "--config", "nightly.yaml", "--dry-run"]) == 2
+    assert "unknown axis of suite transformer 'shape'" in capsys.readouterr().err
+
+
+TRAINING = "suite: gemm\nuse_fp8: true\n"
+# What the keys ask for beside bf16.
+MODES = {
+    "the switch alone": ("", "fp8-delayed"),
+    "every key": (
+        "fp8_format: e4m3\nfp8_margin: 2\nfp8_interval: 3\nfp8_amax_history_len: 16\nfp8_amax_compute_algo: max",
+        "fp8-delayed:history=16:margin=2:interval=3:formats=e4m3",
+    ),
+    "in capitals": ("fp8_format: E5M2\nfp8_amax_compute_algo: MOST_RECENT",
+                    "fp8-delayed:algorithm=most_recent:formats=e5m2"),
+    "what is so anyway": ("fp8_format: HYBRID\nfp8_margin: 0\nfp8_amax_history_len: 1024", "fp8-delayed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_keys_of_fp8_training_are_a_mode(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside bf16, without a word of warning."""
+    keys, mode = MODES[name]
+    assert asked(TRAINING + keys)[0].dtypes == ("bf16", mode)
+    assert asked(f"{TRAINING}dtypes: [fp32, fp8]\n{keys}")[0].dtypes == ("fp32", "fp8", mode)
+    assert "has no effect" not in capsys.readouterr().err
+
+
+# What a file has no use for: its text, the command line, and the keys with the reason, by line.
+UNUSED = {
+    "a switch that is off": (
+        "suite: gemm\nuse_fp8: False\nfp8_margin: 1", (), {3: ("fp8_margin", "use_fp8 is false")},
+    ),
+    "no switch": (
+        "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", (),
+        {2: ("fp8_interval", "use_fp8 is not there"), 3: ("fp8_format", "use_fp8 is not there")},
+    ),
+    "the command line": (
+        TRAINING + "fp8_margin: 1", ("--dtypes", "bf16,mxfp8"),
+        {2: ("use_fp8", "--dtypes on the command line"), 3: ("fp8_margin", "--dtypes on the command line")},
+    ),
+    "a history that nobody looks at": (
+        TRAINING + "fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", (),
+        {4: ("fp8_amax_history_len", "looks at one amax")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_key_without_effect_is_named(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its file, its line and why; the run goes on."""
+    text, words, unused = UNUSED[name]
+    dtypes = asked(text, *words)[0].dtypes
+    shown = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert len(shown) == len(unused)
+    for line, (number, (key, why)) in zip(shown, unused.items(), strict=True):
+        assert line.startswith(f"fp8bench: my.yaml:{number}: {key} has no effect: ") and why in line
+    assert any(mode.startswith("fp8-delayed") for mode in dtypes) == (name == "a history that nobody looks at")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("use_fp8: yes", "use_fp8 cannot be 'yes': expected true or false."),
+        ("fp8_format: hybird", "fp8_format cannot be 'hybird': expected one of hybrid, e4m3, e5m2; the nearest is"),
+        ("fp8_margin: -1", "fp8_margin cannot be '-1': expected a whole number from 0 to 32."),
+        ("fp8_margin: '1:history=2'", "fp8_margin cannot be '1:history=2': expected a whole number."),
+        ("fp8_interval: 0", "fp8_interval cannot be '0': expected a whole number from 1 to 65536."),
+        ("fp8_amax_history_len: 1e3", "fp8_amax_history_len cannot be '1e3': expected a whole number."),
+        ("fp8_amax_compute_algo: min", "fp8_amax_compute_algo cannot be 'min': expected one of max, most_recent."),
+        ("fp8_margin: [1]", "fp8_margin: expected one value, got a list."),
+        ("fp8_margin:", "fp8_margin: expected one value, got none."),
+        ("fp8_magrin: 1", "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?"),
+    ],
+)
+def test_nonsense_under_a_key_of_fp8_training_is_refused(line: str, words: str, refused: Callable[..., str]) -> None:
+    """With its line, whether the switch is on or not."""
+    for switch in ("use_fp8: true", "quick: true") if not line.startswith("use_fp8") else ("quick: true",):
+        assert f"my.yaml:3: {words}" in refused(f"suite: gemm\n{switch}\n{line}")
+
+
+def test_the_example_of_fp8_training(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as it stands, with the mode that the page names."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    _, example = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (here / "train.yaml").write_text(example)
+    assert main(["suite", "--config", "train.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    (mode,) = re.findall(r"`(fp8-delayed:\S+)`", PAGE)
+    assert mode in shown.out and "fp32 (reference)" in shown.out and not shown.err
+
+
+GIVEN = (
+    "suite transformer --dtypes fp8-delayed:margin=1,bf16 --set size=nano --set sequence=64,128 --set size=gpt2-124m "
+    "--grid --precision-map mlp=fp8,blocks.0=bf16 --budget 90 --seed 7 --import json --import ./my-suite.py "
+    "--no-energy --max-batch --memory-limit 1.5GiB --static-scales 8 --saturation-bound 0.1 --csv rows.csv --store kept"
+)
+
+
+def test_a_written_file_is_read_back_as_it_was_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option keeps its value; what was not given stands there as a comment."""
+    words = [*GIVEN.split(), "--data", "a b: 'c' #.txt", "--trace", "~"]
+    expected = vars(build_parser(("suite",)).parse_args(words))
+    (here / "my-suite.py").write_text("")
+    assert main(["config", *words[1:], "--write", "new.yaml"]) == 0
+    assert capsys.readouterr().out == ""
+    command = commands_of(build_parser())["suite"]
+    values = read_config(Path("new.yaml"), command)
+    merged: dict[str, tuple[str, ...]] = {}
+    for name, given in expected["axes"]:
+        merged[name] = (*merged.get(name, ()), *given)
+    assert {**expected, "axes": list(merged.items())} == {**vars(build_parser().parse_args(["suite"])), **values}
+    lines = Path("new.yaml").read_text().splitlines()
+    assert {line.partition(":")[0] for line in lines if line.startswith("# ")} >= {"# reference", "# rounds", "# quick"}
+
+
+def test_a_file_without_anything_given_is_all_comments(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To be filled in; what cannot be measured is not written."""
+    assert main(["config"]) == 0
+    out = capsys.readouterr().out
+    assert out and all(not line or line.startswith("#") for line in out.splitlines())
+    assert main(["config", "gemm", "--dtypes", "fp9", "--write", "no.yaml"]) == 2
+    assert not (here / "no.yaml").exists()

@@ -1,0 +1,204 @@
+"""--trace, --tensorboard and --wandb through the door: what is refused, written, said, and kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8bench
+from fp8bench.cli import outputs
+from fp8bench.cli.main import main
+from fp8bench.errors import StoreError
+from fp8bench.jobs import after_run
+from fp8bench.model import Run, Status
+from fp8bench.protocols import SilentObserver
+from fp8bench.store.runs.read import load_run, run_files
+
+GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "file").touch()
+    return tmp_path
+
+
+def the_run(here: Path) -> Run:
+    (file,) = run_files(here / ".fp8bench")
+    return load_run(file)
+
+
+REFUSED = {
+    "a folder for traces below a file": (
+        ["--trace", "file/below"],
+        "--trace 'file/below' cannot be written (Not a dir",
+    ),
+    "a folder for figures that is a file": (["--tensorboard", "file"], "--tensorboard 'file' cannot be written ("),
+    "an empty folder for traces": (["--trace", ""], "an empty text is no path"),
+    "traces of nothing": (
+        ["--trace", "t", "--dry-run"],
+        "--dry-run measures nothing, so that there is nothing for --trace",
+    ),
+    "figures of nothing": (["--tensorboard", "t", "--dry-run"], "nothing for --tensorboard"),
+    "nothing to send": (["--wandb", "--dry-run"], "nothing for --wandb"),
+    "no package to send with": (["--wandb", "mine"], "--wandb needs the package wandb"),
+    "traces of a run that is resumed": (["--resume", "last", "--trace", "t"], "and gemm was given too"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    case: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a sentence, and nothing is left behind but what was there."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words, sentence = REFUSED[case]
+    assert main([*GEMM, *words]) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert {one.name for one in here.iterdir()} <= {"file", ".fp8bench"} and not list(run_files(here / ".fp8bench"))
+
+
+def test_traces_of_every_case(here: Path) -> None:
+    """A folder for each; the record has its file and what takes most in it."""
+    assert main([*GEMM, "--trace", "traces/new"]) == 0
+    run = the_run(here)
+    assert run.request.trace == "traces/new"
+    for record in run.records:
+        assert (here / "traces" / "new" / record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
+        assert any(one.name == "aten::mm" and one.phase == "gemm" for one in record.operators)
+    assert len(list((here / "traces" / "new").iterdir())) == 2
+
+
+def test_a_trace_that_cannot_be_written_costs_no_case(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was there before anything was measured; why it failed is kept."""
+
+    def full(self: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([*GEMM, "--trace", "traces"]) == 0
+    for record in the_run(here).records:
+        assert record.status is Status.OK and record.timing is not None and not record.trace
+        assert record.detail == "no trace: OSError: [Errno 28] No space left on device"
+
+
+def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(here: Path) -> None:
+    """Under the same names: what was cut off is written again."""
+
+    class Stopping(SilentObserver):
+        def finished(self, record: object) -> None:
+            raise KeyboardInterrupt
+
+    asked: dict[str, Any] = {"dtypes": ["fp32"], "rounds": 1, "isolation": False}
+    half = fp8bench.run("gemm", set={"shape": [8, 16]}, trace="traces", observer=Stopping(), **asked)
+    assert not half.finished and len(half.records) == 1
+    assert main(["suite", "--resume", "last", "--no-report"]) == 0
+    whole = the_run(here)
+    assert whole.finished and len(whole.records) == 2 and len(list((here / "traces").iterdir())) == 2
+    stamps = {Path(record.trace).name for record in whole.records}
+    assert len(stamps) == 1 and all((here / "traces" / record.trace).is_file() for record in whole.records)
+
+
+def test_figures_for_tensorboard(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the run, or of a stored one later: the same files."""
+    pytest.importorskip("tensorboard")
+    assert main([*GEMM, "--tensorboard", "board"]) == 0
+    assert "tensorboard: 2 curves in board; `tensorboard --logdir board`" in capsys.readouterr().err
+    assert main(["show", "last", "--tensorboard", "again"]) == 0
+    written = {file.relative_to("board"): file.read_bytes() for file in Path("board").rglob("*") if file.is_file()}
+    assert {file.parent.name for file in written} == {"fp32", "fp8"}
+    assert {
+        file.relative_to("again"): file.read_bytes() for file in Path("again").rglob("*") if file.is_file()
+    } == written
+
+
+def test_figures_from_python(here: Path) -> None:
+    """Refused before anything is measured, or written."""
+    pytest.importorskip("tensorboard")
+    with pytest.raises(fp8bench.Fp8benchError, match="--tensorboard 'file' cannot be written"):
+        fp8bench.run("gemm", tensorboard="file")
+    fp8bench.run("gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, tensorboard=Path("board"))
+    assert list((here / "board" / "fp32").iterdir())
+
+
+def test_what_fails_after_the_measuring_fails_no_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says how to do it again."""
+
+    def no_space(*arguments: object) -> None:
+        raise StoreError("board/x cannot be written (No space left on device).")
+
+    def no_network(*arguments: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(outputs, "check_tensorboard", lambda folder: None)
+    monkeypatch.setattr(after_run, "write_tensorboard", no_space)
+    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
+    monkeypatch.setattr(after_run, "send_to_wandb", no_network)
+    assert main([*GEMM, "--tensorboard", "board", "--wandb"]) == 0
+    told = capsys.readouterr().err
+    run = the_run(here)
+    assert f"`fp8bench show {run.id} --tensorboard DIR` writes it again" in told
+    assert "wandb: not sent (ConnectionError: no network). The run is kept" in told
+    assert f"`fp8bench show {run.id} --wandb fp8bench` sends it again" in told
+
+
+def test_what_is_sent_has_the_run_and_its_report(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those files that there are."""
+    sent: list[Any] = []
+    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
+    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, found, project, files: sent.append((project, files)))
+    assert main([*GEMM, "--wandb", "mine"]) == 0
+    assert main(["report", "last"]) == 0
+    assert main(["show", "last", "--wandb"]) == 0
+    assert [(project, [file.suffix for file in files]) for project, files in sent] == [
+        ("mine", [".jsonl"]), ("fp8bench", [".jsonl", ".html", ".csv"]),
+    ]  # fmt: skip
+    assert "wandb: sent to project mine" in capsys.readouterr().err
+
+
+def test_an_interrupt_of_the_sending_leaves_the_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what there is left to do."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
+    monkeypatch.setattr(after_run, "send_to_wandb", interrupted)
+    assert main([*GEMM, "--wandb"]) == 130
+    assert "takes --tensorboard and --wandb too" in capsys.readouterr().err
+    assert the_run(here).finished
+
+
+def test_nobody_waits_for_the_boards_after_an_interrupt(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What there is of the run is kept, and `show` takes the same options."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
+    monkeypatch.setattr(after_run, "send_to_wandb", lambda *arguments: pytest.fail("sent"))
+    monkeypatch.setattr("fp8bench.pipeline._group", interrupted)
+    assert main([*GEMM, "--wandb"]) == 130
+    assert not the_run(here).finished and "wandb" not in capsys.readouterr().err
+
+
+def test_a_run_in_json_has_its_operators(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GEMM, "--trace", "traces", "--json"]) == 0
+    for record in json.loads(capsys.readouterr().out)["records"]:
+        assert {"phase", "name", "calls", "seconds", "on_device"} == set(record["operators"][0]) and record["trace"]

@@ -1,0 +1,574 @@
+"""The door: its options, its exit codes, its refusals, and one suite from words to table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench import pipeline
+from fp8bench.cli import main as cli
+from fp8bench.cli.grammar import build_parser, commands_of
+from fp8bench.cli.main import main
+from fp8bench.errors import WorkerLost
+from fp8bench.jobs import doctor
+from fp8bench.jobs.selftest import checks, power
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import DeviceFacts, Environment, Plan, Request, Run, Status
+from fp8bench.plan.make import check_names, make_plan
+from fp8bench.protocols import Observer
+from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.write import start_run
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+QUICK = ("--set", "shape=64", "--quick")
+NO_HISTORY = (
+    "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
+)
+
+# The door is frozen: an issue that adds an option adds it here, knowingly.
+COMMON = {"-h", "--help"}
+CONFIGURED = {
+    "NAME", "--dtypes", "--devices", "--reference", "--set", "--precision-map", "--data", "--quick", "--budget",
+    "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
+    "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
+    "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
+    "--no-energy", "--max-batch", "--memory-limit", "--explain",
+}  # fmt: skip
+OPTIONS = {
+    "": COMMON | {"--version"},
+    "suite": COMMON | CONFIGURED,
+    "config": COMMON | CONFIGURED | {"--write"},
+    "list": COMMON | {"WHAT", "NAME", "--import"},
+    "doctor": COMMON | {"--calibrate"},
+    "show": COMMON | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
+    "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
+    "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
+    "duel": COMMON | {
+        "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", "--dtypes", "--devices", "--set",
+        "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
+        "--json", "--sessions", "--explain",
+    },
+    "gate": COMMON | {
+        "A B", "--duel", "--history", "--store", "--import", "--thresholds", "--no-rerun", "--junit", "--md",
+        "--benchmark-json", "--explain",
+    },
+    "history": COMMON,
+    "history list": COMMON | {"WORD", "--runs", "--explain", "--store", "--import"},
+    "history show": COMMON | {"SERIES", "--explain", "--store", "--import"},
+    "history regressions": COMMON | {"--all", "--explain", "--json", "--store", "--import"},
+    "history ack": COMMON | {"SERIES", "--until", "--because", "--undo", "--store", "--import"},
+    "history verify": COMMON | {"--store", "--import"},
+    "history rebuild": COMMON | {"--store", "--import"},
+    "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "lint-shapes": COMMON | {
+        "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
+    },
+    "sensitivity": COMMON | {
+        "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
+        "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",
+    },
+    "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; returns the store that is the default there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / ".fp8bench"
+
+
+def words_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Options, and arguments by their metavar."""
+    actions = [one for one in parser._actions if not isinstance(one, argparse._SubParsersAction)]
+    return {word for one in actions for word in (one.option_strings or [str(one.metavar)])}
+
+
+def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
+    """A parser, its commands, and theirs, by the words they are called with."""
+    found = {name: parser}
+    for word, command in commands_of(parser).items():
+        found |= every_parser(command, f"{name} {word}".strip())
+    return found
+
+
+def test_the_set_of_options_is_frozen() -> None:
+    """Per command, and the commands themselves; those of history too."""
+    assert {name: words_of(parser) for name, parser in every_parser(build_parser()).items()} == OPTIONS
+
+
+def test_every_option_says_what_it_does() -> None:
+    """`--help` is the first page of the manual."""
+    parsers = every_parser(build_parser())
+    actions = [(name, one) for name, parser in parsers.items() for one in parser._actions]
+    silent = [
+        (name, one.dest) for name, one in actions
+        if not one.help and not isinstance(one, argparse._SubParsersAction)
+    ]  # fmt: skip
+    assert not silent
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
+def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """On stdout, with code 0."""
+    try:
+        code = main(words)
+    except SystemExit as ended:  # argparse leaves this way after --help
+        code = int(ended.code or 0)
+    shown = capsys.readouterr()
+    assert code == 0 and shown.out and not shown.err
+
+
+def test_a_bare_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each kind."""
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["suites", "dtypes", "devices"]
+    assert "gemm" in lines[0] and "transformer" in lines[0] and "_planted" not in lines[0]
+    assert "nvfp4" in lines[1] and "cuda" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dtypes", ["(also fp4)", "emulated on cpu", "native on cpu"]),
+        ("gemm", ["shape", "operands", "--set AXIS=A,B"]),
+        ("transformer", ["micro_batches", "nano"]),
+        ("devices", ["cpu"]),
+        ("suites", ["gemm", "transformer"]),
+    ],
+)
+def test_lists(
+    what: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this machine makes of it."""
+    monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
+    assert main(["list", what]) == 0
+    shown = capsys.readouterr()
+    assert all(word in shown.out for word in words) and not shown.err
+
+
+REFUSED = {
+    "unknown command": (["siute"], "Did you mean 'suite'"),
+    "unknown option": (["suite", "gemm", "--dtype", "fp8"], "Did you mean --dtypes"),
+    "unknown command of history": (
+        ["history", "shwo"],
+        "unknown command 'shwo'. Did you mean 'show'? Known: ack, list",
+    ),
+    "an option before the command": (["--store", "x", "show", "last"], "Options stand behind the command. See `fp8be"),
+    "an option before history's": (
+        ["history", "--store", "x", "list"],
+        "unknown command 'x'. Known: ack, list, merge, ",
+    ),
+    "another command's option": (["history", "list", "--grid"], "'--grid'. See `fp8bench history list --help`."),
+    "an option that is nearly one": (["history", "list", "--run"], "Did you mean --runs? See"),
+    "a word too many": (["history", "show", "a", "b"], "unknown argument 'b'. See `fp8bench history show --help`."),
+    "no suite": (["suite"], "no suite was named. Give one of"),
+    "unknown suite": (["suite", "gem"], "Did you mean 'gemm'"),
+    "a hidden suite": (["suite", "_planted"], "unknown suite '_planted'"),
+    "a hidden suite among others": (["suite", "gemm,_planted"], "unknown suite '_planted'"),
+    "a hidden suite's axes": (["list", "_planted"], "unknown thing to list '_planted'"),
+    "an empty name among suites": (["suite", "gemm,"], "the suite 'gemm,' has an empty name"),
+    "a path that is no Python file": (["suite", "./file"], "the suite './file' is a path"),
+    "unknown dtype": (["suite", "gemm", "--dtypes", "fp8,bf61"], "unknown dtype 'bf61'. Did you mean 'bf16'"),
+    "unknown reference": (["suite", "gemm", "--reference", "fp23"], "Did you mean 'fp32'"),
+    "unknown device": (["suite", "gemm", "--devices", "cpx"], "Did you mean 'cpu'"),
+    "a device not here": (["suite", "gemm", "--devices", "cuda:77"], "unknown device on this machine 'cuda:77'"),
+    "unknown axis": (["suite", "gemm", "--set", "shap=64"], "Did you mean 'shape'"),
+    "unknown axis value": (["suite", "gemm", "--set", "shape=big"], "axis 'shape' cannot be 'big'"),
+    "size out of bounds": (["suite", "gemm", "--set", "shape=0"], "expected sizes from 1"),
+    "unknown choice": (["suite", "gemm", "--set", "product=backward"], "expected one of auto, forward"),
+    "not a number": (["suite", "transformer", "--set", "batch=two"], "expected a whole number"),
+    "too many cases": (
+        ["suite", "gemm", *(f"--set={axis}=" + ",".join(map(str, range(1, 151))) for axis in ("shape", "tokens"))],
+        "asks for 22500 combinations; the most is 20000",
+    ),
+    "malformed --set": (["suite", "gemm", "--set", "shape"], "'shape' is not of the form AXIS=VALUE,VALUE"),
+    "--set without a name": (["suite", "gemm", "--set", "=64"], "is not of the form AXIS=VALUE,VALUE"),
+    "--set without values": (["suite", "gemm", "--set", "shape="], "empty name"),
+    "--set with an empty value": (["suite", "gemm", "--set", "shape=1,,2"], "empty name"),
+    "empty dtypes": (["suite", "gemm", "--dtypes", ""], "empty name"),
+    "an empty dtype": (["suite", "gemm", "--dtypes", "fp8,"], "empty name"),
+    "unknown layer kind": (
+        ["suite", "transformer", "--precision-map", "atn=fp8"],
+        "unknown layer of suite transformer 'atn'. Did you",
+    ),
+    "unknown layer": (
+        ["suite", "transformer", "--precision-map", "blocks.0.mpl=fp8"],
+        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head; layers by name (blocks.0.attn.qkv,",
+    ),
+    "map without a layer": (["suite", "transformer", "--precision-map", "=fp8"], "is not of the form LAYER=DTYPE"),
+    "map without a dtype": (["suite", "transformer", "--precision-map", "mlp="], "is not of the form LAYER=DTYPE"),
+    "unknown option in map": (
+        ["suite", "transformer", "--precision-map", "mlp=fp8:histroy=3"],
+        "unknown option of dtype fp8 'histroy'",
+    ),
+    "no layer kinds": (["suite", "gemm", "--precision-map", "mlp=fp8"], "Known: none"),
+    "malformed map": (["suite", "transformer", "--precision-map", "mlp"], "is not of the form LAYER=DTYPE,LAYER=DTYPE"),
+    "empty map": (["suite", "transformer", "--precision-map", ""], "is not of the form LAYER=DTYPE,LAYER=DTYPE"),
+    "map with two signs": (["suite", "transformer", "--precision-map", "mlp=b=c"], "unknown dtype 'b=c'"),
+    "map of one kind twice": (["suite", "transformer", "--precision-map", "mlp=fp8,mlp=bf16"], "twice"),
+    "unknown dtype in map": (["suite", "transformer", "--precision-map", "mlp=pf8"], "Did you mean 'fp8'"),
+    "map that changes nothing": (
+        ["suite", "transformer", "--dtypes", "bf16", "--precision-map", "mlp=fp8"],
+        "would change nothing",
+    ),
+    "no batches": (
+        ["suite", "mlp", "--static-scales", "0"],
+        "--static-scales: expected a whole number from 1 to 100000",
+    ),
+    "a refresh of nothing": (
+        ["suite", "mlp", "--refresh-scales", "9"],
+        "--refresh-scales says when scales from data are renewed, and there are none. Add --static-scales N",
+    ),
+    "a bound for nothing": (["suite", "mlp", "--saturation-bound", "1"], "Add --static-scales N"),
+    "a bound of all": (
+        ["suite", "mlp", "--static-scales", "2", "--saturation-bound", "100"],
+        "a percentage from 0 to below 100",
+    ),
+    "a bound that is none": (["suite", "mlp", "--saturation-bound", "nan"], "a percentage from 0 to below 100"),
+    "static scales without effect": (
+        ["suite", "mlp", "--dtypes", "bf16,mxfp8", "--static-scales", "2"],
+        "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor.",
+    ),
+    "static scales without layers": (
+        ["suite", "gemm", "--dtypes", "fp8", "--static-scales", "2"],
+        "Add a dtype that has",
+    ),
+    "a largest batch of no batch": (
+        ["suite", "gemm", "--max-batch"],
+        "suite gemm has no batch. Suites that have one: at",
+    ),
+    "a limit for nothing": (["suite", "mlp", "--memory-limit", "1G"], "goes with --max-batch, which was not given"),
+    "a limit that is no size": (
+        ["suite", "mlp", "--max-batch", "--memory-limit", "lots"],
+        "size like 2GiB, 512MB or 1.5G",
+    ),
+    "a limit of nothing": (
+        ["suite", "mlp", "--max-batch", "--memory-limit", "0.1"],
+        "above 0 and up to 100 TiB, got '0.1'",
+    ),
+    "no limit on a processor": (
+        ["suite", "mlp", "--devices", "cpu", "--max-batch"],
+        "on cpu needs --memory-limit SIZE",
+    ),
+    "a limit beyond the machine": (
+        ["suite", "mlp", "--devices", "cpu", "--max-batch", "--memory-limit", "99TiB"],
+        "--memory-limit 99.0 TiB is more than cpu has",
+    ),
+    "rounds 0": (["suite", "gemm", "--rounds", "0"], "expected a whole number from 1, got '0'"),
+    "rounds -1": (["suite", "gemm", "--rounds", "-1"], "--rounds"),
+    "rounds x": (["suite", "gemm", "--rounds", "x"], "expected a whole number from 1, got 'x'"),
+    "rounds without end": (["suite", "gemm", "--rounds", "9" * 5000], "expected a whole number"),
+    "rounds in another script": (["suite", "gemm", "--rounds", "²"], "expected a whole number"),
+    "budget 0": (["suite", "gemm", "--budget", "0"], "expected a number of seconds above 0, got '0'"),
+    "budget nan": (["suite", "gemm", "--budget", "nan"], "expected a number of seconds above 0"),
+    "budget inf": (["suite", "gemm", "--budget", "inf"], "expected a number of seconds above 0"),
+    "budget -1": (["suite", "gemm", "--budget=-1"], "expected a number of seconds above 0"),
+    "budget x": (["suite", "gemm", "--budget", "x"], "expected a number of seconds above 0"),
+    "seed -1": (["suite", "gemm", "--seed=-1"], "expected a whole number from 0"),
+    "threads 0": (["suite", "gemm", "--threads", "0"], "expected a whole number from 1"),
+    "threads without end": (["suite", "gemm", "--threads", "1000000"], "expected a whole number from 1 to 1024, got"),
+    "an empty store": (["suite", "gemm", "--store", ""], "an empty text is no path"),
+    "an empty store, showing": (["show", "last", "--store", ""], "an empty text is no path"),
+    "a limit nobody can keep": (
+        ["suite", "gemm", "--no-isolation", "--case-timeout", "5"],
+        "--case-timeout cannot be kept with --no-isolation",
+    ),
+    "missing text": (["suite", "transformer", "--data", "nowhere.txt"], "--data nowhere.txt cannot be read"),
+    "a store below a file": (["suite", "gemm", "--store", "file/store"], "store file/store cannot be written"),
+    "a store that is a file": (["suite", "gemm", "--store", "file"], "cannot be written"),
+    "a text and a store below a file": (["suite", "transformer", "--store", "file"], "Choose another --store DIR"),
+    "a module that fails": (
+        ["suite", "gemm", "--import", "failing.py"],
+        "importing 'failing.py' failed: ValueError: no (failing.py, line 1). Expected",
+    ),
+    "a module that is not there": (["suite", "gemm", "--import", "no_such_module"], "ModuleNotFoundError"),
+    "a file that is not there": (["suite", "gemm", "--import", "nowhere.py"], "no such file"),
+    "unknown thing to list": (["list", "dtype"], "Did you mean 'dtypes'"),
+    "a module that fails, listing": (["list", "--import", "failing.py"], "failed: ValueError"),
+    "unknown run": (["show", "abc"], "no run 'abc' in .fp8bench"),
+    "no run": (["show"], "RUN"),
+    "a run with too long a name": (["show", "a" * 400], "failed (File name too long)"),
+    "a file that is no run": (["show", "file"], "is no run file"),
+    "trials without --power": (["selftest", "--trials", "3"], "--trials goes with --power"),
+    "unknown operation": (["selftest", "--power", "--operation", "smal"], "Did you mean 'small'"),
+    "json without --power": (["selftest", "--json", "x"], "--json goes with --power"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_sentence_and_code_2(
+    name: str, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, naming the nearest known word, and no run is begun."""
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    (store.parent / "file").write_text("something")
+    (store.parent / "failing.py").write_text("raise ValueError('no')")
+    words, sentence = REFUSED[name]
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err
+    assert shown.err.startswith("fp8bench: ") and shown.err.count("\n") == 1 and shown.err.endswith(".\n")
+    assert not shown.out and "Traceback" not in shown.err
+    assert not list(run_files(store))
+
+
+def test_hidden_names_are_not_offered(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The self-test's own suite is nobody's choice; the names that are known are those that `list` names."""
+    assert main(["suite", "nothing_like_it"]) == 2
+    known = capsys.readouterr().err.partition("Known: ")[2].split(", ")
+    assert "gemm" in known and not [name for name in known if name.startswith("_")]
+    assert main(["list", "suites"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("_")]
+
+
+def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same."""
+    assert main(["suite", "gemm", *QUICK, "--no-isolation"]) == 0
+    table = capsys.readouterr()
+    (path,) = run_files(store)
+    assert table.err == f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n"
+    run = load_run(path)
+    assert run.finished and run.ok and not run.troubles
+    assert {record.case.precision: record.status for record in run.records} == dict.fromkeys(
+        ("fp32", "bf16", "fp8"), Status.OK
+    )
+    assert all(record.timing and record.timing.num_rounds >= 8 for record in run.records)
+    for word in ("fp32", "bf16", "fp8", "emulated", "noise floor", path.stem):
+        assert word in table.out
+    for words in (["show", "last"], ["show", run.id], ["show", path.stem], ["show", str(path.relative_to(Path.cwd()))]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == table.out
+
+
+def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The mission's road as a user walks it: `python -m fp8bench suite gemm`."""
+    package = str(Path(cli.__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16",
+         "--no-report"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": package},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, NO_HISTORY)
+    (path,) = run_files(tmp_path / ".fp8bench")
+    run = load_run(path)
+    assert run.finished and {record.case.precision for record in run.records} == {"fp32", "fp8", "bf16"}
+    assert "bf16" in done.stdout and run.id in done.stdout
+    assert run.command == "python -m fp8bench suite gemm --set shape=64 --quick --dtypes fp8,bf16 --no-report"
+    assert json.loads(path.read_text().splitlines()[-1]) == {"end": "finished"}
+
+
+def test_a_dry_run_prints_the_plan_and_writes_no_run(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is prepared, nothing timed."""
+    for name in ("prepare", "slot", "error"):
+        monkeypatch.setattr(f"fp8bench.worker.bench.Bench.{name}", None)
+    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=64,gpt2"]) == 0
+    shown = capsys.readouterr()
+    assert "64" in shown.out and "gpt2/qkv" in shown.out and not shown.err
+    assert not list(run_files(store))
+
+
+@pytest.mark.parametrize(
+    ("words", "time"),
+    [
+        ([], "time: about 10 s to 20 s, more where a step takes seconds"),
+        (["--budget", "90"], "time: about 1 min 30 s, the budget"),
+        (["--rounds", "7"], "time: 7 rounds of every group"),
+        (["--quick"], "time: 10 rounds of every group"),
+    ],
+)
+def test_a_dry_run_says_how_long_it_would_take(
+    words: list[str], time: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far as that is known."""
+    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=64", *words]) == 0
+    assert time in capsys.readouterr().out
+
+
+def test_values_of_an_axis_given_twice_are_joined(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--set shape=32 --set shape=64` means both."""
+    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=32", "--set", "shape=64"]) == 0
+    out = capsys.readouterr().out
+    assert "32" in out and "64" in out
+
+
+FAILING = """
+from fp8bench.suites import Axis, Work, Workload, one_of, workloads
+
+
+@workloads.register("door_failing")
+class DoorFailing(Workload):
+    name = "door_failing"
+    summary = "fails in bf16"
+
+    def axes(self, facts):
+        return ()
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        if setup.case.precision == "bf16":
+            raise ValueError("planted failure")
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(1000))
+"""
+
+
+@pytest.fixture
+def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's file with a suite whose bf16 case fails."""
+    from fp8bench.registry import workloads
+
+    workloads.names()
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    path = store.parent / "door_failing.py"
+    path.write_text(FAILING)
+    return str(path)
+
+
+def test_a_failed_case_is_code_3_and_a_row(store: Path, failing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other cases are measured and shown."""
+    words = ["suite", "door_failing", "--import", failing, "--dtypes", "fp32,bf16", "--quick", "--no-isolation"]
+    assert main(words) == 3
+    shown = capsys.readouterr()
+    assert "planted failure" in shown.out and "fp32" in shown.out and "Traceback" not in shown.err
+    (path,) = run_files(store)
+    assert [record.status for record in load_run(path).records] == [Status.OK, Status.FAILED]
+
+
+def test_nothing_measured_is_code_3(store: Path, failing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of failures only is no success."""
+    words = ["suite", "door_failing", "--import", failing, "--dtypes", "bf16", "--quick", "--no-isolation"]
+    assert main(words) == 3
+    assert "planted failure" in capsys.readouterr().out
+
+
+def executing(run: Run | BaseException) -> Callable[..., Run]:
+    """A stand-in for pipeline.execute."""
+
+    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+        if isinstance(run, BaseException):
+            raise run
+        return run
+
+    return execute
+
+
+EMPTY = Run(
+    "abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl"
+)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "sentence"),
+    [
+        (KeyboardInterrupt(), 130, "fp8bench: interrupted\n"),
+        (
+            EMPTY,
+            130,
+            "fp8bench: interrupted; what was finished is kept in kept.jsonl. To do the rest: fp8bench suite -",
+        ),
+        (WorkerLost("the worker crashed during 'probe': it exited with status 1"), 3, "fp8bench: the worker crashed"),
+    ],
+    ids=["interrupted before measuring", "interrupted while measuring", "no worker at all"],
+)
+def test_other_ends(
+    outcome: Run | BaseException,
+    code: int,
+    sentence: str,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each with its code and a sentence."""
+    monkeypatch.setattr(pipeline, "execute", executing(outcome))
+    assert main(["suite", "gemm"]) == code
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    """`fp8bench show last | head -1` is quiet."""
+    run = Run("abc", "2026-01-01T00:00:00+00:00", "w" * 300_000, Request("gemm"), Plan(()), Environment({}), (CPU,))
+    start_run(run, tmp_path).finish("finished")
+    command = [sys.executable, "-W", "error", "-c", _SHOW_MUCH, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == ""
+
+
+_SHOW_MUCH = """
+import sys
+from fp8bench.cli import main as cli
+from fp8bench.report.terminal import run as text
+text.render = lambda *given, **named: "line\\n" * 100_000
+sys.exit(cli.main(["show", "last", "--store", sys.argv[1]]))
+"""
+
+WORDS = st.sampled_from([
+    "suite", "list", "doctor", "show", "selftest", "gemm", "transformer", "_planted", "suites", "dtypes", "last",
+    "fp8", "fp8,bf16", "fp4", "cpu", "cuda", "cuda:0", "shape=64", "shape=1x2x3,gpt2", "size=nano", "batch=2",
+    "mlp=fp8", "attn=bf16,mlp=fp4", "0", "1", "3", "-1", "nan", "1e3", "", "=", ",", "--", "-", "-x",
+    "no_such_module", "os",
+    "--dtypes=fp8", "--set=shape=8", "--budget=5", "--rounds=2", "/dev/null", ".",
+    *sorted(set().union(*OPTIONS.values()) - {"NAME", "WHAT", "RUN"}),
+])  # fmt: skip
+# What a shell can pass: anything without NUL, lone surrogates (bytes that are no UTF-8) included.
+RANDOM = st.text(st.characters(exclude_characters="\0"), max_size=6)
+STARTS = st.sampled_from([["suite", "gemm"], ["suite", "transformer"], ["suite"], ["list"], ["show"], ["selftest"], []])
+
+
+def _fake_execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
+    check_names(request)
+    plan = make_plan(request, (CPU,), "text:00000000")
+    return Run("abc", "2026-01-01T00:00:00+00:00", command, request, plan, Environment({}), (CPU,), finished=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STARTS, st.lists(WORDS | RANDOM, max_size=6))
+def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest: list[str]) -> None:
+    """Measuring itself is left out; parsing, planning and printing are real."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(pipeline, "execute", _fake_execute)
+        patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
+        patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
+        patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
+        patch.setattr(checks, "checks", lambda: iter(()))
+        patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv makes files
+        try:
+            code = main([*start, *rest])
+        except SystemExit as ended:  # argparse leaves this way after --help and --version
+            code = int(ended.code or 0)
+    assert code in {0, 2, 3}
+    assert "Traceback" not in err.getvalue()
+    if code == 2:
+        assert err.getvalue().startswith("fp8bench: ") and not out.getvalue()

@@ -1,0 +1,25 @@
+"""fp8bench and git as a person runs them; the fixture `fp8bench` runs a command line in this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = (sys.executable, "-W", "error", "-m", "fp8bench")
+Say = Callable[..., tuple[int, str, str]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of a process that is to find this checkout, with more variables."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def git(folder: Path, *words: str) -> str:
+    """What git says; it must work. Of nobody's settings, so that no name is asked for and nothing is signed."""
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

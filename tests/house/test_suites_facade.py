@@ -1,0 +1,78 @@
+"""`fp8bench.suites` is what files of other people import: each name and signature of it is written down beside this.
+
+`python -m tests.house.test_suites_facade` writes the list again, for a change that CHANGELOG.md names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8bench import suites
+from fp8bench.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_name("suites_facade.txt")
+IMPORTED = re.compile(r"from (fp8bench[\w.]*) import ")
+
+
+def surface() -> str:
+    """A line for each name, and one for each public member of its class."""
+    return "".join(f"{line}\n" for name in suites.__all__ for line in lines_of(name, getattr(suites, name)))
+
+
+def lines_of(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, enum.EnumType):
+        yield f"{name}: {', '.join(f'{one.name}={one.value}' for one in value)}"  # type: ignore[attr-defined]
+    elif inspect.isclass(value):
+        made = dataclasses.is_dataclass(value) or name == "Precision"
+        yield f"{name}{inspect.signature(value) if made else getattr(value, '_fields', '')}"
+        ours = [one for one in reversed(value.__mro__) if one.__module__.startswith("fp8bench")]
+        members: dict[str, object] = {}
+        for one in ours:
+            members |= {**inspect.get_annotations(one), **vars(one)}
+        fields = {one.name for one in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        for member in sorted(set(members) - fields):
+            if not member.startswith("_"):
+                yield f"    {member}{told(members[member])}"
+    elif inspect.isfunction(value):
+        yield f"{name}{inspect.signature(value)}"
+    else:
+        yield name
+        if isinstance(value, Registry):
+            yield f"    register{told(type(value).register)}"
+
+
+def told(member: object) -> str:
+    """A method's signature; of anything else its kind is enough."""
+    return str(inspect.signature(member)) if inspect.isfunction(member) else ""
+
+
+def test_the_facade_is_what_the_list_says() -> None:
+    """A name that goes, or takes other arguments, breaks files that we never see."""
+    assert surface() == LIST.read_text()
+
+
+def test_the_facade_brings_no_torch() -> None:
+    """Plans and lists import a user's file in a process that starts without it."""
+    program = "import sys, fp8bench.suites; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_pages_use_nothing_else() -> None:
+    """What a page imports is fp8bench itself, the bridge (a module of it) or this; and it has every name in words."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    used = {module for page in pages for module in IMPORTED.findall(page.read_text())}
+    assert used <= {"fp8bench", "fp8bench.suites"}
+    page = (ROOT / "docs" / "user-suites.md").read_text()
+    assert [name for name in suites.__all__ if f"`{name}`" not in page] == []
+
+
+if __name__ == "__main__":
+    LIST.write_text(surface())

@@ -1,0 +1,155 @@
+"""What the doctor says of this machine."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+
+from fp8bench.errors import WorkerLost
+from fp8bench.jobs import doctor
+from fp8bench.jobs.doctor import by_rank, examine, listing
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import DeviceFacts
+from fp8bench.model.raw import Settings
+from fp8bench.registry import precisions, workloads
+
+H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's answers without a process of its own."""
+    monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
+
+
+def test_every_precision_has_a_line_with_its_level_and_reason() -> None:
+    """For the processor, at the least."""
+    lines = list(examine(False))
+    for name in precisions.names():
+        support = precisions.get(name).support(CPU)
+        assert any(line.split()[:2] == [name, support.level.value] and support.reason in line for line in lines)
+
+
+def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All a bug report needs, and no line is empty of meaning."""
+    # Another test may have loaded a driver into this process.
+    monkeypatch.setattr(doctor, "driver_state", lambda: "NVML says: there is no driver")
+    text = "\n".join(examine(False))
+    assert f"torch {torch.__version__}" in text and "Python 3." in text
+    for word in ("machine ", "cores ", "load ", "clocks ", "energy ", "NVML says: "):
+        assert word in text
+    assert "what looking costs" not in text
+
+
+def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has turned compiling off. A compiler that ends the worker is named, and ends nothing else."""
+    assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
+
+    def compiler(self: LocalWorker, facts: DeviceFacts) -> str:
+        if facts.accelerated:
+            raise WorkerLost("it crashed")
+        return "a quantiser compiles in 1.2 s"
+
+    monkeypatch.delenv("FP8BENCH_QUANTISERS")
+    monkeypatch.setattr(LocalWorker, "compiler", compiler)
+    words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
+    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200)) == words
+
+
+def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed or not; that the plugin's page stays empty offline only where there is one."""
+    there = {"tensorboard": "2.21.0", "torch-tb-profiler": "0.4.3"}
+    boards, installed = (*there, "wandb"), metadata.version
+
+    def version(package: str) -> str:
+        if package in boards and package not in there:
+            raise metadata.PackageNotFoundError(package)
+        return there.get(package) or installed(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert any(line == f"boards    {doctor.boards()}" for line in examine(False))
+    assert doctor.boards().startswith("tensorboard 2.21.0, torch-tb-profiler 0.4.3, wandb not installed; the profiler")
+    assert "needs internet access in the browser" in doctor.boards()
+    there.clear()
+    assert doctor.boards() == "tensorboard not installed, torch-tb-profiler not installed, wandb not installed"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    """In words, not by silence."""
+    assert any(line.startswith("GPU       none") for line in examine(False))
+
+
+def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Markers, stamps, and a training step against a bare loop."""
+    monkeypatch.setattr(doctor, "_LOOP_STEPS", 1)
+    monkeypatch.setattr(doctor, "_LOOP_ROUNDS", 4)
+    text = "\n".join(examine(True))
+    assert "phase marker on" in text and "phase marker off" in text and "one clock stamp" in text
+    assert "against a bare loop: " in text and "4 pairs" in text
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capability, memory, CUDA, and what it does natively."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
+    text = "\n".join(examine(False))
+    assert "cuda:0: NVIDIA H200 (140 GiB, compute capability 9.0, CUDA 13.0)" in text
+    assert "GPU       none" not in text
+    assert any(line.split()[:2] == ["fp8", "native"] for line in text.splitlines())
+
+
+@pytest.mark.parametrize("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
+def test_every_device_says_where_its_energy_comes_from(
+    devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or why it has none; without a driver each says so."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: devices)
+    energies = [line for line in examine(False) if line.startswith("  energy    ")]
+    assert len(energies) == len(devices)
+
+
+def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And describes those that are there."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
+    assert list(listing("devices", ())) == ["cpu      a processor, 16.0 GiB", "cuda     none on this machine"]
+
+
+def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first GPU where there is one."""
+    shown = {}
+    for device in (CPU, H200):
+        monkeypatch.setattr(LocalWorker, "probe", lambda self, device=device: (CPU, device))
+        shown[device.kind] = "\n".join(listing("transformer", ()))
+    assert "cpu takes by default" in shown["cpu"] and "nano" in shown["cpu"]
+    assert "cuda:0 takes by default" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
+    assert "by kind attn, mlp, head; by name blocks.0.attn.qkv to head, or a prefix" in shown["cuda"]
+
+
+def test_a_suite_without_layers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing there can be mapped."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
+    assert not any("--precision-map" in line for line in listing("gemm", ()))
+
+
+def test_listing_suites_gives_their_summaries() -> None:
+    """Without a worker."""
+    assert [line.split()[0] for line in listing("suites", ())] == workloads.names()
+
+
+def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every device of the machine."""
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
+    short = list(listing("dtypes", ()))
+    assert [line.split()[0] for line in short[:-1]] == by_rank() and all(len(line) <= 80 for line in short)
+    assert "list dtypes NAME" in short[-1]
+    text = "\n".join(line for name in precisions.names() for line in listing("dtypes", (), name))
+    assert "nvfp4 (also fp4): " in text
+    for name in precisions.names():
+        for option in precisions.get(name).options:
+            assert f"    :{option.name}={option.default}" in text and f"  {option.description}" in text
+    assert "(also amax_history_len, fp8_amax_history_len)" in text
+    assert "fp8-delayed:history=16:margin=1" in text
+    assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())

@@ -1,0 +1,147 @@
+"""The report's files, and the command that writes them."""
+
+from __future__ import annotations
+
+import re
+import webbrowser
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from fp8bench.cli.main import main
+from fp8bench.errors import StoreError
+from fp8bench.jobs.report_files import Pages, folder_of, write_report
+from fp8bench.model import Run
+from fp8bench.store.runs.write import start_run
+from tests.runs import measured
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; returns the store that is the default there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".fp8bench"
+
+
+def kept(store: Path, number: int = 1) -> Run:
+    """A stored run."""
+    run, _ = measured()
+    run = replace(run, id=f"{number:08x}", started=f"2026-01-0{number}T00:00:00.000+00:00")
+    writer = start_run(run, store)
+    writer.append(run.records)
+    writer.finish("finished")
+    return replace(run, path=str(writer.path))
+
+
+def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
+    """The page loads nothing, and is the same again."""
+    run = kept(store)
+    page = write_report([run], store)
+    assert page == store / "reports" / Path(run.path).stem / "report.html"
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "default-src 'none'" in unescape(text)
+    assert not re.search(r"(?:src|href)=[\"']?https?:", text)
+    assert (page.parent / "results.csv").read_text().count("\n") > 50
+    assert write_report([run], store).read_text() == text
+    assert sorted(one.name for one in page.parent.iterdir()) == ["report.html", "results.csv"]
+
+
+def test_it_goes_wherever_else_it_is_wanted(store: Path) -> None:
+    """HTML, Markdown, wide rows."""
+    run = kept(store)
+    html, markdown = Path("out/a.html"), Path("out/a.md")
+    page = write_report([run], store, Pages(html, markdown, wide=True))
+    assert html.read_text() == page.read_text() and markdown.read_text().startswith("# ")
+    assert (page.parent / "results.csv").read_text().count("\n") == len(run.records) + 1
+
+
+def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its summary, once there is one."""
+    run = kept(store)
+    for wanted in ("stored in ", f"report: .fp8bench/reports/{Path(run.path).stem}/report.html"):
+        main(["show", run.id])
+        assert f"\n  {wanted}" in capsys.readouterr().out
+        write_report([run], store)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_page_is_shown_in_the_browser(
+    there: bool, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without one it is no failure: the page's address is said."""
+    asked: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: asked.append(address) or there)
+    run = kept(store)
+    assert main(["report", run.id, "--open"]) == 0
+    out, err = capsys.readouterr()
+    assert asked == [Path(out.strip()).resolve().as_uri()]
+    assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {asked[0]}\n")
+
+
+def test_a_folder_that_takes_nothing_is_a_sentence(store: Path) -> None:
+    """And what was there before stays."""
+    run = kept(store)
+    (store / "reports").write_text("a file")
+    with pytest.raises(StoreError, match=r"the report .*report\.html cannot be written \(.*\)\."):
+        write_report([run], store)
+    assert (store / "reports").read_text() == "a file"
+
+
+def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:
+    """Their ids, and how many."""
+    run = kept(store)
+    runs = [replace(run, id=f"{number:08x}") for number in range(40)]
+    assert len(folder_of(runs, store).name) < 150 and folder_of(runs, store).name.endswith("-40-runs")
+
+
+def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run or several; the same bytes as the function gives."""
+    first, second = kept(store, 1), kept(store, 2)
+    assert main(["report", first.id]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page.read_text() == write_report([first], store).read_text()
+    assert main(["report", first.id, "last", "--md", "both.md"]) == 0
+    both = Path(capsys.readouterr().out.strip())
+    assert both.parent.name == f"{first.id}+{second.id}" and Path("both.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["report"], "the following arguments are required: RUN"),
+        (["report", "nosuch"], "no run 'nosuch' in .fp8bench"),
+        (["report", "last", "last"], "was named twice"),
+        (["report", "last", "--html", "no/such/folder/a.html"], "there is no directory no/such/folder"),
+        (["report", "last", "--md", "."], "it is a directory"),
+        (["suite", "gemm", "--no-report", "--html", "a.html"], "--no-report writes none, and --html wants one"),
+        (["suite", "gemm", "--dry-run", "--open"], "--dry-run measures nothing, so that there is nothing for --open"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(
+    words: list[str], sentence: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code 2, one line."""
+    kept(store)
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says where; without one if none is wanted; a failure of it is none of the run's."""
+    words = ["suite", "gemm", "--set", "shape=64", "--dtypes", "fp32", "--rounds", "1", "--no-isolation"]
+    assert main(words) == 0
+    page = re.search(r"report: (\S+report\.html)", capsys.readouterr().err)
+    assert page is not None and Path(page[1]).is_file()
+    assert main([*words, "--no-report"]) == 0
+    assert "report:" not in capsys.readouterr().err
+    for path in (store / "reports").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    for folder in (store / "reports").iterdir():
+        folder.rmdir()
+    (store / "reports").rmdir()
+    (store / "reports").write_text("in the way")
+    assert main(words) == 0
+    assert "The run is kept; `fp8bench report" in capsys.readouterr().err

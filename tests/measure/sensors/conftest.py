@@ -1,0 +1,83 @@
+"""NVML for every test that asks for it: the library of nvml/, with one healthy device until the test says otherwise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
+from tests.measure.sensors.virtual import VirtualClock
+
+
+@pytest.fixture(scope="session")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """The library, built and loaded once."""
+    if why_not():
+        pytest.skip(why_not())
+    simulation = Simulation(build(tmp_path_factory.mktemp("nvml")))
+    simulation.load()
+    return simulation
+
+
+@pytest.fixture
+def nvml(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
+    """pynvml talks to that library, also where another test has loaded a real one; no thread is left behind."""
+    import pynvml
+
+    before = threading.active_count()
+    monkeypatch.setattr(pynvml, "nvmlLib", simulation.loaded)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    simulation.reset()
+    yield simulation
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def library() -> Library:
+    """NVML as a process begins with it."""
+    return Library()
+
+
+@pytest.fixture
+def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
+    """The first device."""
+    one = NvmlDevice(Identity(uuid=uuid_of(1)), {}, library)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def clock(nvml: Simulation) -> VirtualClock:
+    """A clock that only samplers move."""
+    return VirtualClock(nvml.state)
+
+
+@pytest.fixture
+def opened(nvml: Simulation, library: Library, clock: VirtualClock) -> Iterator[Callable[[], Meter]]:
+    """Opens the meter of the first device, on the virtual clock."""
+    meters: list[Meter] = []
+
+    def opened() -> Meter:
+        meters.append(nvml_meter(Identity(uuid=uuid_of(1)), {}, clock, library))
+        return meters[-1]
+
+    yield opened
+    for meter in meters:
+        meter.close()
+
+
+@pytest.fixture(scope="session")
+def old_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that lacks what older drivers lack."""
+    if why_not():
+        pytest.skip(why_not())
+    return build(tmp_path_factory.mktemp("old"), "-DOLD_DRIVER")

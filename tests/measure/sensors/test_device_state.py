@@ -1,0 +1,91 @@
+"""What a device is set to, by the real pynvml over the library of tests/samplers/nvml/."""
+
+from __future__ import annotations
+
+import re
+
+from fp8bench.measure.sensors.device_state import device_lines, device_state_of, driver_state, energy_source
+from fp8bench.measure.sensors.meter import Meter, meter_for
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.model import DeviceFacts
+from tests.measure.sensors.conftest import library as library
+from tests.measure.sensors.conftest import nvml as nvml
+from tests.measure.sensors.conftest import simulation as simulation
+from tests.measure.sensors.nvml.library import Simulation, uuid_of
+
+GPU = DeviceFacts("cuda", 1, "a GPU", 1, "2.13", cuda="13.0", uuid=uuid_of(1))
+CPU = DeviceFacts("cpu", 0, "a processor", 1, "2.13")
+
+
+def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
+    """Under the key that torch gives the device, whatever the driver's own number of it."""
+    with meter_for(GPU, {}) as meter:
+        found = device_state_of(GPU, meter)
+    assert found["cuda:1 driver"] == "570.00.1" and found["cuda:1 power_cap"] == 650.0
+    assert (found["cuda:1 ecc"], found["cuda:1 mig"], found["cuda:1 persistence"]) == ("on", "off", "on")
+    assert found["cuda:1 sm_clock_max"] == 1980e6 and found["cuda:1 unknown"] is None
+    assert found["cuda:1 energy_source"] == "counter" and 0.09 < float(found["cuda:1 energy_period"] or 0) < 0.11
+    assert found["cuda:1 energy_why"] is None and float(found["cuda:1 energy_call"] or 0) > 0
+
+
+def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation) -> None:
+    """Never 0, and never a reason to fail."""
+    nvml.fail("nvmlDeviceGetEccMode", 3)
+    nvml.fail("nvmlDeviceGetEnforcedPowerLimit", 4)
+    with meter_for(GPU, {}, energy=False) as meter:
+        found = device_state_of(GPU, meter)
+        lines = "\n".join(device_lines(meter))
+    assert found["cuda:1 ecc"] is None and found["cuda:1 power_cap"] is None
+    assert "ecc: " in str(found["cuda:1 unknown"]) and "power_cap: " in str(found["cuda:1 unknown"])
+    assert "unknown   " in lines and "ECC" not in lines and "power cap" not in lines
+
+
+def test_a_processor_says_where_its_energy_comes_from() -> None:
+    """It has no driver, and is asked for none of its settings."""
+    meter = Meter((), AbsentDevice("a CPU has no NVML"), "there is no RAPL")
+    assert device_state_of(CPU, meter) == {
+        "cpu energy_source": "none", "cpu energy_period": None, "cpu energy_call": None,
+        "cpu energy_why": "there is no RAPL",
+    }  # fmt: skip
+    assert list(device_lines(meter)) == ["energy    cannot be measured: there is no RAPL"]
+
+
+def test_a_gpu_without_a_driver_has_reasons_for_everything() -> None:
+    """The same one for all of it."""
+    meter = Meter((), AbsentDevice("no driver"), "no driver")
+    found = device_state_of(GPU, meter)
+    assert found["cuda:1 driver"] is None and str(found["cuda:1 unknown"]).endswith("mig: no driver")
+
+
+def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
+    """In lines that can be read without knowing NVML."""
+    device = nvml.state.device[0]
+    device.reasons, device.celsius = 0x44, 91
+    with meter_for(GPU, {}) as meter:
+        lines = list(device_lines(meter))
+    driver, settings, now, energy = lines
+    assert driver.startswith(f"driver    570.00.1, CUDA up to 12.8, {uuid_of(1)}, PCI ")
+    assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, SM clock up to 1.98 GHz, ECC on, MIG off")
+    assert "300 W" in now and "91 degC" in now and now.endswith("clocks held back by power-cap, hw-thermal")
+    period = re.fullmatch(r"energy    counter, changes every (\d+\.?\d*) ms; one look takes .* us", energy)
+    assert period is not None and 90 < float(period[1]) < 110
+
+
+def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> None:
+    """Figures of different sources do not compare."""
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
+    with meter_for(GPU, {}) as meter:
+        assert energy_source(meter).startswith("instant; one look takes ")
+        assert "no better one: counter: " in energy_source(meter)
+
+
+def test_what_the_driver_lists_though_torch_sees_none_of_it(nvml: Simulation, library: Library) -> None:
+    """A wheel of torch for processors on a machine with GPUs is a frequent mistake."""
+    nvml.add("Second GPU", 2)
+    assert driver_state(library) == "driver 570.00.1, 2 device(s)"
+    nvml.fail("nvmlSystemGetDriverVersion", 15)
+    assert driver_state(library).startswith("NVML says: the GPU is lost")
+    nvml.state.faults = 0
+    nvml.fail("nvmlInitWithFlags", 9)
+    assert driver_state(library).startswith("NVML says: the NVIDIA driver is not loaded")

@@ -1,0 +1,375 @@
+"""Windows of energy, against the true energy of devices whose power is a formula.
+
+The clock is the library's virtual one: figures are the same on every machine, and an hour takes seconds.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.mean_power import INTERVALS
+from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.sampler_thread import NAME, SourceKind
+from fp8bench.model.readings import Reading, Unavailable
+from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
+from tests.measure.sensors.test_nvml_library import left_behind
+from tests.measure.sensors.virtual import VirtualClock
+
+Opened = Callable[[], Meter]
+
+
+def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tuple[Energy | Unavailable, float, float]:
+    """The energy of a window of so many seconds, or of one that has enough; and when it began and ended."""
+    with meter.window() as window:
+        start = clock.now()
+        clock.wait(lambda: window.failed or (clock.now() >= start + seconds if seconds else window.enough))
+        end = clock.now()
+    return window.energy, start, end
+
+
+def measured(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tuple[Energy, float, float]:
+    """The same where there has to be a number."""
+    energy, start, end = run(meter, clock, seconds)
+    assert isinstance(energy, Energy), energy
+    return energy, start, end
+
+
+def reason(energy: Energy | Unavailable) -> str:
+    assert isinstance(energy, Unavailable), energy
+    return energy.reason
+
+
+@pytest.mark.parametrize("milliseconds", [1, 7, 20, 100, 300])
+@pytest.mark.parametrize("lateness", [0.0, 5e-3])
+def test_constant_power_within_one_per_cent(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int, lateness: float
+) -> None:
+    """In every window that has enough, whatever the counter's period, and also where the thread wakes up late."""
+    nvml.state.device[0].period_ns = milliseconds * 1_000_000
+    clock.lateness = lateness
+    meter, chance = opened(), random.Random(milliseconds)
+    assert (meter.kind, meter.refused, meter.why) == (SourceKind.COUNTER, (), "")
+    for _ in range(12):
+        nvml.state.now_ns += chance.randrange(10**9)
+        energy, start, end = measured(meter, clock)
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
+        assert energy.seconds == pytest.approx(end - start)
+        assert energy.intervals >= INTERVALS
+        assert energy.uncertainty is not None and energy.uncertainty <= 0.005
+        assert abs(energy.watts / 300 - 1) <= energy.uncertainty + 1e-9
+
+
+def test_the_period_is_measured(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    nvml.state.device[0].period_ns = 33_000_000
+    meter = opened()
+    assert meter.source is not None and meter.source.rhythm is not None
+    assert meter.source.rhythm.period == pytest.approx(0.033, abs=1e-3)
+
+
+@pytest.mark.parametrize("curve", [SQUARE, SINE])
+def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
+    """By half, three times a second: 2% of the truth between the ticks, 3% of the whole window at 3 s."""
+    device = nvml.state.device[0]
+    device.curve, device.low, device.high, device.hertz = curve, 150.0, 300.0, 3.0
+    meter, chance = opened(), random.Random(curve)
+    for _ in range(40):
+        nvml.state.now_ns += chance.randrange(10**9)
+        energy, start, end = measured(meter, clock, 3.0)
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.03)
+        # Where the ticks were nobody says; they were somewhere, whole periods apart and within the window.
+        first = (int(start * 10) + 1) / 10
+        truth = nvml.joules(first, first + round(energy.counted_seconds, 1))
+        assert energy.counted_joules == pytest.approx(truth, rel=1e-4)
+        assert energy.watts * round(energy.counted_seconds, 1) == pytest.approx(truth, rel=0.02)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(milliseconds=st.integers(1, 2500), phase=st.integers(0, 99))
+def test_never_a_number_from_fewer_than_ten_intervals(
+    nvml: Simulation, library: Library, milliseconds: int, phase: int
+) -> None:
+    """However long the window is, and however it lies to the ticks."""
+    nvml.reset()
+    clock = VirtualClock(nvml.state)
+    meter = nvml_meter(Identity(0), {}, clock, library)
+    nvml.state.now_ns += phase * 1_000_000
+    energy, start, end = run(meter, clock, milliseconds / 1000)
+    meter.close()
+    if isinstance(energy, Energy):
+        assert energy.intervals >= INTERVALS and end - start > 1.0
+    else:
+        assert energy.reason.startswith("not measurable: ")
+        assert end - start < 1.2
+
+
+def test_a_window_that_never_gets_enough_ends_at_its_cap(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """The counter has become slower than it was."""
+    meter = opened()
+    nvml.state.device[0].period_ns = 1_000_000_000
+    energy, start, end = run(meter, clock)
+    assert end - start == pytest.approx(5.0, abs=0.1)
+    assert reason(energy) in {
+        f"not measurable: {count} tick interval(s) of the energy counter, 10 are needed" for count in (2, 3, 4)
+    }
+
+
+def test_a_counter_that_has_become_faster(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """Its ticks come before they are looked for; the figure is as good."""
+    meter = opened()
+    nvml.state.device[0].period_ns = 37_000_000
+    energy, start, end = measured(meter, clock)
+    assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 40), (2, 90), (20, 100), (100, 240)])
+def test_a_counter_that_has_become_slower(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, before: int, after: int
+) -> None:
+    """What was dated by its rhythm is dropped; the figure is as good, and says how good."""
+    nvml.state.device[0].period_ns = before * 1_000_000
+    meter = opened()
+    nvml.state.device[0].period_ns = after * 1_000_000
+    for _ in range(5):
+        energy, start, end = measured(meter, clock)
+        assert energy.uncertainty is not None
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.uncertainty + 1e-6)
+
+
+def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """From a millisecond to 40, in its middle: at first each look saw a change."""
+    device = nvml.state.device[0]
+    device.period_ns = 1_000_000
+    meter = opened()
+    with meter.window() as window:
+        start = clock.now()
+        clock.wait(lambda: clock.now() >= start + 0.3)
+        device.period_ns = 40_000_000
+        clock.wait(lambda: clock.now() >= start + 2.0)
+        end = clock.now()
+    assert isinstance(window.energy, Energy) and window.energy.uncertainty is not None
+    assert window.energy.counted_seconds < 1.75
+    assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.uncertainty + 1e-6)
+
+
+def test_idle_power(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """Of a fixed time."""
+    nvml.state.device[0].high = 75.0
+    meter = opened()
+    start = clock.now()
+    idle = meter.idle(2.0)
+    assert isinstance(idle, Energy)
+    assert (idle.watts, idle.seconds) == (pytest.approx(75, rel=0.01), pytest.approx(2.0, abs=0.2))
+    assert clock.now() - start < 2.5
+
+
+def test_the_state_is_watched(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """Throttling that comes and goes within a window is seen; each window sees its own."""
+    device, meter = nvml.state.device[0], opened()
+    device.more_reasons, device.reasons = 0x40, 0x4
+    device.more_from_ns, device.more_until_ns = nvml.state.now_ns + 10**9, nvml.state.now_ns + 15 * 10**8
+    energy, _, _ = measured(meter, clock, 3.0)
+    assert energy.watched["throttle"] == Reading(0x44, "mask", "nvmlDeviceGetCurrentClocksEventReasons")
+    assert energy.watched["sm_clock"] == energy.watched["sm_clock_lowest"]
+    assert energy.watched["sm_clock"] == Reading(1.755e9, "Hz", "nvmlDeviceGetClockInfo")
+    assert energy.watched["temperature"] == Reading(55, "degC", "nvmlDeviceGetTemperatureV")
+    energy, _, _ = measured(meter, clock)
+    assert energy.watched["throttle"] == Reading(0x4, "mask", "nvmlDeviceGetCurrentClocksEventReasons")
+
+
+def test_a_state_that_fails_leaves_the_energy(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    meter = opened()
+    nvml.fail("nvmlDeviceGetClockInfo", 10, first=4)
+    energy, _, _ = measured(meter, clock, 3.0)
+    assert energy.watched["sm_clock"] == Unavailable("NVML's own time ran out (NVML error 10)")
+    assert isinstance(energy.watched["throttle"], Reading)
+    assert energy.watts == pytest.approx(300, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("failing", "kind"),
+    [
+        (("nvmlDeviceGetTotalEnergyConsumption",), SourceKind.INSTANT),
+        (("nvmlDeviceGetTotalEnergyConsumption", "field 186"), SourceKind.AVERAGE),
+        (("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues"), SourceKind.AVERAGE),
+    ],
+)
+def test_without_a_counter_power_is_integrated(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, failing: tuple[str, ...], kind: SourceKind
+) -> None:
+    """The source is named, and why it is no better one; how exact it is nobody knows."""
+    device = nvml.state.device[0]
+    device.curve, device.low, device.high, device.hertz = SINE, 250.0, 350.0, 3.0
+    for function in failing:
+        nvml.fail(function, 3)
+    meter = opened()
+    assert meter.kind is kind
+    assert [refused for refused, _ in meter.refused] == list(SourceKind)[: len(failing) + 1 : 2] or len(failing) == 2
+    assert "counter: this device or its driver does not support it" in meter.why
+    energy, start, end = measured(meter, clock)
+    assert (energy.source, energy.uncertainty) == (kind, None)
+    assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.05)
+    assert end - start < 3.0
+
+
+def test_an_average_does_not_count_what_was_before(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """The device was idle until the window began, and the sensor shows it for a second more."""
+    device = nvml.state.device[0]
+    for function in ("nvmlDeviceGetTotalEnergyConsumption", "field 186"):
+        nvml.fail(function, 3)
+    device.curve, device.low, device.high, device.hertz = SQUARE, 60.0, 300.0, 0.05
+    nvml.state.now_ns = 35_000_000_000
+    meter = opened()
+    nvml.state.now_ns = 40_000_000_000
+    energy, _, _ = measured(meter, clock)
+    assert energy.watts == pytest.approx(300, rel=0.02)
+
+
+@pytest.mark.parametrize("milliseconds", [600, 3_000_000])
+def test_a_counter_that_is_too_slow_is_no_source(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int
+) -> None:
+    """Ten of its intervals do not fit into a window."""
+    nvml.state.device[0].period_ns = milliseconds * 1_000_000
+    meter = opened()
+    assert meter.kind is SourceKind.INSTANT
+    assert meter.why.startswith("counter: the counter change")
+    assert measured(meter, clock)[0].watts == pytest.approx(300, rel=0.01)
+
+
+def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """Windows end at once and say why; nothing is 0."""
+    for function in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues"):
+        nvml.fail(function, 4)
+    meter = opened()
+    assert (meter.kind, meter.source) == (SourceKind.NONE, None)
+    with meter.window() as window:
+        assert window.enough and window.failed
+    assert reason(window.energy) == reason(meter.idle()) == meter.why
+    assert meter.why.count("this user has no permission (NVML error 4)") == 3
+    assert isinstance(meter.device.state()["temperature"], Reading)
+
+
+def test_a_counter_that_goes_back(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """A driver that was reloaded, say: no number from that window; the next one counts again."""
+    meter = opened()
+    device = nvml.state.device[0]
+    device.drop_at_ns, device.drop_mj = nvml.state.now_ns + 700_000_000, 900_000
+    energy, start, end = run(meter, clock)
+    assert reason(energy).startswith("the energy counter went back from ")
+    assert end - start < 1.0
+    assert measured(meter, clock)[0].watts == pytest.approx(300, rel=0.01)
+
+
+def test_a_counter_that_fails_in_the_middle(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """Eleven ticks or not: a window with a hole is none. A window later it works again."""
+    meter = opened()
+    first = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"] + 60
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 999, first=first, last=first)
+    assert reason(run(meter, clock, 3.0)[0]) == "an internal driver error (NVML error 999)"
+    assert measured(meter, clock)[0].watts == pytest.approx(300, rel=0.01)
+
+
+def test_a_device_that_vanishes(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    meter = opened()
+    nvml.state.device[0].lost_at_ns = nvml.state.now_ns + 500_000_000
+    for _ in range(3):
+        energy, start, end = run(meter, clock)
+        assert "the GPU is lost" in reason(energy)
+        assert end - start < 1.0
+
+
+def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened: Opened) -> None:
+    """The thread ends with it."""
+
+    def raising() -> None:
+        with meter.window():
+            assert [thread.name for thread in threading.enumerate()].count(NAME) == 1
+            raise ValueError("its own")
+
+    meter = opened()
+    with pytest.raises(ValueError, match="its own"):
+        raising()
+    assert NAME not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_thread_that_breaks_off_has_measured_nothing(
+    nvml: Simulation, opened: Opened, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of ours, eleven ticks in: it is told on stderr, and the window has no number."""
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    meter = opened()
+    with meter.window() as window:
+        start = clock.now()
+        clock.wait(lambda: clock.now() >= start + 1.5)
+        monkeypatch.setattr(meter.device, "library", None)
+        clock.wait(lambda: bool(told))
+    assert len(told) == 1
+    assert reason(window.energy) == "the sampler's thread broke off"
+    monkeypatch.undo()
+
+
+def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
+    """On the host's clock: the window says so after a while, and later ones at once."""
+    nvml.state.device[0].period_ns = 5_000_000
+    meter = nvml_meter(Identity(0), {}, library=Library(timeout=1.0))
+    calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=2.5)
+    with meter.window(cap=0.1) as window:
+        while not window.enough:
+            pass
+    assert reason(window.energy) == "the energy source gave no answer for 1 s"
+    with meter.window() as window:
+        assert window.enough
+    assert reason(window.energy) == "the energy source gave no answer for 1 s"
+    state = meter.device.state()["power"]
+    assert state == Unavailable("the energy source gave no answer for 1 s, and is left alone since")
+    meter.close()
+    left_behind()
+
+
+@pytest.mark.slow
+def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
+    """So does the meter's opening end, and no other source is tried: they would hang as well."""
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", delay=4.0)
+    meter = nvml_meter(Identity(0), {}, library=Library(timeout=0.2))
+    assert meter.kind is SourceKind.NONE
+    assert "gave no answer" in meter.why
+    assert nvml.calls().get("nvmlDeviceGetPowerUsage", 0) == 0
+    meter.close()
+    left_behind()
+
+
+def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
+    """A thread that is dear looks less often, and windows become longer, not wrong."""
+    nvml.state.device[0].period_ns = 20_000_000
+    meter = opened()
+    cheap, _, _ = measured(meter, clock, 4.0)
+    clock.cpu_per_sleep = 500e-6
+    dear, start, end = measured(meter, clock, 4.0)
+    assert dear.polls < cheap.polls / 2
+    assert dear.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
+    assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.01 * dear.seconds
+
+
+def test_in_real_time(nvml: Simulation) -> None:
+    """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
+    nvml.state.device[0].period_ns = 10_000_000
+    with nvml_meter(Identity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
+        while not window.enough:
+            sum(range(1000))
+    energy = window.energy
+    assert isinstance(energy, Energy) and energy.uncertainty is not None
+    # How the clock of the host and the counter's steps lie to each other is the machine's affair.
+    assert abs(energy.watts / 300 - 1) <= energy.uncertainty + 0.005
+    assert 0 < energy.sampler_seconds < energy.seconds
+    assert meter.call_seconds is not None and 0 < meter.call_seconds < 0.1

@@ -1,0 +1,129 @@
+"""Every function of NVML that we call fails with every code: at the start, from the middle on, and at the end.
+
+Whatever fails, the run goes on: each value is what it was without the fault, or there is a reason in its place.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.meter import nvml_meter
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.model.readings import Read, Reading, Unavailable, grown
+from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
+from tests.measure.sensors.virtual import VirtualClock
+
+CODES = (*range(1, 25), 999)
+# All that the samplers call, in a run on a MIG instance that has its GPU for itself.
+FUNCTIONS = (
+    "nvmlInitWithFlags", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion",
+    "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetName",
+    "nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetVbiosVersion", "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex", "nvmlDeviceGetGpuInstanceId",
+    "nvmlDeviceGetComputeInstanceId", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementLimit",
+    "nvmlDeviceGetPowerManagementDefaultLimit", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetPersistenceMode",
+    "nvmlDeviceGetEccMode", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2",
+    "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues", "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetViolationStatus", "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetComputeRunningProcesses_v2",
+)  # fmt: skip
+# Called only where another one fails: theirs is a second fault.
+ELSE = {
+    "nvmlDeviceGetPowerUsage": "nvmlDeviceGetFieldValues",
+    "nvmlDeviceGetTemperature": "nvmlDeviceGetTemperatureV",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetComputeRunningProcesses_v2": "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetMemoryInfo": "nvmlDeviceGetMemoryInfo_v2",
+}
+# What nobody would notice: the last call of all, and that there is no second instance, which is true.
+UNNOTICED = {*(("nvmlShutdown", code) for code in CODES), ("nvmlDeviceGetMigDeviceHandleByIndex", 6)}
+
+
+def prepared(nvml: Simulation) -> None:
+    """A counter of 7 ms, so that windows are short, and one MIG instance."""
+    device = nvml.reset()
+    device.period_ns, device.sensor_ns = 7_000_000, 7_000_000
+    nvml.split(device, 1)
+
+
+def run(nvml: Simulation) -> dict[str, Read | Energy]:
+    """All that a run of two windows asks for, under its names."""
+    clock = VirtualClock(nvml.state)
+    instance = nvml.state.device[0].instance[0].uuid.decode()
+    said: dict[str, Read | Energy] = {}
+    with nvml_meter(Identity(0, uuid=instance), {}, clock, Library(timeout=60.0)) as meter:
+        said["kind"] = Reading(meter.kind, "", "")
+        said |= meter.device.facts()
+        before = meter.device.violations()
+        for number in (1, 2):
+            with meter.window() as window:
+                start = clock.now()
+                clock.wait(lambda window=window: window.enough)  # type: ignore[misc]
+                end = clock.now()
+            said[f"energy {number}"] = window.energy
+            if isinstance(window.energy, Energy):
+                assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
+                said |= {f"{name} in window {number}": read for name, read in window.energy.watched.items()}
+            said |= {f"{name} after window {number}": read for name, read in meter.device.state().items()}
+        said |= {f"violation {name}": read for name, read in grown(before, meter.device.violations()).items()}
+        said["process_memory"] = meter.device.process_memory()
+    return said
+
+
+def plain(said: Read | Energy) -> object:
+    """What has to be the same in two runs: times and joules differ with the instants."""
+    if isinstance(said, Energy):
+        return (said.source, round(said.watts))
+    return (said.value, said.source) if isinstance(said, Reading) else said.reason
+
+
+def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
+    """A function that comes to be used comes to be tested."""
+    prepared(nvml)
+    run(nvml)
+    called = {name for name in nvml.calls() if name.startswith("nvml")}
+    assert called == set(FUNCTIONS) - set(ELSE)
+    assert len(FUNCTIONS) * len(CODES) * 3 > 2000
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_that_fails(nvml: Simulation, function: str) -> None:
+    """With each code, from its first call on, from the middle on, and in its last call."""
+    healthy = {name: plain(said) for name, said in faulty(nvml, function).items()}
+    calls = nvml.calls()[function]
+    assert calls and "energy 2" in healthy
+    for code in CODES:
+        for first in (0, calls // 2, calls - 1):
+            said = faulty(nvml, function, code, first)
+            for name, one in said.items():
+                sound(name, one, healthy)
+            assert nvml.state.inits == nvml.state.shutdowns or function == "nvmlShutdown"
+            noticed = {name: plain(one) for name, one in said.items()} != healthy
+            assert noticed or (function, code) in UNNOTICED, f"code {code} from call {first} on was not noticed"
+
+
+def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> dict[str, Read | Energy]:
+    """What a run says where a function fails from one of its calls on."""
+    prepared(nvml)
+    if function in ELSE:
+        nvml.fail(ELSE[function], 3)
+    nvml.fail(function, code, first=first)
+    return run(nvml)
+
+
+def sound(name: str, said: Read | Energy, healthy: dict[str, object]) -> None:
+    """Holds a value to what it was without the fault, or to the truth; a reason to being one."""
+    if isinstance(said, Unavailable):
+        assert len(said.reason) > 10, (name, said)
+    elif isinstance(said, Energy):
+        assert said.watts == pytest.approx(300, rel=0.01), (name, said)
+    elif said.unit == "B" and name != "memory_total":
+        # The older function counts what the driver keeps for itself in.
+        assert said.value in (GIGABYTE, 2 * GIGABYTE, 3 * GIGABYTE, 4 * GIGABYTE), (name, said)
+    elif name != "kind" and name in healthy:
+        was = healthy[name]
+        assert isinstance(was, str) or (isinstance(was, tuple) and was[0] == said.value), (name, said)

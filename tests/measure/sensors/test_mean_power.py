@@ -1,0 +1,118 @@
+"""Mean power from the ticks of counters and the readings of sensors."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.measure.sensors.mean_power import (
+    INTERVALS,
+    PowerSample,
+    Tick,
+    mean_power,
+    resolved,
+    rhythm,
+    slope,
+    sufficient,
+)
+from fp8bench.model.readings import NoReading
+
+
+def ticks(count: int, late: float = 0.002, watts: float = 300.0) -> list[Tick]:
+    """A change every 100 ms, seen at most so late."""
+    return [Tick(0.1 * number - late, 0.1 * number, watts * 0.1 * number) for number in range(count)]
+
+
+@given(st.lists(st.floats(0.001, 500), min_size=INTERVALS, max_size=60), st.floats(1e-3, 0.4))
+def test_the_energy_between_the_ends_is_the_counters(joules: list[float], period: float) -> None:
+    """Whatever was drawn in each interval."""
+    at, total, seen = 0.0, 1e6, [Tick(-1e-6, 1e-6, 1e6)]
+    for part in joules:
+        at, total = at + period, total + part
+        seen.append(Tick(at - 1e-6, at + 1e-6, total))
+    found = slope(seen)
+    assert found.intervals == len(joules)
+    assert found.joules == pytest.approx(sum(joules))
+    assert found.watts == pytest.approx(sum(joules) / (period * len(joules)))
+
+
+@given(st.integers(0, INTERVALS))
+def test_too_few_ticks_are_no_number(count: int) -> None:
+    """Ten intervals are eleven ticks."""
+    assert not resolved(ticks(count))
+    with pytest.raises(NoReading, match=rf"^not measurable: {max(0, count - 1)} tick interval\(s\) of the energy"):
+        slope(ticks(count))
+
+
+@given(st.floats(0.001, 0.05), st.floats(0.001, 0.05), st.floats(0, 1), st.floats(0, 1), st.integers(INTERVALS + 1, 30))
+def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b: float, count: int) -> None:
+    """Wherever within its bounds a tick has really been."""
+    seen = ticks(count)
+    # Such ends are not passed over: there are no others as good.
+    seen = [Tick(one.seen - max(first, last), one.seen, one.joules) for one in seen]
+    truth = [seen[0].after + a * seen[0].late, seen[-1].after + b * seen[-1].late]
+    found = slope(seen)
+    watts = found.joules / (truth[1] - truth[0])
+    assert abs(found.seconds - (truth[1] - truth[0])) <= found.uncertainty * found.seconds * (1 + 1e-9)
+    assert watts > 0
+
+
+def test_a_tick_that_was_seen_late_is_no_end() -> None:
+    """Another one is, as long as ten intervals stay."""
+    seen = ticks(13)
+    late = [Tick(seen[0].seen - 0.08, seen[0].seen, seen[0].joules), *seen[1:]]
+    assert slope(late).intervals == 11
+    assert slope(late).watts == pytest.approx(300)
+    assert slope(late[:11]).intervals == INTERVALS
+    assert slope(late[:11]).uncertainty > 0.03
+    at_the_end = [*seen[:-1], Tick(seen[-1].seen - 0.08, seen[-1].seen, seen[-1].joules)]
+    assert slope(at_the_end).intervals == 11
+
+
+def test_a_window_is_resolved_when_its_ends_are_sharp_enough() -> None:
+    assert resolved(ticks(11, late=0.004))
+    assert not resolved(ticks(11, late=0.006))
+    assert resolved(ticks(21, late=0.006))
+
+
+def test_the_rhythm() -> None:
+    """The median interval, which one that was late does not move."""
+    at = [0.0, 0.1, 0.2, 0.33, 0.4, 0.5]
+    found = rhythm([Tick(one, one, 0) for one in at])
+    assert found.period == pytest.approx(0.1)
+    assert found.spread == pytest.approx(0.03)
+    assert found.longest == pytest.approx(0.13)
+
+
+def readings(watts: list[float], pause: float = 0.1, start: float = 0.0) -> list[PowerSample]:
+    return [PowerSample(start + pause * number, value) for number, value in enumerate(watts)]
+
+
+def test_the_mean_is_by_time() -> None:
+    """A power that rises evenly has the mean of its ends, however unevenly one looks."""
+    uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
+    found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven], 0.0, 0.0)
+    assert (found.watts, found.seconds, found.samples) == (pytest.approx(150), pytest.approx(1.0), 11)
+
+
+def test_what_is_about_the_time_before_does_not_count() -> None:
+    """A sensor that averages over a second still shows the time before the window."""
+    seen = readings([50.0] * 10 + [300.0] * 11)
+    assert mean_power(seen, 0.0, 1.0).watts == pytest.approx(300)
+    assert mean_power(seen, 0.0, 0.0).watts < 200
+
+
+@pytest.mark.parametrize(
+    ("seen", "settle", "why"),
+    [
+        ([], 0.0, "0 reading"),
+        (readings([300.0] * 10), 0.0, "10 reading"),
+        (readings([300.0] * 50, pause=0.01), 0.0, "50 reading.* over 0.49 s"),
+        (readings([300.0] * 20), 1.0, "10 reading.* after 1 s of settling"),
+    ],
+)
+def test_too_little_is_no_number(seen: list[PowerSample], settle: float, why: str) -> None:
+    assert not sufficient(seen, 0.0, settle)
+    with pytest.raises(NoReading, match=f"^not measurable: {why}"):
+        mean_power(seen, 0.0, settle)

@@ -1,0 +1,117 @@
+"""Which meter a device gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.measure.sensors import meter as opening
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.meter import meter_for, nvml_meter, rapl_meter
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.model import DeviceFacts
+from fp8bench.model.readings import Reading, Unavailable
+from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
+from tests.measure.sensors.test_energy import measured
+from tests.measure.sensors.test_rapl import zone
+from tests.measure.sensors.virtual import VirtualClock
+
+CPU = DeviceFacts("cpu", 0, "a processor", 1, "2.13")
+GPU = DeviceFacts("cuda", 0, "a GPU", 1, "2.13", cuda="13.0")
+AMD = DeviceFacts("cuda", 0, "a GPU", 1, "2.13", hip="7.0")
+
+
+def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
+    """The one that CUDA means: not the one of the same index."""
+    nvml.add("Second GPU", 2).high = 120.0
+    nvml.state.device[1].period_ns = 10_000_000
+    with meter_for(replace(GPU, uuid=uuid_of(2)), {}) as meter:
+        assert meter.kind is SourceKind.COUNTER
+        name = meter.device.facts()["name"]
+        assert isinstance(name, Reading) and name.value == "Second GPU"
+
+
+def test_a_gpu_that_nvml_does_not_know_has_reasons(nvml: Simulation) -> None:
+    """In place of everything."""
+    with meter_for(replace(GPU, uuid="GPU-ffff"), {}) as meter:
+        why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
+        device = meter.device
+        reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
+        assert {*reads, *device.restless().values(), device.process_memory(), meter.idle()} == {why}
+
+
+def test_an_amd_gpu_has_reasons(nvml: Simulation) -> None:
+    """NVML may be there, for another device."""
+    with meter_for(AMD, {}) as meter:
+        assert (meter.kind, meter.why) == (SourceKind.NONE, "NVML knows NVIDIA's devices only")
+    assert nvml.state.inits == 0
+
+
+def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or says why not; it has no NVML."""
+    monkeypatch.setattr(opening.rapl, "ROOT", tmp_path / "absent")
+    with meter_for(CPU, {}) as meter:
+        assert meter.kind in (SourceKind.NONE, SourceKind.RAPL)
+        assert meter.device.process_memory() == Unavailable("a CPU has no NVML")
+    with rapl_meter(tmp_path / "absent") as meter:
+        assert meter.why.startswith(f"there is no {tmp_path}/absent: ")
+        assert meter.idle() == Unavailable(meter.why)
+
+
+def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of 65 W with memory of 5 W, whose counters change every millisecond and wrap around now and then."""
+    package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
+    zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
+
+    def energy_uj(part: opening.rapl.Domain) -> int:
+        watts = 65 if part.path == package else 5
+        return nvml.state.now_ns // 1_000_000 * watts * 1_000 % 80_000_000
+
+    monkeypatch.setattr(opening.rapl, "_energy_uj", energy_uj)
+    with rapl_meter(tmp_path, clock) as meter:
+        assert (meter.kind, meter.why) == (SourceKind.RAPL, "")
+        for _ in range(8):
+            energy, start, end = measured(meter, clock)
+            assert energy.joules == pytest.approx(70 * (end - start), rel=0.01)
+            assert energy.source is SourceKind.RAPL
+
+
+@pytest.mark.parametrize("name", [uuid_of(2), uuid_of(2)[4:], pci_of(2), "00:20:00.0"])
+def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
+    """Processors included: so a whole suite runs with the library of the tests."""
+    nvml.add("Second GPU", 2).period_ns = 10_000_000
+    with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:
+        assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
+        assert meter.kind is SourceKind.COUNTER
+
+
+def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
+    nvml: Simulation, clock: VirtualClock, library: Library
+) -> None:
+    """What the counter shows is everybody's; the one that has the GPU for itself has it."""
+    device = nvml.state.device[0]
+    nvml.split(device, 2)
+    uuid = device.instance[0].uuid.decode()
+    with nvml_meter(Identity(0, uuid=uuid), {}, clock, library) as meter:
+        assert meter.idle() == Unavailable("2 MIG instances share the GPU, and its energy is known as a whole only")
+        assert isinstance(meter.device.state()["sm_clock"], Reading)
+    nvml.split(device, 1)
+    with nvml_meter(Identity(0, uuid=uuid), {}, clock, library) as meter:
+        assert isinstance(meter.idle(), Energy)
+
+
+def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
+    """No source is tried, so that opening takes no time; windows say why they are empty."""
+    with meter_for(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
+        assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
+        with meter.window() as window:
+            assert window.enough
+        assert window.energy == Unavailable("--no-energy was given")
+        temperature = meter.device.glance()["temperature"]
+        assert isinstance(temperature, Reading) and temperature.number == 55
+    with meter_for(CPU, {}, energy=False) as meter:
+        assert meter.why == "--no-energy was given"

@@ -1,0 +1,224 @@
+"""What NVML says of a device, through the real pynvml: in our units, each value by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml_library import Library
+from fp8bench.measure.sensors.nvml_match import Identity
+from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
+from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
+from tests.measure.sensors.test_nvml_library import left_behind
+from tests.measure.sensors.virtual import VirtualClock
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def values(readings: object) -> dict[str, object]:
+    """Values with their units; reasons as they are."""
+    assert isinstance(readings, dict)
+    return {
+        name: (read.value, read.unit) if isinstance(read, Reading) else read.reason for name, read in readings.items()
+    }
+
+
+def test_facts(device: NvmlDevice) -> None:
+    assert values(device.facts()) == {
+        "driver": ("570.00.1", ""),
+        "cuda_driver": ("12.8", ""),
+        "name": ("Test GPU", ""),
+        "uuid": (uuid_of(1), ""),
+        "pci": (pci_of(1), ""),
+        "vbios": ("96.00.00.00.01", ""),
+        "power_cap": (650.0, "W"),
+        "power_cap_set": (700.0, "W"),
+        "power_cap_default": (700.0, "W"),
+        "sm_clock_max": (1.98e9, "Hz"),
+        "memory_clock_max": (2.619e9, "Hz"),
+        "persistence": ("on", ""),
+        "ecc": ("on", ""),
+        "mig": ("off", ""),
+        "memory_total": (80 * GIGABYTE, "B"),
+    }
+
+
+def test_state(nvml: Simulation, device: NvmlDevice) -> None:
+    nvml.state.device[0].reasons = 0x44
+    assert values(device.state()) == {
+        "power": (300.0, "W"),
+        "sm_clock": (1.755e9, "Hz"),
+        "memory_clock": (2.619e9, "Hz"),
+        "temperature": (55, "degC"),
+        "throttle": (0x44, "mask"),
+        "use": (0.98, "share"),
+        "memory_use": (0.4, "share"),
+        "memory_used": (3 * GIGABYTE, "B"),
+    }
+
+
+def test_a_mask_of_nothing_and_an_idle_device_are_known(nvml: Simulation, device: NvmlDevice) -> None:
+    """These zeros are values; a clock or a power of 0 is none."""
+    one = nvml.state.device[0]
+    one.busy_percent = one.sm_mhz = one.celsius = 0
+    state = values(device.state())
+    assert (state["throttle"], state["use"], state["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
+    assert state["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
+
+
+def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
+    """What grew between two readings is what held the clocks back in between; 0 is a count."""
+    nvml.state.device[0].violation[:] = [0.5, 0.0, 0.0, 0.25, 0.0]
+    nvml.state.now_ns = 10_000_000_000
+    before = device.violations()
+    nvml.state.now_ns = 12_000_000_000
+    assert values(grown(before, device.violations())) == {
+        "power-cap": (1.0, "s"), "thermal": (0.0, "s"), "sw-thermal": (0.0, "s"), "hw-thermal": (0.5, "s"),
+        "hw-power-brake": (0.0, "s"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "source"),
+    [
+        ("nvmlDeviceGetCurrentClocksEventReasons", "throttle", "nvmlDeviceGetCurrentClocksThrottleReasons"),
+        ("nvmlDeviceGetTemperatureV", "temperature", "nvmlDeviceGetTemperature"),
+        ("nvmlDeviceGetMemoryInfo_v2", "memory_used", "nvmlDeviceGetMemoryInfo"),
+        ("field 186", "power", "nvmlDeviceGetPowerUsage"),
+    ],
+)
+def test_where_one_function_fails_an_older_one_answers(
+    nvml: Simulation, device: NvmlDevice, function: str, name: str, source: str
+) -> None:
+    """And the reading says which it was."""
+    first = device.state()[name]
+    assert isinstance(first, Reading) and first.source != source
+    nvml.fail(function, 13)
+    second = device.state()[name]
+    assert isinstance(second, Reading) and second.source == source
+
+
+def test_one_value_that_fails_takes_no_other_with_it(nvml: Simulation, device: NvmlDevice) -> None:
+    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
+    state = device.state()
+    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
+    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 2
+
+
+def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
+    """What was said before stays."""
+    device = NvmlDevice(Identity(0), {}, Library(timeout=1.0))
+    nvml.fail("nvmlDeviceGetVbiosVersion", delay=2.5)
+    facts = device.facts()
+    assert isinstance(facts["name"], Reading)
+    why = Unavailable("NVML gave no answer for 1 s, and is left alone since")
+    assert facts["vbios"] == facts["memory_total"] == device.state()["power"] == device.process_memory() == why
+    device.close()
+    left_behind()
+
+
+def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
+    """Every value says so, but for those of the driver."""
+    nvml.state.device[0].lost_at_ns = 0
+    facts = device.facts()
+    assert isinstance(facts.pop("driver"), Reading) and isinstance(facts.pop("cuda_driver"), Reading)
+    for read in (*facts.values(), *device.state().values(), *device.violations().values(), device.process_memory()):
+        assert isinstance(read, Unavailable) and "the GPU is lost" in read.reason
+
+
+def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Library) -> None:
+    nvml.add("Second GPU", 2)
+    nvml.state.device[0].lost_at_ns = 0
+    device = NvmlDevice(Identity(0, uuid=uuid_of(2)), {}, library)
+    assert values(device.facts())["name"] == ("Second GPU", "")
+    device.close()
+    nvml.state.device[1].lost_at_ns = 0
+    with pytest.raises(NoReading, match="the GPU is lost"):
+        NvmlDevice(Identity(0, uuid=uuid_of(2)), {}, library)
+    assert nvml.state.inits == nvml.state.shutdowns == 2
+
+
+@pytest.mark.parametrize(
+    ("identity", "environ"),
+    [
+        (Identity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
+        (Identity(0, pci=pci_of(3)), {}),
+        (Identity(1), {"CUDA_VISIBLE_DEVICES": f"{uuid_of(1)[:12]},{uuid_of(3)[:12]}"}),
+        (Identity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
+    ],
+)
+def test_a_device_is_found_whatever_its_index(
+    nvml: Simulation, library: Library, identity: Identity, environ: dict[str, str]
+) -> None:
+    """Its handle is fetched once."""
+    nvml.reset()
+    nvml.add("Second GPU", 2)
+    nvml.add("Third GPU", 3)
+    device = NvmlDevice(identity, environ, library)
+    for _ in range(3):
+        assert values(device.facts())["name"] == ("Third GPU", "")
+    device.close()
+    assert nvml.calls()["nvmlDeviceGetHandleByUUID"] == 1
+
+
+def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
+    """This process's, found by its number; where there is none, the reason."""
+    one = nvml.state.device[0]
+    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
+    assert device.process_memory(1) == Reading(40 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
+    for unknown in (-1, 0):
+        one.process_bytes[0] = unknown
+        assert device.process_memory() == Unavailable("the driver does not report the memory of single processes")
+    one.pid[0] = 2
+    read = device.process_memory()
+    assert isinstance(read, Unavailable) and "not among the 2 that NVML lists" in read.reason
+    one.processes = 0
+    read = device.process_memory()
+    assert isinstance(read, Unavailable) and "not among the 0" in read.reason
+
+
+def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
+    """Name, UUID and memory are its own; power, clocks and the like are the whole device's."""
+    one = nvml.state.device[0]
+    nvml.split(one, 3)
+    uuid = one.instance[1].uuid.decode()
+    device = NvmlDevice(Identity(0, uuid=uuid), {}, library)
+    assert device.shared_by == 3
+    facts, state = values(device.facts()), values(device.state())
+    assert (facts["uuid"], facts["mig"], facts["memory_total"]) == ((uuid, ""), ("on", ""), (10 * GIGABYTE, "B"))
+    assert facts["power_cap"] == (650.0, "W")
+    assert (state["memory_used"], state["power"]) == ((GIGABYTE, "B"), (300.0, "W"))
+    device.close()
+
+
+def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
+    """Symbols that it lacks: older functions answer, or the reason says what is missing."""
+    script = (
+        "import json\n"
+        "from fp8bench.measure.sensors.nvml_match import Identity\n"
+        "from fp8bench.measure.sensors.nvml import NvmlDevice\n"
+        "device = NvmlDevice(Identity(0), {})\n"
+        "reads = {**device.facts(), **device.state(), **device.violations(), 'process': device.process_memory()}\n"
+        "device.close()\n"
+        "print(json.dumps({name: getattr(read, 'source', None) or read.reason for name, read in reads.items()}))\n"
+    )
+    environment = nvml.environment()
+    environment["LD_LIBRARY_PATH"] = str(old_driver.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    said = json.loads(done.stdout)
+    assert said["throttle"] == "nvmlDeviceGetCurrentClocksThrottleReasons"
+    assert said["temperature"] == "nvmlDeviceGetTemperature"
+    assert said["memory_used"] == said["memory_total"] == "nvmlDeviceGetMemoryInfo"
+    assert said["power"] == "nvmlDeviceGetPowerUsage"
+    assert said["process"].startswith("this driver's NVML lacks the function")
+    assert "not among the 1 that NVML lists" in said["process"]
+    assert said["hw-thermal"].startswith("this device or its driver does not support it")
+    assert said["power-cap"] == "nvmlDeviceGetViolationStatus"

@@ -1,0 +1,131 @@
+"""NVML's life in a process, through the real pynvml."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from fp8bench.measure.sensors.nvml_library import REASONS, Library, reason
+from fp8bench.model.readings import NoReading
+from tests.measure.sensors.nvml.library import Simulation
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def left_behind() -> None:
+    """Waits for threads that hung to come back."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(30)
+
+
+def test_it_is_initialised_while_anyone_uses_it(nvml: Simulation, library: Library) -> None:
+    """Once, and shut down once; then it may begin again."""
+    for round_ in (1, 2):
+        library.open()
+        library.open()
+        assert (nvml.state.inits, nvml.state.shutdowns) == (round_, round_ - 1)
+        library.close()
+        assert nvml.state.shutdowns == round_ - 1
+        library.close()
+        assert (nvml.state.inits, nvml.state.shutdowns) == (round_, round_)
+
+
+def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, library: Library) -> None:
+    """A driver that was not loaded may be, later."""
+    nvml.fail("nvmlInitWithFlags", 9, last=0)
+    with pytest.raises(NoReading, match="the NVIDIA driver is not loaded"):
+        library.open()
+    library.open()
+    library.close()
+    assert (nvml.state.inits, nvml.state.shutdowns) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")]
+)
+def test_a_package_that_is_not_there_or_too_old(
+    module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import ModuleType
+
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)
+    with pytest.raises(NoReading, match=why):
+        library.open()
+
+
+def test_without_a_driver_there_is_a_reason() -> None:
+    """In a process that finds no such library, or a real one: pynvml's own words are translated."""
+    script = (
+        "from fp8bench.measure.sensors.nvml_library import LIBRARY\n"
+        "from fp8bench.model.readings import NoReading\n"
+        "import pynvml, ctypes\n"
+        "class Missing:\n    def __getattr__(self, name): raise OSError('no such file')\n"
+        "pynvml.CDLL = lambda path: (_ for _ in ()).throw(OSError(path))\n"
+        "try:\n    LIBRARY.open()\nexcept NoReading as failure:\n    print(failure.reason)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
+
+
+def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
+    """Nothing is asked of it any more, not even to shut down."""
+    library = Library()
+    library.open()
+    library.timeout = 0.1
+    nvml.fail("nvmlDeviceGetCount_v2", delay=1.0)
+    with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is left alone since$"):
+        library.bounded(lambda: library.call("nvmlDeviceGetCount"))
+    calls = nvml.calls()
+    with pytest.raises(NoReading, match="left alone since"):
+        library.call("nvmlSystemGetDriverVersion")
+    with pytest.raises(NoReading, match="left alone since"):
+        library.bounded(lambda: None)
+    library.close()
+    assert nvml.calls() == calls
+    left_behind()
+
+
+def test_an_initialisation_that_hangs_is_given_up(nvml: Simulation) -> None:
+    nvml.fail("nvmlInitWithFlags", delay=1.0)
+    with pytest.raises(NoReading, match="gave no answer"):
+        Library(timeout=0.1).open()
+    left_behind()
+
+
+def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
+    """As long as it waits for no thread of ours. Also: a process of its own finds the library by LD_LIBRARY_PATH."""
+    nvml.fail("nvmlDeviceGetCount_v2", delay=3600.0)
+    script = (
+        "from fp8bench.measure.sensors.nvml_library import Library\n"
+        "from fp8bench.model.readings import NoReading\n"
+        "library = Library()\n"
+        "library.open()\n"
+        "print(library.bounded(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
+        "library.timeout = 0.1\n"
+        "try:\n    library.bounded(lambda: library.call('nvmlDeviceGetCount'))\n"
+        "except NoReading as failure:\n    print(failure.reason)\n"
+        "library.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=nvml.environment(), capture_output=True, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is left alone since"]
+
+
+def test_every_code_has_words() -> None:
+    codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+    assert len(codes) > 25
+    assert codes == set(REASONS)
+    assert len(set(REASONS.values())) == len(REASONS)
+
+
+def test_a_code_of_the_future_is_named_by_its_number() -> None:
+    assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
+    assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"

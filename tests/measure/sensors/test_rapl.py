@@ -1,0 +1,146 @@
+"""RAPL as Linux shows it, on a tree of files of our own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.measure.sensors import rapl
+from fp8bench.measure.sensors.rapl import Counter, Domain
+from fp8bench.model.readings import NoReading
+
+RANGE = 262_143_328_850
+
+
+def zone(root: Path, folder: str, name: str, energy: object = 1_000_000, limit: object = RANGE) -> Path:
+    """One domain's folder; None leaves a file out."""
+    path = root / folder
+    path.mkdir(parents=True)
+    for file, text in (("name", name), ("energy_uj", energy), ("max_energy_range_uj", limit)):
+        if text is not None:
+            (path / file).write_text(f"{text}\n")
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two packages, one with its memory; what lies within others, holds others, or shows them again."""
+    root = tmp_path / "powercap"
+    zone(root, "intel-rapl:0", "package-0")
+    zone(root, "intel-rapl:0:0", "core")
+    zone(root, "intel-rapl:0:1", "dram")
+    zone(root, "intel-rapl:1", "package-1", energy=5_000_000)
+    zone(root, "intel-rapl:2", "psys")
+    zone(root, "intel-rapl-mmio:0", "package-0")
+    (root / "intel-rapl").mkdir()
+    return root
+
+
+def test_packages_and_their_memory_count_once(root: Path) -> None:
+    found = rapl.domains(root)
+    assert [domain.name for domain in found] == ["package-0", "package-0/dram", "package-1"]
+    assert {domain.range_uj for domain in found} == {RANGE + 1}
+
+
+def test_joules_since_the_first_reading(root: Path) -> None:
+    """Of all domains together."""
+    counter = Counter(rapl.domains(root), lambda: 0.0)
+    assert counter.read() == 0.0
+    (root / "intel-rapl:0" / "energy_uj").write_text("4000000")
+    (root / "intel-rapl:0:1" / "energy_uj").write_text("1500000")
+    assert counter.read() == pytest.approx(3.5)
+    assert counter.read() == pytest.approx(3.5)
+
+
+@given(
+    st.lists(st.integers(0, 200_000), min_size=1, max_size=40), st.integers(200_000, 300_000), st.integers(0, 200_000)
+)
+def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
+    """The total is that of a counter that never wraps."""
+    total, values = start, []
+    for growth in growths:
+        total += growth
+        values.append(total % (limit + 1))
+    seconds = iter(range(1000))
+    domain = Domain("package-0", Path("none"), limit + 1)
+    readings = iter([start % (limit + 1), *values])
+    counter = Counter((domain,), lambda: float(next(seconds)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rapl, "_energy_uj", lambda part: next(readings))
+        for _ in growths:
+            counter.read()
+        assert counter.read() == pytest.approx(sum(growths) * 1e-6)
+
+
+@pytest.mark.parametrize("limit", [RANGE, None, "no number"])
+def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
+    """By what a processor would have had to draw in between, or because nobody knows where it wraps."""
+    path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
+    now = [0.0]
+    counter = Counter(rapl.domains(tmp_path), lambda: now[0])
+    counter.read()
+    (path / "energy_uj").write_text("0")
+    now[0] = 1.0
+    with pytest.raises(NoReading, match=r"^the energy counter of package-0 went back from 100000000000 uJ to 0 uJ$"):
+        counter.read()
+
+
+def test_permission(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told with what helps. As root may read everything, it is said in the system's place here."""
+    plain = Path.read_text
+
+    def refusing(self: Path, *words: object, **named: object) -> str:
+        if self.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(self))
+        return plain(self, *words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", refusing)
+    with pytest.raises(NoReading, match=r"energy_uj may be read by root only .*sudo chmod o\+r"):
+        rapl.domains(root)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_permission_for_real(root: Path) -> None:
+    (root / "intel-rapl:1" / "energy_uj").chmod(0)
+    with pytest.raises(NoReading, match="may be read by root only"):
+        rapl.domains(root)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("flags\t\t: fpu hypervisor sse", "this is a virtual machine"),
+        ("flags\t\t: fpu sse", "this kernel or container"),
+    ],
+)
+def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
+    """No such folder, or nothing in it that counts."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
+    with pytest.raises(NoReading, match=f"^there is no .*/absent: {why}"):
+        rapl.domains(tmp_path / "absent", cpuinfo)
+    root = tmp_path / "powercap"
+    zone(root, "intel-rapl:0", "psys")
+    with pytest.raises(NoReading, match=f"has no RAPL package: {why}"):
+        rapl.domains(root, cpuinfo)
+    with pytest.raises(NoReading, match="this kernel or container"):
+        rapl.domains(tmp_path / "absent", tmp_path / "no cpuinfo")
+
+
+@pytest.mark.parametrize("text", ["", "-5", "many", "\x00\xff"])
+def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
+    zone(tmp_path, "intel-rapl:0", "package-0", energy=text)
+    with pytest.raises(NoReading, match=r"the energy counter of package-0 says .*, which is no number"):
+        rapl.domains(tmp_path)
+
+
+def test_a_counter_that_vanishes(root: Path) -> None:
+    counter = Counter(rapl.domains(root), lambda: 0.0)
+    counter.read()
+    (root / "intel-rapl:1" / "energy_uj").unlink()
+    with pytest.raises(NoReading, match="energy_uj cannot be read: No such file"):
+        counter.read()

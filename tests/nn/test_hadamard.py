@@ -1,0 +1,107 @@
+"""Turning leaves products as they are, can be undone, and is the same wherever it is done."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8bench.nn.explicit_products import SIZE, rotated, rotated_back
+from tests.formats.scaling_definitions import gaussian, outliers
+
+each_length = pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100])
+
+
+def matrix(seed: int) -> torch.Tensor:
+    return rotated(torch.eye(SIZE), seed).double()
+
+
+def test_the_matrix_is_hadamards_with_signs() -> None:
+    for seed in range(20):
+        assert torch.equal(matrix(seed).abs(), torch.full((SIZE, SIZE), 0.25, dtype=torch.float64))
+        assert torch.equal(matrix(seed) @ matrix(seed).t(), torch.eye(SIZE, dtype=torch.float64))
+    # The same seed gives the same signs, of which there are 2^16.
+    assert torch.equal(matrix(3), matrix(3))
+    assert len({tuple(matrix(seed)[:, 0].tolist()) for seed in range(200)}) > 195
+    share = torch.stack([matrix(seed)[:, 0].lt(0).double() for seed in range(400)]).mean(0)
+    assert torch.all((share - 0.5).abs() < 0.11)
+    assert matrix((1 << 63) - 1).isfinite().all()
+
+
+@each_length
+def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
+    """But for the rounding of each turned element to float32."""
+    a, b = outliers(24, columns), gaussian(40, columns, 5)
+    left, right = rotated(a, 7), rotated(b, 7)
+    assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
+    exact = a.double() @ b.double().t()
+    bound = 2.0**-22 * a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)
+    assert torch.all((left.double() @ right.double().t() - exact).abs() <= bound)
+    other = rotated(b, 8)
+    assert columns == 1 or (left.double() @ other.double().t() - exact).abs().max() > 0.1
+
+
+@each_length
+def test_it_can_be_undone(columns: int) -> None:
+    x = outliers(32, columns)
+    back = rotated_back(rotated(x, 9), 9, columns)
+    assert back.shape == x.shape and back.is_contiguous()
+    runs = rotated(x, 9).view(32, -1, SIZE).norm(dim=2).repeat_interleave(SIZE, 1)[:, :columns]
+    assert torch.all((back - x).abs() <= 2.0**-23 * runs)
+
+
+def test_every_element_is_the_exact_sum_rounded_once() -> None:
+    x, signs = outliers(16, 32), matrix(2).sign()
+    wanted = [
+        math.fsum(float(value * sign) for value, sign in zip(x[row, start : start + 16], signs[:, column], strict=True))
+        / 4
+        for row in range(16)
+        for start in (0, 16)
+        for column in range(16)
+    ]
+    assert rotated(x, 2).flatten().tolist() == torch.tensor(wanted, dtype=torch.float64).to(torch.float32).tolist()
+
+
+def test_any_tensor() -> None:
+    x = gaussian(96, 80)
+    wanted = rotated(x, 1)
+    assert torch.equal(rotated(x.view(4, 24, 80), 1), wanted.view(4, 24, 80))
+    assert torch.equal(rotated(x[5], 1), wanted[5])
+    assert torch.equal(rotated(x.t().contiguous().t(), 1), wanted)
+    assert torch.equal(rotated(x.expand(2, 96, 80), 1)[1], wanted)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(rotated(x.to(dtype), 1), rotated(x.to(dtype).float(), 1))
+    large = gaussian(1 << 9, 1 << 8)
+    assert torch.equal(rotated(large, 1)[-1], rotated(large[-1], 1)), "whatever piece it is in"
+    assert rotated(torch.empty(0, 5), 1).shape == (0, 16) and rotated(torch.empty(3, 0), 1).shape == (3, 0)
+    assert not rotated(torch.ones(16, requires_grad=True), 1).requires_grad
+    with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+        rotated(torch.ones(16, dtype=torch.int32), 1)
+    with pytest.raises(ValueError, match="without dimensions"):
+        rotated(torch.tensor(1.0), 1)
+
+
+def test_switches_for_lower_precision_do_not_reach_it() -> None:
+    x, before = gaussian(64, 64), torch.get_float32_matmul_precision()
+    wanted = rotated(x, 4)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(rotated(x, 4), wanted)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_what_is_not_finite_stays_among_its_16() -> None:
+    x = gaussian(2, 48)
+    x[0, 20], x[1, 2], x[1, 3] = torch.nan, torch.inf, torch.inf
+    left = rotated(x, 0)
+    assert not left[0, 16:32].isfinite().any() and not left[1, :16].isfinite().any()
+    assert left.isfinite().sum() == 64
+
+
+def test_a_lone_outlier_is_a_quarter_as_large() -> None:
+    """What turning is for: an outlier no longer sets the scale of its neighbours all by itself."""
+    x = torch.zeros(1, 64)
+    x[0, 37] = 100.0
+    assert rotated(x, 6).abs().flatten().tolist() == [0.0] * 32 + [25.0] * 16 + [0.0] * 16

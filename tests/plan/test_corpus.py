@@ -1,0 +1,229 @@
+"""The text behind the transformer: its identity, its token file, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import StoreError, UsageError, WorkerError
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import DeviceFacts, Request
+from fp8bench.plan import corpus
+from fp8bench.plan.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import SilentObserver
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
+
+
+LOG = (
+    "a page\f\n\tof b\bbold \x1b[1mwords\x1b[0m, and many more plain ones, as in logs, " + "line by line, " * 5 + "\r\n"
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of the user's."""
+    path = tmp_path / "given.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def tokens(made: Corpus) -> np.ndarray:
+    return np.fromfile(made.path, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path, odd: int) -> None:
+    """Whatever the length: 16-bit tokens in the machine's order, as np.memmap reads them."""
+    text.write_bytes(TEXT[: len(TEXT) - odd] + bytes([255]))
+    made = prepare_corpus(str(text), tmp_path / "data")
+    assert made.num_tokens == len(TEXT) - odd + 1
+    assert tokens(made).tolist() == list(text.read_bytes())
+    assert made.digest == hashlib.sha256(text.read_bytes()).hexdigest()
+
+
+def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) -> None:
+    """Real text that is found on the machine, nothing downloaded."""
+    first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
+    assert first.identity == second.identity
+    assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    assert LEAST_BYTES < first.num_tokens <= corpus.MOST_BYTES
+    assert tokens(first)[:500].astype(np.uint8).tobytes() == standard_library_text()[:500]
+
+
+def test_the_hash_of_the_text_is_part_of_every_case(tmp_path: Path, text: Path) -> None:
+    """Another text is another case: history must not join them."""
+    identities = []
+    for content in (TEXT, TEXT + b"!"):
+        text.write_bytes(content)
+        made = prepare_corpus(str(text), tmp_path)
+        case = make_plan(Request("transformer"), (CPU,), made.identity).groups[0].cases[0].case
+        assert case.param("data") == f"given:{hashlib.sha256(content).hexdigest()[:8]}"
+        identities.append(case.id)
+    assert identities[0] != identities[1]
+
+
+def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:
+    """The second run maps what the first has made."""
+    first = prepare_corpus(str(text), tmp_path / "data")
+    before = Path(first.path).stat()
+    second = prepare_corpus(str(text), tmp_path / "data")
+    after = Path(second.path).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert list((tmp_path / "data").iterdir()) == [Path(first.path)]
+
+
+def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Path) -> None:
+    """A machine that lost power while writing must not poison later runs."""
+    first = prepare_corpus(str(text), tmp_path / "data")
+    Path(first.path).write_bytes(b"short")
+    assert tokens(prepare_corpus(str(text), tmp_path / "data")).tolist() == list(TEXT)
+
+
+def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity is that of what is used."""
+    monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 100)
+    made = prepare_corpus(str(text), tmp_path / "data")
+    assert made.num_tokens == LEAST_BYTES + 100
+    assert made.digest == hashlib.sha256(TEXT[: LEAST_BYTES + 100]).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is no text"), (None, "cannot be read")],
+    ids=["empty", "tiny", "binary", "missing"],
+)
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    """With a sentence that says what to give instead."""
+    path = tmp_path / "given"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=words) as caught:
+        prepare_corpus(str(path), tmp_path / "data")
+    assert str(caught.value).startswith(f"--data {path} ") and "Give a text" in str(caught.value)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (bytes(random.Random(1).choices(range(1, 256), k=100_000)), "of 100000 bytes are control characters"),
+        (bytes(random.Random(2).choices(range(128, 256), k=100_000)), "of 100000 bytes fit no UTF-8"),
+        (zlib.compress(random.Random(3).randbytes(100_000)).replace(b"\0", b"\1"), "are control characters"),
+    ],
+    ids=["random bytes", "random high bytes", "compressed"],
+)
+def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    """Also without a zero byte among them."""
+    path = tmp_path / "given"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--data .* is no text: .*{words}.*Give a text file"):
+        prepare_corpus(str(path), tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("prose", "encoding"),
+    [
+        ("Größe und Maß sind für Übungen schön. ", "latin-1"),
+        ("精度越低越快吗。要付出什么代价。", "utf-8"),
+        ("Точность ниже — быстрее? ", "utf-8"),
+        (LOG, "ascii"),
+    ],
+    ids=["latin-1", "Chinese", "Cyrillic", "a log"],
+)
+def test_prose_of_any_language_is_text(tmp_path: Path, prose: str, encoding: str) -> None:
+    """In its usual bytes."""
+    path = tmp_path / "given"
+    path.write_bytes((prose * 5000).encode(encoding)[: LEAST_BYTES + 1])
+    assert prepare_corpus(str(path), tmp_path / "data").num_tokens == LEAST_BYTES + 1
+
+
+def test_a_name_that_is_no_text_stands_on_one_line(tmp_path: Path) -> None:
+    """It is part of case ids, and of tables and files made of them."""
+    path = tmp_path / "two\nlines\udcff.txt"
+    path.write_bytes(TEXT)
+    made = prepare_corpus(str(path), tmp_path / "data")
+    assert made.identity.startswith("two?lines?:")
+    assert made.identity.encode()
+
+
+def test_two_processes_of_one_number_write_two_files(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers that share a store have the same process ids."""
+    names = []
+    write_bytes = Path.write_bytes
+
+    def noted(self: Path, content: bytes) -> int:
+        names.append(self.name)
+        return write_bytes(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", noted)
+    for _ in range(2):
+        Path(prepare_corpus(str(text), tmp_path / "data").path).unlink()
+    assert len(set(names)) == 2
+
+
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    """It opens like a file on some systems."""
+    with pytest.raises(UsageError, match="cannot be read"):
+        prepare_corpus(str(tmp_path), tmp_path / "data")
+
+
+def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some distributions ship compiled modules only."""
+    monkeypatch.setattr(corpus, "standard_library_text", lambda: b"")
+    with pytest.raises(UsageError, match="--data FILE"):
+        prepare_corpus(None, tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path: Path, text: Path) -> None:
+    """Below a file nothing can be written, not even by root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="Choose --store DIR"):
+        prepare_corpus(str(text), tmp_path / "file" / "data")
+
+
+def test_a_store_that_begins_with_a_text_is_ignored_by_git_too(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is the first thing that a run of a suite that reads one writes."""
+
+    def none(settings: Settings) -> LocalWorker:
+        raise WorkerError("none is needed")
+
+    monkeypatch.setattr(pipeline, "ProcessWorker", none)
+    with pytest.raises(WorkerError):
+        pipeline.execute(Request("data", data=str(text)), tmp_path / ".fp8bench", SilentObserver(), "a test")
+    assert list(tmp_path.glob(".fp8bench/data/*.tokens"))
+    assert (tmp_path / ".fp8bench" / ".gitignore").read_text() == "*\n"
+
+
+def test_two_processes_may_make_it_at_once(tmp_path: Path, text: Path) -> None:
+    """Both end well, and what is left is one whole file."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom fp8bench.plan.corpus import prepare_corpus\n"
+        "for turn in range(40):\n"
+        "    path = Path(prepare_corpus(sys.argv[1], Path(sys.argv[2])).path)\n"
+        "    try:\n"
+        "        data = path.read_bytes()\n"
+        "    except FileNotFoundError:  # the other process has just unlinked it, below\n"
+        "        continue\n"
+        "    assert Path(sys.argv[1]).read_bytes() in (data[::2], data[1::2])\n"
+        "    path.unlink(missing_ok=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(text), str(tmp_path / "data")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert not list((tmp_path / "data").glob("*.partial"))

@@ -1,0 +1,588 @@
+"""Plans for any device on any machine: what runs how, what is skipped and why, and what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytest
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
+from fp8bench.model.codec import decode, encode
+from fp8bench.plan.make import MOST_CASES, check_names, has_reference_added, make_plan
+from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols.axes import Axis, whole_number
+from fp8bench.registry import workloads
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
+ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+
+
+def gpu(name: str, capability: tuple[int, int], index: int = 0, hip: str | None = None, arch: str = "") -> DeviceFacts:
+    return DeviceFacts("cuda", index, name, 80 << 30, "2.13.0", capability, None if hip else "13.0", hip, arch)
+
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
+V100 = gpu("V100", (7, 0))
+A100 = gpu("A100", (8, 0))
+H200 = gpu("H200", (9, 0))
+B200 = gpu("B200", (10, 0))
+MI300X = gpu("MI300X", (9, 4), hip="7.0", arch="gfx942")
+
+
+def plan(
+    facts: DeviceFacts, suite: str = "gemm", corpus: str | None = None, compares: bool = False, **request: object
+) -> Plan:
+    """Of what was named and nothing else, unless precisions are to be compared."""
+    return make_plan(Request(suite, **request), (facts,), corpus, compares)  # type: ignore[arg-type]
+
+
+def one_group(facts: DeviceFacts, *dtypes: str, shape: str = "64", **request: object) -> Group:
+    axes = (("shape", (shape,)),)
+    return plan(facts, dtypes=dtypes, axes=axes, **request).groups[0]
+
+
+def by_mode(group: Group) -> dict[str, PlannedCase]:
+    return {planned.case.mode: planned for planned in group.cases}
+
+
+def reference(group: Group) -> str:
+    return group.cases[group.reference].case.mode
+
+
+@pytest.mark.parametrize(
+    ("facts", "levels"),
+    [
+        (CPU, (NATIVE, EMULATED, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
+        (V100, (NATIVE, REFUSED, NATIVE, REFUSED, EMULATED, EMULATED, EMULATED, EMULATED)),
+        (A100, (NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
+        (H200, (NATIVE, NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED)),
+        (B200, (NATIVE, NATIVE, NATIVE, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED)),
+        (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, EMULATED, EMULATED, EMULATED, EMULATED)),
+    ],
+    ids=lambda value: value.name if isinstance(value, DeviceFacts) else "",
+)
+def test_every_precision_is_a_case_on_every_device(facts: DeviceFacts, levels: tuple[Level, ...]) -> None:
+    """What a device refuses is a case with the reason, never a missing row; all else runs."""
+    group = one_group(facts, *ALL)
+    cases = by_mode(group)
+    assert {name: cases[name].support.level for name in ALL} == dict(zip(ALL, levels, strict=True))
+    for case in group.cases:
+        assert case.runs == (case.support.level is not REFUSED)
+        assert case.skip == ("" if case.runs else case.support.reason)
+        assert case.support.reason
+
+
+def test_a_skipped_case_says_what_was_missing() -> None:
+    """The device's own capability is in the sentence."""
+    skipped = {case.case.mode: case.skip for case in one_group(V100, "fp32", "tf32", "bf16").cases if not case.runs}
+    assert list(skipped) == ["tf32", "bf16"]
+    assert all("needs compute capability 8.0; this device has 7.0" in why for why in skipped.values())
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "batch", "sequence"), [(CPU, "nano", 2, 96), (H200, "gpt2-124m", 8, 1024)], ids=["cpu", "gpu"]
+)
+def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, sequence: int) -> None:
+    """On a processor the same suite must end within seconds."""
+    (group,) = plan(facts, "transformer", dtypes=("fp32", "bf16"))
+    case = group.cases[0].case
+    assert dict(case.params) == {
+        "size": size, "batch": batch, "sequence": sequence, "micro_batches": 2, "checkpointing": "no", "compile": "no",
+        "attention": "auto",
+    }  # fmt: skip
+    assert group.cases[0].work.tokens == batch * sequence * 2
+
+
+def test_the_sizes_of_products_depend_on_the_device_too() -> None:
+    """The largest product of the GPU's default is too much for a processor."""
+    largest = {facts.kind: max(group.cases[0].work.flops for group in plan(facts)) for facts in (CPU, H200)}
+    assert largest == {"cpu": 2.0 * 1024**3, "cuda": 2.0 * 8192**3}
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "chosen"),
+    [
+        ((CPU,), (), ["cpu"]),
+        ((CPU, A100, H200), (), ["cuda:0"]),
+        ((CPU, H200), ("cpu",), ["cpu"]),
+        ((CPU, H200), ("cuda",), ["cuda:0"]),
+        ((CPU, H200, gpu("H200", (9, 0), 1)), ("cuda:1",), ["cuda:1"]),
+        ((CPU, H200), ("cpu", "cuda:0", "cuda"), ["cpu", "cuda:0"]),
+    ],
+)  # fmt: skip
+def test_the_first_gpu_is_the_default_device(
+    known: tuple[DeviceFacts, ...], asked: tuple[str, ...], chosen: list[str]
+) -> None:
+    """Devices asked for come in that order, each once."""
+    made = make_plan(Request("gemm", devices=asked, axes=(("shape", ("64",)),)), known)
+    assert list(dict.fromkeys(planned.case.device for group in made for planned in group.cases)) == chosen
+    assert len(made.groups) == len(chosen)
+
+
+def test_the_reference_is_the_highest_precision_asked_for() -> None:
+    """Whatever the order on the command line; the others keep that order."""
+    for first, name in enumerate(ALL):
+        asked = (*ALL[:first:-1], name)
+        group = one_group(H200, *asked)
+        assert reference(group) == name
+        assert [planned.case.mode for planned in group.cases] == [name, *ALL[:first:-1]]
+
+
+def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
+    """Twice the same precision is once; an alias is its name."""
+    assert [case.case.mode for case in one_group(H200).cases] == ["fp32", "bf16", "fp8"]
+    assert [case.case.mode for case in one_group(H200, "fp4", "fp32", "nvfp4", "fp32").cases] == ["fp32", "nvfp4"]
+
+
+def test_a_reference_of_one_s_own_joins_the_run() -> None:
+    """It need not be named twice."""
+    group = one_group(H200, "fp8", "fp16", reference="bf16")
+    assert [planned.case.mode for planned in group.cases] == ["bf16", "fp8", "fp16"]
+    assert reference(group) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtypes", "asked", "instead"),
+    [
+        (V100, ("tf32", "bf16", "fp16", "fp8"), None, "fp16"),
+        (V100, ("tf32", "fp8", "mxfp8"), None, "fp8"),
+        (V100, ("mxfp4", "fp16", "fp32"), "bf16", "fp32"),
+        (MI300X, ("fp8", "bf16", "fp16"), "tf32", "fp16"),
+        (V100, ("tf32", "bf16"), None, "tf32"),
+    ],
+)
+def test_a_refused_reference_is_replaced_by_the_highest_native_precision(
+    facts: DeviceFacts, dtypes: tuple[str, ...], asked: str | None, instead: str
+) -> None:
+    """An emulated one only if nothing is native; the refused case keeps its row either way."""
+    group = one_group(facts, *dtypes, reference=asked)
+    assert reference(group) == instead
+    assert group.cases[0].skip
+
+
+def test_axes_multiply_in_the_order_given() -> None:
+    """Each value once, cases apart in every one."""
+    axes = (("operands", ("ready", "cast")), ("shape", ("32", "64x32x16", "32x32x32")))
+    made = plan(CPU, axes=axes, dtypes=("fp32",))
+    settings = [(group.cases[0].case.param("m"), group.cases[0].case.param("operands")) for group in made]
+    assert settings == [(32, "ready"), (32, "cast"), (64, "ready"), (64, "cast")]
+    assert made.groups[0].setting == "gemm[m=32,n=32,k=32,product=forward,operands=ready]@cpu"
+
+
+def test_model_shapes_become_layers_times_products() -> None:
+    """M, N, K of all three products of a linear layer with 512 tokens."""
+    made = plan(CPU, axes=(("shape", ("gpt2",)),), dtypes=("fp32",))
+    found = {
+        (case.param("layer"), case.param("product")): (case.param("m"), case.param("n"), case.param("k"))
+        for case in (group.cases[0].case for group in made)
+    }
+    assert len(made.groups) == len(found) == 4 * 3
+    assert found["gpt2/up", "forward"] == (512, 3072, 768)
+    assert found["gpt2/up", "input-gradient"] == (512, 768, 3072)
+    assert found["gpt2/up", "weight-gradient"] == (3072, 768, 512)
+    assert found["gpt2/qkv", "forward"] == (512, 2304, 768)
+    assert {group.cases[0].work.flops for group in made if "gpt2/up" in group.setting} == {2.0 * 512 * 3072 * 768}
+
+
+def test_model_shapes_of_one_product_with_tokens_of_one_s_own() -> None:
+    """deepseek-v3 has six layers."""
+    axes = (("shape", ("deepseek-v3",)), ("product", ("forward",)), ("tokens", ("128",)))
+    made = plan(H200, axes=axes, dtypes=("fp32",))
+    layers = {group.cases[0].case.param("layer"): group.cases[0].case for group in made}
+    assert len(made.groups) == 6
+    assert {case.param("m") for case in layers.values()} == {128}
+    assert (layers["deepseek-v3/out"].param("n"), layers["deepseek-v3/out"].param("k")) == (7168, 16384)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [("64x64x64", True), ("7x64x64", True), ("64x64x72", False), ("64x24x64", False)]
+)
+def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
+    """Rows are free; the reason names the sides and what to do. Nobody else of the group minds."""
+    cases = by_mode(one_group(H200, "fp32", "bf16", "fp8", "mxfp8", shape=shape))
+    assert [name for name, case in cases.items() if case.runs] == [name for name in cases if fits or name != "fp8"]
+    if not fits:
+        _, n, k = shape.split("x")
+        assert f"has K={k}, N={n}" in cases["fp8"].skip and "multiple of 16" in cases["fp8"].skip
+        assert cases["fp8"].support.level is Level.REFUSED
+
+
+def test_emulated_products_need_no_multiples() -> None:
+    """On a processor the same shape runs."""
+    assert all(case.runs for case in one_group(CPU, "fp32", "fp8", shape="64x24x72").cases)
+
+
+def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
+    """A case is as native as its least native layer."""
+    (group,) = plan(H200, "transformer", dtypes=("bf16", "fp8", "fp32"), precision_map=(("mlp", "mxfp8"),))
+    cases = by_mode(group)
+    assert list(cases) == ["fp32", "bf16{mlp=mxfp8}", "fp8{mlp=mxfp8}"]
+    assert [case.support.level for case in cases.values()] == [NATIVE, EMULATED, EMULATED]
+    assert "MXFP8" in cases["fp8{mlp=mxfp8}"].support.reason
+    assert reference(group) == "fp32"
+
+
+def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_names() -> None:
+    """The case keeps it as it was given, modes with options by their one word."""
+    given = (("attn", "fp8"), ("blocks.1", "bf16"), ("blocks.1.mlp.up", "mxfp8"))
+    (group,) = plan(CPU, "transformer", dtypes=("fp32", "fp16"), precision_map=given)
+    assert [planned.case.precision_map for planned in group.cases] == [(), given]
+    assert group.cases[1].case.mode == "fp16{attn=fp8,blocks.1=bf16,blocks.1.mlp.up=mxfp8}"
+
+
+def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
+    """Another size of the run has it; what neither has is a typing error."""
+    given = {"dtypes": ("bf16", "fp8"), "axes": (("size", ("nano", "gpt2-124m")),)}
+    nano, large = plan(CPU, "transformer", precision_map=(("blocks.7", "bf16"),), **given).groups
+    assert nano.cases[1].skip.startswith("no layer is called blocks.7 here, there are attn and mlp and head:")
+    assert large.cases[1].runs and nano.cases[0].runs
+    with pytest.raises(UnknownName, match=r"layer of suite transformer 'blocks\.12'"):
+        plan(CPU, "transformer", precision_map=(("blocks.12", "bf16"),), **given)
+
+
+def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
+    """A GPU's default model has more blocks; before a device is known, either class's layers will do."""
+    asked = Request("transformer", ("bf16", "fp8"), precision_map=(("blocks.7", "bf16"),))
+    check_names(asked)
+    assert all(one.runs for one in make_plan(asked, (H200,)).groups[0].cases)
+    with pytest.raises(UnknownName):
+        make_plan(asked, (CPU,))
+
+
+def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
+    """What none of them has is refused."""
+    given = (("mlp", "bf16"), ("up", "bf16"))
+    groups = plan(CPU, "mlp,transformer", dtypes=("fp32", "fp8"), precision_map=given).groups
+    maps = {group.cases[1].case.workload: group.cases[1].case.precision_map for group in groups}
+    assert maps == {"mlp": (("up", "bf16"),), "transformer": (("mlp", "bf16"),)}
+
+
+def test_a_layer_that_a_device_refuses_skips_the_case() -> None:
+    """The reason is that layer's."""
+    (group,) = plan(V100, "transformer", dtypes=("fp32", "fp16"), precision_map=(("head", "bf16"),))
+    assert by_mode(group)["fp16{head=bf16}"].skip == "bf16 needs compute capability 8.0; this device has 7.0"
+
+
+def test_a_precision_map_without_effect_is_refused() -> None:
+    """The reference stays pure, so there is nothing to map."""
+    for request in ({"dtypes": ("bf16",)}, {"dtypes": ("fp8",), "reference": "fp8"}):
+        with pytest.raises(UsageError, match=r"change nothing: \w+ is the reference"):
+            plan(CPU, "transformer", precision_map=(("mlp", "fp16"),), **request)
+
+
+@pytest.mark.parametrize(
+    ("request_", "nearest"),
+    [
+        (Request("gem"), "gemm"),
+        (Request("gemm", dtypes=("fp8", "bf61")), "bf16"),
+        (Request("gemm", reference="FP23"), "fp32"),
+        (Request("gemm", axes=(("shapes", ("64",)),)), "shape"),
+        (Request("gemm", devices=("cuda:0",)), None),
+        (Request("gemm", devices=("cpi",)), "cpu"),
+        (Request("transformer", precision_map=(("mpl", "bf16"),)), "mlp"),
+        (Request("transformer", precision_map=(("mlp", "fb8"),)), "fp8"),
+        (Request("transformer", precision_map=(("blocks.1.mpl.up", "bf16"),)), "blocks.1.mlp.up"),
+        (Request("transformer", precision_map=(("blocks.2", "bf16"),)), "blocks.1"),
+        (Request("transformer", precision_map=(("blocks.1.", "bf16"),)), "blocks.1"),
+        (Request("transformer", precision_map=(("attn.qkv", "bf16"),)), "attn"),
+        (Request("gemm", precision_map=(("mlp", "bf16"),)), None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | None) -> None:
+    """And with all that are known; of the names of layers some stand for all."""
+    with pytest.raises(UnknownName) as raised:
+        make_plan(request_, (CPU,))
+    assert raised.value.nearest == nearest
+    assert f"Did you mean {nearest!r}?" in str(raised.value) or nearest is None
+    listed = [name for name in raised.value.known if "." not in name and name != "blocks"]
+    assert all(name in str(raised.value) for name in listed)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("gem"), Request("gemm", dtypes=("bf61",)), Request("gemm", reference="x"),
+        Request("transformer", precision_map=(("mpl", "bf16"),)),
+        Request("transformer", dtypes=("fp32",), precision_map=(("mlp", "bf16"),)),
+    ],
+)  # fmt: skip
+def test_names_are_checked_before_any_device_is_known(request_: Request) -> None:
+    """So that nothing slow is started for a typing error."""
+    with pytest.raises(UsageError):
+        check_names(request_)
+    check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
+
+
+@pytest.mark.parametrize(
+    ("axis", "value"), [("shape", "0"), ("shape", "64x64"), ("tokens", "many"), ("operands", "none"), ("product", "")]
+)
+def test_a_value_that_cannot_be_names_its_axis(axis: str, value: str) -> None:
+    """With what was given and what was expected."""
+    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}': expected"):
+        plan(CPU, axes=((axis, (value,)),))
+
+
+def test_too_many_combinations_are_refused_at_once() -> None:
+    """With their number; expanding them would take memory before it took time."""
+    sides = tuple(str(side) for side in range(1, 201))
+    axes = (("shape", sides), ("tokens", sides))
+    with pytest.raises(UsageError, match=f"40000 combinations; the most is {MOST_CASES}"):
+        plan(CPU, axes=axes)
+
+
+def test_case_ids_are_unique_and_readable() -> None:
+    """Over models, devices and precision maps."""
+    request = Request("gemm", dtypes=ALL, devices=("cpu", "cuda"), axes=(("shape", ("gpt2", "llama3-8b", "64")),))
+    ids = [planned.case.id for group in make_plan(request, (CPU, H200)) for planned in group.cases]
+    assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
+    assert "gemm[m=64,n=64,k=64,product=forward,operands=cast]@cuda:0/mxfp8" in ids
+    assert all(name.isprintable() and " " not in name for name in ids)
+
+
+def test_cases_of_one_group_differ_in_precision_only() -> None:
+    """What is measured together has one setting."""
+    for group in plan(H200, dtypes=ALL):
+        assert {planned.case.setting for planned in group.cases} == {group.setting}
+        assert {planned.work for planned in group.cases} == {group.cases[0].work}
+
+
+def test_the_text_s_identity_is_part_of_the_case() -> None:
+    """Only where the suite reads one; else --data is said to have no effect."""
+    made = plan(CPU, "transformer", corpus="tiny-1234", data="x.txt")
+    assert made.groups[0].cases[0].case.param("data") == "tiny-1234" and made.notes == ()
+    other = plan(CPU, "gemm", corpus="tiny-1234", data="x.txt")
+    assert all(name != "data" for name, _ in other.groups[0].cases[0].case.params)
+    assert other.notes == ("--data has no effect: suite gemm reads no text",)
+
+
+@pytest.mark.parametrize("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
+@pytest.mark.parametrize("suite", ["gemm", "transformer"])
+def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:
+    """The same twice, whatever was planned between, and untouched by what it does not depend on."""
+    first = plan(facts, suite, dtypes=ALL)
+    plan(A100, "gemm", dtypes=("bf16",))
+    assert plan(facts, suite, dtypes=ALL) == first
+    assert plan(replace(facts, name="another", memory_bytes=1 << 40), suite, dtypes=ALL, seed=3, rounds=9) == first
+    assert first.num_cases == len(first.groups) * len(ALL)
+
+
+def test_planning_imports_neither_torch_nor_numpy() -> None:
+    """The parent process never imports torch."""
+    code = (
+        "import sys\n"
+        "from fp8bench.model import DeviceFacts, Request\n"
+        "from fp8bench.plan.make import make_plan\n"
+        "h200 = DeviceFacts('cuda', 0, 'H200', 141 << 30, '2.13.0', (9, 0), '13.0')\n"
+        "print(make_plan(Request('transformer'), (h200,)).num_cases, make_plan(Request('gemm'), (h200,)).num_cases)\n"
+        "print([heavy for heavy in ('torch', 'numpy', 'pandas') if heavy in sys.modules])"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout.split("\n")[:2] == ["3 18", "[]"]
+
+
+@pytest.mark.parametrize(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
+def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: str) -> None:
+    """It is one switch for the process: a mapped layer would run under the case's, with the wrong name on it."""
+    asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
+    with pytest.raises(UsageError, match="TF32 is one switch"):
+        check_names(asked)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
+        (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
+        (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),
+    ],
+)
+def test_names_of_devices_axes_and_values_need_no_worker(request_: Request, sentence: str) -> None:
+    """Refused with the nearest known word before anything slow is started."""
+    with pytest.raises(UsageError, match=sentence):
+        check_names(request_)
+
+
+def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
+    """On a CPU tf32 ranks above bf16 but has no speed to compare with."""
+    assert reference(one_group(CPU, "tf32", "bf16", "fp8")) == "bf16"
+    assert reference(one_group(CPU, "tf32", "bf16", reference="tf32")) == "tf32"
+    assert reference(one_group(CPU, "tf32", "fp8")) == "tf32"
+    assert reference(one_group(H200, "tf32", "bf16")) == "tf32"
+
+
+SOUND = {"params": (("n", 1),), "work": Work(1.0, 2), "support": Support(Level.NATIVE, "a test")}
+
+
+class Answering(Workload):
+    """A suite of somebody's own that answers whatever it is told to."""
+
+    name = "answering"
+    summary = "answers"
+    answers: ClassVar[dict[str, Any]] = SOUND
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("n", "a number", ("1",), whole_number()),)
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        return (self.answers["params"],)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return cast(Work, self.answers["work"])
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return cast(Support, self.answers["support"])
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return cast(tuple[Layer, ...], self.answers["layers"]) if "layers" in self.answers else super().layers(params)
+
+    def prepare(self, setup: Setup) -> None:
+        return None
+
+    def step(self, state: None, phase: Phases) -> None:
+        return None
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> type[Answering]:
+    """The suite, registered for one test."""
+    workloads.names()
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    monkeypatch.setattr(Answering, "answers", SOUND)
+    workloads.register("answering")(Answering)
+    return Answering
+
+
+GARBAGE = {
+    "a float of tokens": ({"work": Work(tokens=1024.0)}, "tokens = 1024.0, and it must be a whole number"),  # type: ignore[arg-type]
+    "NaN of flops": ({"work": Work(flops=math.nan)}, "flops = nan, which is no count"),
+    "infinite bytes": ({"work": Work(bytes=math.inf)}, "bytes = inf, which is no count"),
+    "negative memory": ({"work": Work(least_memory=-1.0)}, "least_memory = -1.0, which is no count"),
+    "flops in words": ({"work": Work(flops="many")}, "flops = 'many', and it must be a number"),  # type: ignore[arg-type]
+    "numpy's flops": ({"work": Work(flops=np.float64(3))}, r"flops = .*, and it must be a number \(float\)"),
+    "too many flops": ({"work": Work(flops=10**400)}, "OverflowError"),
+    "no work": ({"work": None}, r"work\(\) gave None, and must give a Work"),
+    "a tuple": ({"params": (("n", (1, 2)),)}, r"parameter 'n' is \(1, 2\) \(tuple\), and must be an int"),
+    "numpy's integer": ({"params": (("n", np.int64(1)),)}, r"\(int64\), and must be an int"),
+    "NaN": ({"params": (("n", math.nan),)}, "parameter 'n' is nan, and must be finite"),
+    "two lines": ({"params": (("n", "a\nb"),)}, r"parameter 'n' is 'a\\nb', and must be finite, or text on one line"),
+    "half a pair": ({"params": (("n", "a\ud800"),)}, "text on one line"),
+    "a name that is none": ({"params": ((3, 3),)}, "a parameter is called 3"),
+    "a mapping": ({"params": {"n": 3}}, "must be a tuple of pairs"),
+    "a level of support": ({"support": Level.NATIVE}, r"support\(\) gave .*, and must give a Support"),
+    "support without a text": ({"support": Support(Level.NATIVE, None)}, "must give a Support"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
+    """In one sentence that names suite and answer, from names already where no device is needed to tell."""
+    wrong, sentence = GARBAGE[name]
+    answering.answers = {**SOUND, **wrong}
+    asked = Request("answering", ("fp32",))
+    with pytest.raises(UsageError, match=sentence) as caught:
+        make_plan(asked, (CPU,))
+    assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
+    if "support" not in wrong:
+        with pytest.raises(UsageError, match=sentence):
+            check_names(asked)
+
+
+BAD_LAYERS: dict[str, tuple[Any, str]] = {
+    "no tuple": ([Layer("a", "a")], r"layers\(\) gave \[Layer"),
+    "none": (None, r"layers\(\) gave None, and must give a tuple of Layer"),
+    "pairs": ((("a", "a"),), "which is no Layer"),
+    "a name that is none": ((Layer(3, "a"),), "which is no Layer, or whose name and kind must be text"),  # type: ignore[arg-type]
+    "a comma": ((Layer("a,b", "a"),), "without commas"),
+    "a sign of a map": ((Layer("a", "b=c"),), "without commas, blanks, '='"),
+    "two lines": ((Layer("a\nb", "a"),), "without commas"),
+    "no name": ((Layer("", "a"),), "without commas"),
+    "an empty part": ((Layer("a..b", "a"),), "empty parts between points"),
+    "high in words": ((Layer("a", "a", "yes"),), "which is no Layer"),  # type: ignore[arg-type]
+    "one twice": ((Layer("a", "a"), Layer("a", "b")), "two of its layers have the same name"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_layers_that_no_map_can_name_are_refused(name: str, answering: type[Answering]) -> None:
+    """When a map is given; nobody else asks for them."""
+    layers, sentence = BAD_LAYERS[name]
+    answering.answers = {**SOUND, "layers": layers}
+    check_names(Request("answering", ("fp32",)))
+    with pytest.raises(UsageError, match=sentence) as caught:
+        check_names(Request("answering", ("fp32", "bf16"), precision_map=(("a", "fp8"),)))
+    assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
+
+
+def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
+    """All four kinds of values, and whole numbers where floats are meant."""
+    answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
+    made = make_plan(Request("answering", ("fp32",)), (CPU,))
+    assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
+
+
+@pytest.mark.parametrize("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
+def test_lists_that_are_none_are_sentences(
+    words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The precisions of a suite are asked for with its names, its layers with a map."""
+    for name, value in words.items():
+        monkeypatch.setattr(answering, name, value)
+    asked = Request("answering", precision_map=(("mlp", "bf16"),) if "layer_kinds" in words else ())
+    with pytest.raises(UsageError, match="suite 'answering' cannot be planned"):
+        check_names(asked)
+
+
+def test_a_limit_that_nobody_could_keep_is_refused() -> None:
+    """Without a worker there is nothing to end."""
+    check_names(Request("gemm", case_timeout=5.0))
+    check_names(Request("gemm", isolation=False))
+    with pytest.raises(UsageError, match="--case-timeout cannot be kept with --no-isolation"):
+        check_names(Request("gemm", case_timeout=5.0, isolation=False))
+
+
+ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing native to compare with (--reference bf16 "
+
+
+@pytest.mark.parametrize(
+    ("request_", "modes"),
+    [
+        (Request("gemm", ("fp8", "bf16")), ["fp32", "bf16", "fp8"]),
+        (Request("gemm", ("fp8", "bf16"), reference="bf16"), ["bf16", "fp8"]),
+        (Request("gemm", ("bf16",)), ["bf16"]),
+        (Request("gemm", ("fp8", "mxfp8")), ["fp8", "mxfp8"]),
+        (Request("gemm", ("bf16", "fp16")), ["fp16", "bf16"]),
+        (Request("gemm", ("fp8", "bf16"), grid=True), ["bf16", "fp8"]),
+        (Request("numerics", ("fp8", "bf16"), quick=True), ["bf16", "fp8"]),
+    ],
+    ids=["one native", "a named reference", "one precision", "none native", "two native", "the grid", "numbers only"],
+)
+def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: list[str]) -> None:
+    """As the reference, and it is said; not where somebody chose otherwise, or it would help nothing."""
+    plan = make_plan(request_, (CPU,))
+    assert {tuple(planned.case.precision for planned in group.cases) for group in plan} == {tuple(modes)}
+    added = modes[0] == "fp32"
+    assert [note.startswith(ADDED) for note in plan.notes] == [True] * added
+    assert all(group.reference == 0 for group in plan) or not added
+    alone = make_plan(request_, (CPU,), compares=False)
+    assert "fp32" not in [planned.case.precision for group in alone for planned in group.cases]
+    for made in (plan, alone):  # a run from before anything was added goes on with the plan that it has
+        assert make_plan(request_, (CPU,), compares=has_reference_added(made)) == made
+
+
+def test_the_precision_that_was_named_highest_stays_pure_beside_an_added_one() -> None:
+    """A map is for the others, as it would be without."""
+    asked = Request("transformer", ("fp8", "bf16"), precision_map=(("head", "bf16"),))
+    (group,) = make_plan(asked, (CPU,), "text:0").groups
+    assert [planned.case.mode for planned in group.cases] == ["fp32", "bf16", "fp8{head=bf16}"]

@@ -1,0 +1,146 @@
+"""Which layer of a case obeys which key of a precision map, and which cases take their scales from data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Case, DeviceFacts, Params, Plan, Request, StaticScales
+from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.precision_map import layers_of
+from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
+from fp8bench.registry import workloads
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+UP = Layer("blocks.1.mlp.up", "mlp")
+SMALL: Params = (("size", "nano"),)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ((), None),
+        (("attn", "head"), None),
+        (("mlp",), "mlp"),
+        (("mlp", "blocks"), "blocks"),
+        (("blocks.1", "mlp", "blocks"), "blocks.1"),
+        (("blocks.1.mlp", "blocks.1", "mlp"), "blocks.1.mlp"),
+        (("blocks.1.mlp.up", "blocks.1.mlp", "mlp"), "blocks.1.mlp.up"),
+        (("blocks.1.mlp.u", "blocks.10", "blocks.0", "locks.1"), None),
+        (("up", "mlp.up"), None),
+    ],
+)
+def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str | None) -> None:
+    """Front parts end where a word does; what comes first in the map does not matter."""
+    assert key_of(UP, keys) == wanted
+    assert key_of(UP, keys[::-1]) == wanted
+
+
+def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
+    """And each of them is obeyed by some layer, where it stands alone."""
+    layers = layers_of(workloads.get("transformer"), [SMALL])
+    keys = list(keys_of(layers))
+    assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
+    assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4)
+    assert all(any(key_of(layer, (key,)) for layer in layers) for key in keys)
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(WORDS, st.sets(WORDS, max_size=6))
+def test_a_key_fits_by_whole_words(name: str, keys: set[str]) -> None:
+    """Against the definition by lists of words."""
+    parts = name.split(".")
+    fitting = [key for key in keys if key.split(".") == parts[: len(key.split("."))]]
+    longest = max(fitting, key=lambda key: len(key.split(".")), default="kind" if "kind" in keys else None)
+    assert key_of(Layer(name, "kind"), keys) == longest
+
+
+class Named(Arithmetic):
+    """Remembers which layer it was made for."""
+
+    def __init__(self, mode: str, name: str = "") -> None:
+        self.mode, self.name = mode, name
+
+    def layer(self, name: str) -> Arithmetic:
+        return Named(self.mode, name)
+
+    def cast(self, tensor: object, role: Role) -> Operand:
+        raise NotImplementedError
+
+    def product(self, a: Operand, b: Operand, dtype: object) -> object:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def test_each_layer_gets_an_arithmetic_of_its_own() -> None:
+    """The case's, the one that its key has, or the high one where it stays high; made for that layer."""
+    case = Case("transformer", SMALL, "fp8", "cpu")
+    setup = Setup(case, CPU, 0, Named("own"), Named("high"), {"attn": Named("kind"), "blocks.1": Named("block")})
+    choose = workloads.get("transformer").arithmetics(setup)
+    wanted = {
+        "blocks.0.attn.qkv": "kind", "blocks.0.mlp.up": "own", "blocks.1.attn.qkv": "block", "blocks.1.mlp.up": "block",
+        "head": "high",
+    }  # fmt: skip
+    found = {name: choose(name) for name in wanted}
+    assert {name: (one.mode, one.name) for name, one in found.items() if isinstance(one, Named)} == {
+        name: (mode, name) for name, mode in wanted.items()
+    }
+    mapped = replace(setup, layers={"head": Named("low")})
+    head = workloads.get("transformer").arithmetics(mapped)("head")
+    assert isinstance(head, Named) and head.mode == "low"
+
+
+def static_plan(suite: str, *dtypes: str, **request: object) -> Plan:
+    return make_plan(Request(suite, dtypes, **{"static_scales": 8, **request}), (CPU,), compares=False)  # type: ignore[arg-type]
+
+
+def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
+    """They tell the case from others of its precision; the rest stays what it is, with a word on it."""
+    plan = static_plan("transformer", "bf16", "fp8", "mxfp8", "fp8-delayed", refresh_scales=100, saturation_bound=0.1)
+    modes = [planned.case.mode for planned in plan.groups[0].cases]
+    rule = "static=8:refresh=100:bound=0.001"
+    assert modes == ["bf16", f"fp8+{rule}", "mxfp8", f"fp8-delayed+{rule}"]
+    assert plan.groups[0].cases[1].case.static == StaticScales(8, 100, 0.001)
+    assert plan.notes == (
+        "--static-scales has no effect on mxfp8, whose tensors do not have one float32 scale each",
+        f"scales from data take the place of delayed scaling in {modes[3].partition('+')[0]}",
+    )
+
+
+def test_one_layer_with_such_scales_is_enough() -> None:
+    """Of a map, or of the precision where a map leaves some layer to it."""
+    plan = static_plan("mlp", "fp32", "bf16", precision_map=(("up", "fp8"),))
+    assert [one.case.mode for one in plan.groups[0].cases] == ["fp32", "bf16{up=fp8}+static=8"]
+    with pytest.raises(UsageError, match="change nothing"):
+        static_plan("mlp", "fp32", "fp8", precision_map=(("up", "bf16"), ("down", "mxfp8")))
+
+
+def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
+    """Alone they are refused: nothing would change."""
+    plan = static_plan("mlp,gemm", "fp32", "fp8")
+    assert plan.notes == (
+        "--static-scales has no effect on suite gemm, which has no layers to find scales for",
+    )  # fmt: skip
+    assert {one.case.workload for group in plan for one in group.cases if one.case.static} == {"mlp"}
+    with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
+        static_plan("gemm", "fp8")
+
+
+def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
+    """Those that stay as they are found can."""
+    compiled = (("compile", ("yes",)),)
+    for request, skipped in (({}, False), ({"refresh_scales": 5}, True), ({"saturation_bound": 1.0}, True)):
+        case = static_plan("transformer", "fp32", "fp8", axes=compiled, **request).groups[0].cases[1]
+        assert case.skip.startswith("scales cannot be renewed in a compiled graph") is skipped
+
+
+@pytest.mark.parametrize("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
+def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
+    """Said before any device is asked for."""
+    with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):
+        check_names(Request("mlp", **options))  # type: ignore[arg-type]

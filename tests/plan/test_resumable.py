@@ -1,0 +1,338 @@
+"""Going on with a run: only what is missing, only where it began, and never two at once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import NotKept, StoreError, UsageError
+from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.plan.resumable import refuse_elsewhere, refuse_foreign
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import workloads
+from fp8bench.store.runs.read import load_run, missing_groups
+from fp8bench.store.runs.write import RunWriter, reopen_run, running_beside
+from fp8bench.user_code import import_user_modules
+
+SUITE = """
+from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
+
+@workloads.register("sums")
+class Sums(Workload):
+    name = "sums"
+    summary = "sums of small numbers"
+
+    def axes(self, facts):
+        return (Axis("place", "a number", ("0", "1", "2", "3"), whole_number(low=0)),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return None
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(1000))
+"""
+
+
+class Watching(SilentObserver):
+    """Remembers which places were worked on; interrupts before one of them if told to."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.worked: list[int] = []
+        self._stop_at = stop_at
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        place = int(case.param("place"))
+        if place == self._stop_at:
+            raise KeyboardInterrupt
+        if place not in self.worked:
+            self.worked.append(place)
+
+    def finished(self, record: Record) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _in_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever commits to this repository while its tests run changes the commit that a resumption is held against."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "sums_suite.py"
+    path.write_text(SUITE)
+    with pytest.MonkeyPatch.context() as patch:
+        workloads.names()
+        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
+        import_user_modules([str(path)])
+        yield str(path)
+
+
+def request_for(suite: str) -> Request:
+    return Request("sums", ("fp32", "bf16"), ("cpu",), rounds=2, imports=(suite,), isolation=False)
+
+
+def cut_off(suite: str, store: Path, stop_at: int | None = 2) -> Run:
+    return pipeline.execute(request_for(suite), store, Watching(stop_at), "the first half")
+
+
+def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
+    """And what was there stays byte by byte."""
+    first = cut_off(suite, tmp_path)
+    path = Path(first.path)
+    before = path.read_bytes()
+    watching = Watching()
+    resumed, run = pipeline.resume(path, tmp_path, watching, "the second half")
+    assert resumed and run.finished and missing_groups(run) == ()
+    assert watching.worked == [2, 3]
+    assert path.read_bytes().startswith(before)
+    assert run.records[:4] == first.records and len(run.records) == 8
+    assert [one.command for one in run.resumptions] == ["the second half"]
+    assert load_run(path) == run
+
+
+def test_a_finished_run_is_left_alone(suite: str, tmp_path: Path) -> None:
+    """No worker, no line in the file."""
+    run = cut_off(suite, tmp_path, stop_at=None)
+    path = Path(run.path)
+    before = path.read_bytes()
+    watching = Watching()
+    assert pipeline.resume(path, tmp_path, watching, "again") == (False, run)
+    assert path.read_bytes() == before and watching.worked == []
+
+
+def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> None:
+    """It was killed between its last group and the end line."""
+    path = Path(cut_off(suite, tmp_path, stop_at=None).path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    watching = Watching()
+    resumed, run = pipeline.resume(path, tmp_path, watching, "the end")
+    assert resumed and run.finished and watching.worked == []
+
+
+@pytest.mark.parametrize("cut", [1, 30, 300])
+def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_path: Path, cut: int) -> None:
+    """Its torn line stays alone on its line, and no record of the old sitting is left beside the new ones."""
+    first = cut_off(suite, tmp_path)
+    path = Path(first.path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    # Header, two groups of two records, the end: keep the third record whole and a part of the fourth.
+    path.write_bytes(b"".join(lines[:4]) + lines[4][:cut])
+    watching = Watching()
+    _, run = pipeline.resume(path, tmp_path, watching, "again")
+    assert watching.worked == [1, 2, 3] and run.finished and len(run.records) == 8
+    assert run.records[:2] == first.records[:2]
+    assert run.records[2] != first.records[2], "a record of the sitting that was cut off"
+    assert len(run.troubles) == 1 and "line 5 is broken" in run.troubles[0]
+
+
+def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
+    """Any number of times."""
+    path = Path(cut_off(suite, tmp_path, stop_at=1).path)
+    _, run = pipeline.resume(path, tmp_path, Watching(stop_at=3), "second")
+    assert not run.finished and len(run.records) == 6
+    _, run = pipeline.resume(path, tmp_path, Watching(), "third")
+    assert run.finished and len(run.records) == 8 and len(run.resumptions) == 2
+
+
+def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
+    """The one that holds the file's lock goes on; the other is told."""
+    path = Path(cut_off(suite, tmp_path).path)
+    before = path.read_bytes()
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="another process is writing the run"):
+            pipeline.resume(path, tmp_path, Watching(), "again")
+    assert path.read_bytes() == before
+
+
+def test_a_run_is_no_company_to_itself(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its store is named from here."""
+    monkeypatch.chdir(tmp_path)
+    assert cut_off(suite, Path("store"), stop_at=None).notes == ()
+
+
+def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
+    """In its file, so that whoever reads it later knows."""
+    other = Path(cut_off(suite, tmp_path).path)
+    with other.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run = cut_off(suite, tmp_path, stop_at=None)
+        assert running_beside(Path(run.path)) == [other.stem]
+    assert running_beside(Path(run.path)) == []
+    assert len(run.notes) == 1 and f"run {other.stem} was measured at the same time (load" in run.notes[0]
+    assert load_run(other).notes == ()
+
+
+def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full from the second group on: the run comes back with all that was measured."""
+    append, appended = RunWriter.append, []
+
+    def full(self: RunWriter, records: list[Record]) -> None:
+        appended.append(1)
+        if len(appended) == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space")))
+                append(self, records)
+        append(self, records)
+
+    monkeypatch.setattr(RunWriter, "append", full)
+    with pytest.raises(NotKept, match=r"cannot be written \(No space\)") as caught:
+        cut_off(suite, tmp_path, stop_at=None)
+    run = caught.value.run
+    assert isinstance(run, Run) and len(run.records) == 4 and not run.finished
+    assert len(load_run(Path(run.path)).records) >= 2
+    monkeypatch.setattr(RunWriter, "append", append)
+    _, whole = pipeline.resume(Path(run.path), tmp_path, Watching(), "after making room")
+    assert whole.finished and len(whole.records) == 8
+
+
+def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it is written, a run leaves nothing that looks like a run."""
+
+    def killed(self: RunWriter, values: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(RunWriter, "_lines", killed)
+    with pytest.raises(SystemExit):
+        cut_off(suite, tmp_path)
+    assert [one for one in tmp_path.glob("runs/*/*") if one.is_file()] == []
+
+
+def test_a_torn_end_gets_a_line_of_its_own(tmp_path: Path) -> None:
+    """Whatever the file ends with."""
+    path = tmp_path / "a.jsonl"
+    for ending in (b"", b"{}\n", b"{}\n{torn", b"\xff"):
+        path.write_bytes(ending)
+        reopen_run(path, Resumption("now", "again", Environment({}))).close()
+        last = path.read_bytes().splitlines()[-1]
+        assert json.loads(last)["resumed"]["command"] == "again"
+
+
+FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
+SAME = {
+    "machine": "box", "fp8bench": "0.1.0", "python": "3.11", "torch": "2.13.0", "torch_git": None, "threads": 1,
+    "commit": None, "dirty": None, "imports_sha256": None,
+}  # fmt: skip
+
+
+def planned(precision: str = "fp32", version: str = "1") -> Plan:
+    from tests.fakes import planned as one
+
+    case = replace(one(precision), case=replace(one(precision).case, version=version))
+    return Plan((Group((case,), 0),))
+
+
+def a_run(**changes: object) -> Run:
+    environment = Environment({**SAME, **changes})  # type: ignore[dict-item]
+    return Run("abcd", "then", "a test", Request("gemm"), planned(), environment, (FACTS,))
+
+
+def test_the_same_place_is_no_foreign_one() -> None:
+    """Load and free memory may have changed."""
+    facts = replace(FACTS, memory_bytes=1 << 31)
+    refuse_foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "now"),
+    [
+        ("machine", "machine", "other"),
+        ("fp8bench", "fp8bench", "9.9"),
+        ("python", "python", "3.12"),
+        ("torch", "torch", "2.11"),
+        ("torch_git", "torch_git", "x"),
+        ("threads", "threads", 2),
+        ("commit", "the commit", "0123abcd"),
+        ("dirty", "whether files differ from the commit", True),
+        ("imports_sha256", "the code of --import", "0123abcd"),
+    ],
+)
+def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:
+    """It says what was and what is."""
+    with pytest.raises(UsageError, match=rf"cannot be resumed here: {called} was .* and is {now}.*start a new run"):
+        refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "plan", "words"),
+    [
+        ((replace(FACTS, name="another"),), planned(), "cpu was a processor and is another"),
+        ((replace(FACTS, kind="cuda"),), planned(), "there is no device cpu"),
+        ((FACTS,), planned("bf16"), "it would be planned differently today"),
+        ((FACTS,), Plan((*planned().groups, *planned("bf16").groups)), "planned differently today .*bf16"),
+        ((FACTS,), planned(version="2"), "the workload gemm was version 1 and is 2"),
+    ],
+    ids=["device", "no device", "case gone", "case more", "version"],
+)
+def test_another_device_or_plan_is_refused(facts: tuple[DeviceFacts, ...], plan: Plan, words: str) -> None:
+    """Halves of two different things are no run."""
+    with pytest.raises(UsageError, match=words):
+        refuse_foreign(a_run(), plan, facts, Environment(dict(SAME)))
+
+
+def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> None:
+    """Nobody knows what is missing; it can be shown."""
+    path = Path(cut_off(suite, tmp_path).path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"{broken\n" + b"".join(lines[1:]))
+    run = load_run(path)
+    assert len(run.records) == 4 and run.troubles[0].startswith("line 1, the header, is broken")
+    with pytest.raises(UsageError, match=r"cannot be resumed here: its header is lost.*Start a new run"):
+        pipeline.resume(path, tmp_path, Watching(), "again")
+
+
+def test_a_finished_run_without_its_header_is_not_called_complete(suite: str, tmp_path: Path) -> None:
+    """Its plan is made of the records that are left, so that nothing would seem to be missing."""
+    path = Path(cut_off(suite, tmp_path, stop_at=None).path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[1:3], *lines[-1:]]))
+    before = path.read_bytes()
+    assert load_run(path).finished
+    with pytest.raises(UsageError, match="its header is lost"):
+        pipeline.resume(path, tmp_path, Watching(), "again")
+    assert path.read_bytes() == before
+
+
+def test_code_that_changed_is_not_resumed(suite: str, tmp_path: Path) -> None:
+    """One comment more is other code: nobody can say whether it matters."""
+    path = Path(cut_off(suite, tmp_path).path)
+    Path(suite).write_text(SUITE + "# changed\n")
+    with pytest.raises(UsageError, match=r"the code of --import was [0-9a-f]{64} and is [0-9a-f]{64}"):
+        pipeline.resume(path, tmp_path, Watching(), "again")
+    Path(suite).write_text(SUITE)
+    assert pipeline.resume(path, tmp_path, Watching(), "again")[1].finished
+
+
+def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means the folder where one resumes; where it is not there, the sentence says where to go."""
+    monkeypatch.chdir(tmp_path)
+    run = pipeline.execute(request_for("sums_suite.py"), tmp_path, Watching(2), "the first half")
+    for folder in ("empty", "copy"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UsageError, match=r"no file sums_suite\.py here.*Resume it in the folder where it began"):
+        pipeline.resume(Path(run.path), tmp_path, Watching(), "again")
+    monkeypatch.chdir(tmp_path / "copy")
+    Path("sums_suite.py").write_text(SUITE)
+    workloads._leaves.pop("sums")
+    assert pipeline.resume(Path(run.path), tmp_path, Watching(), "again")[1].finished
+
+
+def test_a_text_that_is_not_here_says_where_to_resume() -> None:
+    """The path of --data is as given, too."""
+    run = replace(a_run(), request=Request("transformer", data="nowhere/text.txt"))
+    with pytest.raises(UsageError, match=r"no file nowhere/text\.txt here.*in the folder where it began"):
+        refuse_elsewhere(run)
+    refuse_elsewhere(replace(a_run(), request=Request("gemm", imports=("json",))))

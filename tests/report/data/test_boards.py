@@ -1,0 +1,287 @@
+"""A run as figures with names, in TensorBoard and in Weights & Biases."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.model import Environment, Interval, Measurement, Run, Scalar, Status
+from fp8bench.report.data.boards import (
+    check_tensorboard,
+    check_wandb,
+    figures,
+    moment,
+    send_to_wandb,
+    write_tensorboard,
+)
+from tests.energies import energetic, without_energy
+from tests.runs import gemm, memory, transformer
+
+PLACE = "layers=4,width=256,heads=4,context=256,batch=4@cpu"
+
+
+def named(run: Run, findings: object) -> dict[tuple[str, str], float]:
+    return {(one.mode, one.tag): one.value for one in figures(run, findings)}  # type: ignore[arg-type]
+
+
+def kind_of(tag: str) -> str:
+    return tag.partition("/")[2].partition(" ")[0]
+
+
+def test_what_a_case_has_come_to() -> None:
+    """Times, the ratio with its bounds, how many labels it has, phases, errors and memory."""
+    told = named(*transformer())
+    of_fp16 = {kind_of(tag): value for (mode, tag), value in told.items() if mode == "fp16"}
+    assert {tag.partition(" ")[2] for _, tag in told} == {PLACE}
+    assert of_fp16 == pytest.approx(
+        {
+            "best_seconds": 0.0249, "median_seconds": 0.0262, "ratio": 1.0247, "ratio_low": 0.9971,
+            "ratio_high": 1.0533, "labels": 2, "loss_error": 2.2e-6, "gradient_error": 4.2e-4,
+            "peak_memory_bytes": 200 << 20,
+            **{name: value for name, value in of_fp16.items() if name.startswith("phase_")},
+        }
+    )  # fmt: skip
+    phases = [value for name, value in of_fp16.items() if name.startswith("phase_")]
+    assert "phase_gemm_seconds" in of_fp16 and sum(phases) == pytest.approx(0.0249)
+
+
+def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
+    """Its errors do: they are right."""
+    told = named(*transformer())
+    kinds = {kind_of(tag) for mode, tag in told if mode == "fp8"}
+    assert {"emulation_best_seconds", "emulation_phase_cast_seconds", "gradient_error"} <= kinds
+    assert not {"best_seconds", "median_seconds", "phase_cast_seconds", "ratio"} & kinds
+
+
+def test_energy_where_it_was_measured() -> None:
+    """Of an emulation its cost, in charts of its own, and no ratio; nothing of a case without a window."""
+    told = named(*energetic())
+    by_mode = {mode: {kind_of(tag): value for (one, tag), value in told.items() if one == mode} for mode, _ in told}
+    bf16 = {name: value for name, value in by_mode["bf16"].items() if "energy" in name or "power" in name}
+    assert bf16 == pytest.approx(
+        {
+            "energy_joules": 1.9, "energy_net_joules": 1.3916, "energy_per_token_joules": 1.9 / 1024,
+            "energy_per_tflop_joules": 1.9 / 3.1, "power_watts": 1.9 / 0.0062, "idle_power_watts": 82.0,
+            "energy_ratio": 1.9 / 3.1, "energy_ratio_low": 1.89 * 0.996 / (3.13 * 1.004),
+            "energy_ratio_high": 1.91 * 1.004 / (3.08 * 0.996),
+        }
+    )  # fmt: skip
+    assert "emulation_energy_joules" in by_mode["nvfp4"]
+    assert not {"energy_joules", "energy_ratio", "power_watts"} & set(by_mode["nvfp4"])
+    assert not [name for name in by_mode["fp16"] if "energy" in name]
+    assert not [tag for _, tag in named(*without_energy()) if "energy" in tag or "power" in tag]
+
+
+def test_the_precisions_of_a_group_share_their_tags() -> None:
+    """And groups do not."""
+    told = named(*gemm())
+    tags = [tag for mode, tag in told if mode == "fp32" and "/best_seconds " in tag]
+    assert (
+        len(tags) == len(set(tags)) == 3
+        and tags[0] == "gemm/best_seconds m=256,n=256,k=256,product=forward,operands=cast@cpu"
+    )
+    assert ("bf16", tags[0]) in told
+
+
+def test_a_later_version_of_a_workload_has_charts_of_its_own() -> None:
+    run, findings = transformer()
+    case = replace(run.records[0].case, version="2")
+    run = replace(run, records=(replace(run.records[0], case=case),))
+    assert {tag.split("/")[0] for _, tag in named(run, findings)} == {"transformer v2"}
+
+
+def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
+    run, findings = transformer()
+    odd = (Measurement("loss_error", "ratio", (math.nan,)), Measurement("none", "ratio", ()), memory(1))
+    failed = replace(run.records[2], status=Status.FAILED)
+    run = replace(run, records=(replace(run.records[0], measurements=odd), failed))
+    found = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, math.inf, 0.99), best_seconds=math.inf)
+    kinds = {kind_of(tag) for _, tag in named(run, {found.case.id: found})}
+    assert "ratio_low" in kinds and "peak_memory_bytes" in kinds
+    assert not kinds & {"best_seconds", "ratio_high", "loss_error", "none"}
+    assert {mode for mode, _ in named(run, {})} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "at"),
+    [
+        ({"commit_date": 1700000000123, "dirty": False}, 1700000000),
+        ({"commit_date": 1700000000123, "dirty": True}, 1767614400),
+        ({"commit_date": None, "dirty": None}, 1767614400),
+        ({"commit_date": True, "dirty": False}, 1767614400),
+        ({}, 1767614400),
+    ],
+)
+def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
+    """Unless its files were not the commit's, or nobody knows of one."""
+    run = replace(transformer()[0], environment=Environment(facts))
+    assert moment(run) == at
+
+
+def test_a_run_that_does_not_say_when_it_began_stands_at_the_beginning() -> None:
+    assert moment(replace(transformer()[0], started="then", environment=Environment({}))) == 0
+
+
+TAG = "transformer/best_seconds layers=4,width=256,heads=4,context=256,batch=4@cpu"
+
+
+@pytest.fixture
+def board() -> ModuleType:
+    """TensorBoard's reader, where it is installed."""
+    found: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    return found
+
+
+def read(board: ModuleType, folder: Path) -> Any:
+    found = board.EventAccumulator(str(folder), size_guidance={board.SCALARS: 0})
+    found.Reload()
+    return found
+
+
+def at(run: Run, moment: str, id: str) -> Run:  # noqa: A002 - as the field is called
+    return replace(run, started=moment, id=id)
+
+
+def test_every_figure_is_read_back(board: ModuleType, tmp_path: Path) -> None:
+    """A folder a precision, at the run's place on the curve."""
+    run, findings = gemm()
+    files = write_tensorboard(run, findings, tmp_path)
+    assert [file.parent.name for file in files] == ["fp32", "bf16", "fp8", "nvfp4"][: len(files)]
+    expected = {(one.mode, one.tag): one.value for one in figures(run, findings)}
+    found = {}
+    for file in files:
+        reader = read(board, file.parent)
+        for tag in reader.Tags()["scalars"]:
+            (point,) = reader.Scalars(tag)
+            assert (point.step, point.wall_time) == (1767614400, 1767614400.0)
+            found[file.parent.name, tag] = point.value
+    assert found == pytest.approx(expected, rel=1e-6) and expected
+
+
+def test_runs_form_a_curve_in_whatever_order_they_are_written(board: ModuleType, tmp_path: Path) -> None:
+    """By their names the files lie in its order; one that is written again replaces itself."""
+    run, findings = transformer()
+    for begun, id_ in (("2026-01-07T12:00:00Z", "b"), ("2026-01-05T12:00:00Z", "a"), ("2026-01-07T12:00:00Z", "b")):
+        write_tensorboard(at(run, begun, id_), findings, tmp_path)
+    assert len(list((tmp_path / "bf16").iterdir())) == 2
+    assert [one.step for one in read(board, tmp_path / "bf16").Scalars(TAG)] == [1767614400, 1767787200]
+
+
+def test_a_mode_of_whatever_letters_is_one_folder(board: ModuleType, tmp_path: Path) -> None:
+    run, findings = transformer()
+    case = replace(run.records[0].case, precision_map=(("mlp", "../x"),))
+    run = replace(run, records=(replace(run.records[0], case=case),))
+    (file,) = write_tensorboard(run, findings, tmp_path)
+    assert file.parent.parent == tmp_path and file.parent.name.startswith("bf16_mlp=.._x_-")
+
+
+def test_a_file_that_cannot_be_written_is_told(board: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "bf16").touch()
+    with pytest.raises(StoreError, match=r"bf16/events.* cannot be written \("):
+        write_tensorboard(*transformer(), tmp_path)
+
+
+def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a folder is made."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UsageError, match=r"--tensorboard needs the package tensorboard, .*fp8bench\[tb\]"):
+        check_tensorboard(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(board: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--tensorboard .* cannot be written"):
+        check_tensorboard(tmp_path / "file" / "below")
+
+
+def test_torch_is_not_needed_for_it(board: ModuleType, tmp_path: Path) -> None:
+    """The parent process never imports it."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from fp8bench.report.data.boards import check_tensorboard, write_tensorboard\n"
+        "from tests.runs import transformer\n"
+        f"check_tensorboard(Path({str(tmp_path)!r}))\n"
+        f"print(len(write_tensorboard(*transformer(), Path({str(tmp_path)!r}))))\n"
+        "print([name for name in ('torch', 'tensorflow') if name in sys.modules])\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert (done.stdout.split("\n", 1), done.returncode) == (["3", "[]\n"], 0), done.stderr
+
+
+class Board:
+    """Stands in for the package, and keeps what it is called with."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self._error = error
+
+    def init(self, **options: Any) -> Board:
+        self.told.append(("init", options))
+        return self
+
+    def log(self, values: dict[str, float]) -> None:
+        if self._error is not None:
+            raise self._error
+        self.told.append(("log", values))
+
+    def Artifact(self, name: str, type: str) -> SimpleNamespace:  # noqa: A002, N802 - as the package calls them
+        return SimpleNamespace(add_file=lambda path, name: self.told.append(("file", (path, name))))
+
+    def log_artifact(self, artifact: SimpleNamespace) -> None:
+        self.told.append(("artifact", artifact))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.told.append(("finish", exit_code))
+
+
+def test_figures_and_files_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the run's own name, with what tells it from others; whether over a network is not ours to say."""
+    board = Board()
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    run, findings = transformer()
+    check_wandb()
+    send_to_wandb(run, findings, "mine", [Path("a/run.jsonl"), Path("b/report.html")])
+    (_, options), (_, values), *files, artifact, finish = board.told
+    assert options["project"] == "mine" and options["name"] == "x 20260105-120000"
+    assert options["config"]["command"] == run.command and options["config"]["moment"] == 1767614400
+    assert set(options) == {"project", "name", "config"}
+    assert values == {f"{one.mode}/{one.tag}": one.value for one in figures(run, findings)} and values
+    assert files == [("file", ("a/run.jsonl", "run.jsonl")), ("file", ("b/report.html", "report.html"))]
+    assert artifact[0] == "artifact" and finish == ("finish", 0)
+
+
+def test_what_goes_wrong_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(ConnectionError("no network"))
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    with pytest.raises(ConnectionError, match="no network"):
+        send_to_wandb(*transformer(), "mine", [])
+    assert board.told[-1] == ("finish", 1)
+
+
+def test_without_the_package_of_wandb_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="--wandb needs the package wandb, which does not import"):
+        check_wandb()
+
+
+def test_the_package_itself_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves the machine."""
+    pytest.importorskip("wandb", reason="wandb is in no extra; `pip install wandb` to run this")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tmp_path / "run.jsonl").write_text("{}\n")
+    send_to_wandb(*transformer(), "fp8bench", [tmp_path / "run.jsonl"])
+    assert list(tmp_path.rglob("*.wandb"))

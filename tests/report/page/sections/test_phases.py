@@ -1,0 +1,96 @@
+"""Where time goes, as stacked bars: every value by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Label
+from fp8bench.report.elements import Axis, Stacks, Text, Tone
+from fp8bench.report.page.sections.phases import COMPILED
+from tests.materials import Made, built, of_kind, part, shapes, skipped
+from tests.runs import gemm, transformer
+
+PARTS = (
+    "data load", "cast", "gemm", "attention", "accumulate", "optimizer step", "elementwise", "unattributed",
+)  # fmt: skip
+
+
+def compiled() -> Made:
+    """A step of one compiled graph, of which nothing is attributed."""
+    run, findings = transformer()
+    records = tuple(
+        replace(one, case=replace(one.case, params=(*one.case.params, ("compile", "yes")))) for one in run.records
+    )
+    return replace(run, records=records), {
+        one.case.id: replace(findings[old.case.id], case=one.case)
+        for one, old in zip(records, run.records, strict=True)
+    }
+
+
+def test_native_cases_and_emulations_have_charts_of_their_own() -> None:
+    """Seconds of each phase, casts and what is unattributed among them; an emulation's time is a cost."""
+    native, cost = of_kind(part("phases", transformer()), Stacks)
+    assert native.parts == cost.parts == PARTS and native.axis == Axis("best case of a step", "s")
+    assert [label for label, _ in native.rows] == ["bf16", "fp16"] and [label for label, _ in cost.rows] == ["fp8"]
+    assert native.rows[0][1] == pytest.approx((2.43e-8, 0, 0.01215, 2.43e-3, 1.215e-3, 2.43e-3, 4.86e-3, 1.2149757e-3))
+    assert native.rows[1][1] == pytest.approx((0, 2.49e-4, 0.01245, 2.49e-3, 1.245e-3, 2.49e-3, 4.98e-3, 9.96e-4))
+    assert cost.rows[0][1] == pytest.approx((0, 0.0366, 0.0122, 2.44e-3, 1.22e-3, 2.44e-3, 4.88e-3, 1.22e-3))
+    assert "cost" in cost.title and "no speed" in cost.title and "cost" not in native.title
+
+
+def test_parts_sum_to_the_step() -> None:
+    for chart in of_kind(part("phases", transformer()), Stacks):
+        for (_, values), best in zip(chart.rows, (0.0243, 0.0249) if len(chart.rows) == 2 else (0.061,), strict=True):
+            assert sum(values) == pytest.approx(best)
+
+
+def test_which_phase_takes_most_is_said() -> None:
+    native, cost = of_kind(part("phases", transformer()), Stacks)
+    assert native.description == "gemm takes most of every step, 50%."
+    assert cost.description == "cast takes most of every step, 60%."
+
+
+def test_steps_of_very_different_length_are_shares() -> None:
+    """206 us beside 3.05 ms: in seconds the phases of the short one would be a line. Labels say how long a step is."""
+    native, _ = of_kind(part("phases", gemm()), Stacks)
+    assert native.axis == Axis("share of the step", "%") and native.parts == ("cast", "gemm", "unattributed")
+    assert native.rows[0] == ("m=256 n=256 k=256 fp32, 412 us", pytest.approx((0, 97, 3)))
+    assert native.rows[1] == ("m=256 n=256 k=256 bf16, 206 us", pytest.approx((10, 87, 3)))
+    assert len(native.rows) == 6 and native.description == "gemm takes most of every step, 87% to 97%."
+
+
+def test_what_cannot_be_known_is_said_in_words() -> None:
+    """Phases below the clock's floor, and labels; a label that only says whose time it is casts no doubt."""
+    run, findings = transformer()
+    fp8 = run.records[2].case.id
+    findings[fp8] = replace(findings[fp8], labels=(Label.LAUNCH_BOUND,), below_floor=("data_load", "cast"))
+    texts = of_kind(part("phases", (run, findings)), Text)
+    floor, labels = (one.text for one in texts)
+    assert floor.startswith("transformer, too short to be told from the cost of marking it (less than 20 times that): ")
+    assert floor.endswith(": data load in bf16 and fp8; cast in fp8.")
+    assert labels == "transformer, labelled: contended and few-samples in fp16."
+    assert {one.tone for one in texts} == {Tone.DOUBT}
+
+
+def test_many_cases_are_counted_not_named() -> None:
+    run, findings = shapes({"m": 1}, {"m": 2}, {"m": 3}, labels=(Label.NOISY,))
+    findings = {key: replace(one, below_floor=("unattributed",)) for key, one in findings.items()}
+    texts = [one.text for one in of_kind(part("phases", (run, findings)), Text)]
+    assert texts[0].endswith(": unattributed in all 9.") and texts[1] == "gemm, labelled: noisy in 3 of 9."
+
+
+def test_a_compiled_step_says_why_so_much_is_unattributed() -> None:
+    assert COMPILED in [one.text for one in of_kind(part("phases", compiled()), Text)]
+    assert COMPILED not in [one.text for one in of_kind(part("phases", transformer()), Text)]
+
+
+def test_a_phase_has_one_colour_in_all_suites() -> None:
+    """Colours go by place: a suite without a phase leaves its place empty."""
+    charts = of_kind(part("phases", transformer(), gemm()), Stacks)
+    assert len(charts) == 4 and {chart.parts for chart in charts} == {PARTS}
+
+
+def test_nothing_measured_says_nothing() -> None:
+    assert built("phases", skipped()) is None

@@ -1,0 +1,175 @@
+"""The main table: every case is a row, fields sort by numbers, and colour is for facts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Interval, Label, Verdict, Work
+from fp8bench.report.elements import Field, Table, Text, Tone
+from tests.materials import Made, nothing, of_kind, part, skipped, strange
+from tests.runs import gemm, judged, transformer
+
+
+def table(*made: Made) -> Table:
+    (found,) = of_kind(part("results", *made), Table)
+    return found
+
+
+def row(mode: str, *made: Made) -> dict[str, Field]:
+    """The first row of a precision, by the titles of its columns."""
+    found = table(*made)
+    titles = [column.title for column in found.columns]
+    rows = [dict(zip(titles, fields, strict=True)) for fields in found.rows]
+    return next(one for one in rows if one["precision"].text == mode)
+
+
+def test_every_case_is_a_row_of_the_main_table() -> None:
+    assert table(gemm()).main and len(table(gemm()).rows) == 12
+
+
+def test_a_fact_is_shown_with_its_numbers() -> None:
+    found = row("bf16", gemm())
+    assert {title: (field.text, field.value) for title, field in found.items()} == {
+        "setting": ("m=256 n=256 k=256", None),
+        "precision": ("bf16", None),
+        "verdict": ("faster", None),
+        "speed-up": ("1.95x", 1 / 0.512),
+        "interval": ("[1.94, 1.97]", pytest.approx(0.0068, rel=0.01)),
+        "best": ("206 us", 206e-6),
+        "median": ("214 us", pytest.approx(214.24e-6)),
+        "spread": ("2.0%", 0.02),
+        "throughput": ("157 GFLOP/s", pytest.approx(2 * 256**3 / (206e-6 * 1.04))),
+        "error": ("2.4e-03", 2.4e-3),
+        "how": ("native", None),
+    }
+    assert found["verdict"].tone is Tone.GOOD is found["speed-up"].tone
+    assert of_kind(part("results", gemm()), Text)[0].text == (
+        "The same in every row: gemm product=forward operands=cast."
+    )
+    titles = [column.title for column in table(transformer(), gemm()).columns]
+    assert titles[:9] == [
+        "precision", "run", "suite", "setting", "verdict", "speed-up", "interval", "error", "peak memory",
+    ]  # fmt: skip
+    assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"
+    assert found["error"].hint == "product_error"
+
+
+def test_columns_say_what_they_are() -> None:
+    columns = {column.title: column for column in table(gemm()).columns}
+    assert "above 1x is faster" in columns["speed-up"].hint
+    assert columns["throughput"].unit == "FLOP/s" and columns["best"].unit == "s"
+    assert columns["error"].hint == "product_error (gemm)"
+    both = {column.title: column for column in table(gemm(), transformer()).columns}
+    assert both["throughput"].unit == ""  # some count FLOP, others tokens
+    assert both["error"].hint == "product_error (gemm), gradient_error (transformer)"
+
+
+def test_an_emulation_has_no_speed() -> None:
+    """Not even where a finding carries a ratio; its time and memory are called what they are."""
+    run, findings = transformer()
+    case = run.records[2].case.id
+    findings[case] = replace(findings[case], verdict=Verdict.FASTER, ratio=Interval(0.3, 0.2, 0.4, 0.99))
+    found = row("fp8", (run, findings))
+    assert [found[title].text for title in ("verdict", "speed-up", "interval", "throughput")] == [
+        "emulated", "-", "-", "-",
+    ]  # fmt: skip
+    assert {found[title].tone for title in ("verdict", "best", "median", "peak memory", "how")} == {Tone.DOUBT}
+    assert found["best"].hint == found["peak memory"].hint == "the cost of emulation, not of the precision"
+    alone = replace(run, records=(replace(run.records[2], is_reference=True),))
+    assert row("fp8", (alone, findings))["verdict"].text == "reference, emulated"
+
+
+def test_a_doubted_verdict_is_perhaps_one() -> None:
+    found = row("bf16", judged((Verdict.SLOWER, 1.25, Label.NOISY)))
+    assert found["verdict"].text == "perhaps slower" and found["verdict"].tone is Tone.DOUBT
+    assert found["verdict"].hint.startswith("noisy: ") and found["labels"].text == "noisy"
+    assert found["labels"].hint == found["verdict"].hint
+
+
+@pytest.mark.parametrize(
+    ("verdict", "tone", "word"),
+    [
+        (Verdict.FASTER, Tone.GOOD, "faster"),
+        (Verdict.SLOWER, Tone.BAD, "slower"),
+        (Verdict.SAME, Tone.PLAIN, "same"),
+        (Verdict.UNSURE, Tone.DOUBT, "unsure"),
+        (Verdict.NONE, Tone.DOUBT, "-"),
+    ],
+)
+def test_colour_follows_the_verdict(verdict: Verdict, tone: Tone, word: str) -> None:
+    found = row("bf16", judged((verdict, 0.5)))
+    assert found["verdict"].tone is tone and found["verdict"].text == word
+    assert found.get("speed-up", found["verdict"]).tone is tone
+
+
+def test_what_was_not_measured_says_why() -> None:
+    skipped = row("nvfp4", gemm())
+    assert (skipped["verdict"].text, skipped["verdict"].tone) == ("refused", Tone.DOUBT)
+    assert skipped["verdict"].hint == "fp4 needs torch 2.8 or later, this is 2.7.1"
+    failed = next(fields for fields in table(gemm()).rows if fields[2].text == "FAILED")
+    assert failed[2] == Field("FAILED", tone=Tone.BAD, hint="out of memory, even alone")
+    assert {field.text for field in failed[3:9]} == {"-"}
+
+
+def test_the_lead_explains_what_occurs() -> None:
+    plain, doubted = (part("results", judged((Verdict.FASTER, 0.5, *labels))).lead for labels in ((), (Label.NOISY,)))
+    assert plain == "Speed-up: above 1x is faster. Best: a step that nothing disturbs."
+    assert doubted == f"{plain} 'Perhaps': a label casts doubt on it."
+    assert "Emulated cases are right in numbers" in part("results", gemm()).lead
+
+
+def test_columns_that_say_nothing_are_left_out() -> None:
+    titles = {column.title for column in table(judged((Verdict.FASTER, 0.5))).columns}
+    assert not titles & {"run", "device", "throughput", "error", "peak memory"}
+    assert [column.title for column in table(skipped()).columns] == ["precision", "verdict", "how"]
+    assert "peak memory" in {column.title for column in table(transformer()).columns}
+    assert "run" in {column.title for column in table(gemm(), transformer()).columns}
+
+
+def test_devices_have_a_column_where_there_are_several() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    moved = replace(run.records[1], case=replace(run.records[1].case, device="cuda:0"))
+    found = table((replace(run, records=(run.records[0], moved)), findings))
+    assert [fields[1].text for fields in found.rows] == ["cpu", "cuda:0"] and found.columns[1].title == "device"
+
+
+def test_the_parameters_of_a_group_that_is_alone_are_said_once() -> None:
+    assert "setting" not in row("bf16", transformer())
+    (text,) = of_kind(part("results", transformer()), Text)
+    assert text.text.startswith("The same in every row: transformer layers=4 width=256 heads=4")
+
+
+def test_what_is_no_number_sorts_by_nothing() -> None:
+    found = table(strange())
+    values = [field.value for fields in found.rows for field in fields if field.value is not None]
+    assert values and not any(math.isnan(value) for value in values)
+
+
+def test_a_ratio_without_an_interval_says_so() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
+    assert row("bf16", (run, findings))["interval"].text == "[no interval]"
+
+
+def test_throughputs_of_one_kind_share_a_unit() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    counted = tuple(replace(one, work=Work(tokens=10)) for one in run.records)
+    columns = {column.title: column for column in table((replace(run, records=counted), findings)).columns}
+    assert columns["throughput"].unit == "tok/s"
+
+
+def test_without_cases_it_says_so() -> None:
+    assert part("results", nothing()).elements == (Text("There are no cases.", Tone.DOUBT),)
+
+
+def test_what_differs_between_runs_is_not_said_to_be_the_same() -> None:
+    """A run of one shape beside a run of three: its shape is told in its row."""
+    run, findings = gemm()
+    alone = replace(run, id="alone", records=run.records[:4])
+    found = part("results", (alone, findings), (run, findings))
+    assert "m=256 n=256 k=256" in {field.text for field in of_kind(found, Table)[0].rows[0]}
+    assert of_kind(found, Text)[0].text == "The same in every row: gemm product=forward operands=cast."

@@ -1,0 +1,100 @@
+"""Bars of speed-up: never an emulated case, grey where there is doubt, and as few charts as hold them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fp8bench.model import Interval, Label, Verdict
+from fp8bench.report.elements import Bars, Mark, Tone
+from fp8bench.report.page.drawing.limits import BARS
+from tests.materials import Made, built, nothing, of_kind, part, skipped
+from tests.runs import NATIVE, gemm, judged, transformer
+
+FASTER = (Verdict.FASTER, 0.5)
+
+
+def charts(*made: Made) -> list[Bars]:
+    return of_kind(part("speedup", *made), Bars)
+
+
+def marks(*made: Made) -> list[Mark]:
+    return [mark for chart in charts(*made) for _, found in chart.groups for mark in found]
+
+
+def test_one_precision_in_several_settings_has_one_heading() -> None:
+    (chart,) = charts(judged(FASTER, (Verdict.SLOWER, 1.25)))
+    ((heading, found),) = chart.groups
+    assert heading == "bf16 over fp32" and [mark.label for mark in found] == ["m=64", "m=128"]
+    assert found[0] == Mark("m=64", 2.0, 1 / (0.5 * 1.01), 1 / (0.5 * 0.99), Tone.GOOD, "bf16 2.00x as fast as fp32")
+    assert found[1].tone is Tone.BAD and chart.start == 1.0 and chart.axis.unit == "x"
+    assert chart.description == (
+        "2 cases: 1 faster, 1 slower, 0 in doubt (grey). The most is 2.00x: gemm m=64 bf16. The least is 0.800x: gemm "
+        "m=128 bf16."
+    )
+
+
+def test_several_precisions_have_a_heading_a_setting() -> None:
+    run, findings = gemm()
+    native = tuple(replace(one, support=NATIVE) if one.case.precision == "fp8" else one for one in run.records)
+    quick = {
+        name: replace(found, verdict=Verdict.FASTER, ratio=Interval(0.4, 0.39, 0.41, 0.99))
+        if found.case.precision == "fp8" else found
+        for name, found in findings.items()
+    }  # fmt: skip
+    (chart,) = charts((replace(run, records=native), quick))
+    assert [(heading, [mark.label for mark in found]) for heading, found in chart.groups] == [
+        ("m=256 n=256 k=256", ["bf16", "fp8"]),
+        ("m=512 n=512 k=512", ["bf16"]),
+        ("m=1 n=2048 k=2048", ["bf16", "fp8"]),
+    ]
+
+
+def test_an_emulated_case_has_no_bar() -> None:
+    """Not even where a finding carries a ratio."""
+    run, findings = transformer()
+    case = run.records[2].case.id
+    findings[case] = replace(findings[case], verdict=Verdict.FASTER, ratio=Interval(0.3, 0.2, 0.4, 0.99))
+    assert {mark.label for mark in marks((run, findings))} == {"fp16"}
+
+
+def test_doubt_is_grey_with_its_reason() -> None:
+    (mark,) = marks(judged((*FASTER, Label.NOISY)))
+    assert mark.tone is Tone.DOUBT and "bf16 2.00x as fast as fp32; noisy: so much noise" in mark.hint
+    (unsure,) = marks(judged((Verdict.UNSURE, 1.0)))
+    assert unsure.tone is Tone.DOUBT and unsure.hint.endswith("the interval is too wide to tell")
+
+
+def test_an_end_that_is_none_is_not_drawn() -> None:
+    run, findings = judged(FASTER)
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, 0.6, 0.99))
+    (mark,) = marks((run, findings))
+    assert mark.low is not None and math.isclose(mark.low, 1 / 0.6) and mark.high is None
+
+
+def test_speeds_over_two_references_share_no_axis() -> None:
+    """bf16 over fp32 beside fp16 over bf16: one precision would stand at two ratios."""
+    first, second = charts(gemm(), transformer())
+    assert (first.axis.title, second.axis.title) == ("speed-up over fp32", "speed-up over bf16")
+    assert [heading for heading, _ in first.groups] == ["bf16 over fp32"] and len(second.groups) == 1
+
+
+def test_suites_share_a_chart_while_it_holds_them() -> None:
+    (chart,) = charts(gemm(), judged(FASTER))
+    assert len(chart.groups) == 2 and chart.groups[0][0].endswith("bf16 over fp32")
+    assert chart.name == "speed-up" and chart.title.startswith("Speed-up over fp32 of its run: ")
+    more = charts(judged(*[FASTER] * (BARS - 1)), judged(*[FASTER] * 2))
+    assert [chart.name for chart in more] == ["speed-up-1", "speed-up-2"]
+    assert [sum(len(found) for _, found in chart.groups) for chart in more] == [BARS - 1, 2]
+
+
+def test_a_suite_is_not_parted() -> None:
+    """Its chart draws the first bars, and the rest stands in the table of its numbers."""
+    (chart,) = charts(judged(*[FASTER] * 60))
+    assert len(chart.groups[0][1]) == 60
+
+
+def test_without_a_speed_there_is_no_section() -> None:
+    assert built("speedup", nothing()) is None is built("speedup", skipped())
+    assert built("speedup", judged((Verdict.NONE, None))) is None

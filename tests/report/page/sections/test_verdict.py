@@ -1,0 +1,89 @@
+"""The verdict: failures first, facts as facts, doubts with their reasons, and nothing as nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8bench.model import Label, Record, Status, Verdict
+from fp8bench.report.elements import Items, Text, Tone
+from tests.materials import Made, built, nothing, of_kind, part, skipped
+from tests.runs import NATIVE, case, gemm, judged, run_of, transformer
+
+FEW = Label.FEW_SAMPLES
+
+
+def texts(*made: Made) -> list[str]:
+    """All its sentences, in order."""
+    return [
+        text.text
+        for element in part("verdict", *made).elements
+        for text in (element.items if isinstance(element, Items) else [element])
+        if isinstance(text, Text)
+    ]
+
+
+def test_failures_come_first_and_loud() -> None:
+    found = part("verdict", gemm())
+    _, headline, failed, sentences = found.elements
+    assert headline == Text("1 of 12 cases failed.", Tone.BAD)
+    assert failed == Items((Text("FAILED: fp8 on gemm m=512 n=512 k=512: out of memory, even alone", Tone.BAD),))
+    assert isinstance(sentences, Items) and [text.tone for text in sentences.items] == [Tone.GOOD, *[Tone.DOUBT] * 2]
+
+
+def test_the_whole_text() -> None:
+    assert texts(gemm())[2:] == [
+        "bf16 is faster than fp32 in all 3 cases of gemm, 1.95x",
+        (
+            "fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing "
+            "about speed"
+        ),
+        "nvfp4 was skipped in 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1",
+    ]
+    assert part("verdict", gemm()).lead.startswith("Speed against the reference")
+
+
+def test_doubt_that_all_share_is_said_once() -> None:
+    said = texts(judged((Verdict.FASTER, 0.5, FEW), (Verdict.FASTER, 0.5, FEW), (Verdict.FASTER, 0.5, FEW)))
+    assert said == [
+        "Every comparison here is in doubt: it rests on few rounds (few-samples).",
+        "bf16 is perhaps faster than fp32 in all 3 cases of gemm, 2.00x",
+    ]
+
+
+def test_a_run_cut_off_says_so_before_anything_else() -> None:
+    run, findings = transformer()
+    first = texts((replace(run, records=run.records[:2], finished=False), findings))[0]
+    assert first == f"Stopped early: 1 of 3 cases have no record; --resume {run.id} measures them."
+
+
+def test_nothing_measured_is_said() -> None:
+    assert texts(nothing()) == ["Nothing was measured (cases: none)."]
+    assert texts(skipped())[2] == "Nothing was measured (cases: 1 skipped, 1 failed)."
+    assert part("verdict", skipped()).lead == "" == part("verdict", nothing()).lead
+    found = built("verdict")
+    assert found is not None and found.elements == (Text("There is no run."),)
+
+
+def test_many_kinds_of_failures_are_cut() -> None:
+    records = [
+        Record(case("gemm", "bf16", {"m": size}), NATIVE, Status.FAILED, reason=f"fault {size}") for size in range(40)
+    ]
+    failed = of_kind(part("verdict", (run_of(records), {})), Items)[0]
+    assert len(failed.items) == 12
+    assert failed.items[-1].text == "and 29 more like these: the table has every case"
+
+
+def test_runs_side_by_side_have_their_labels() -> None:
+    said = texts(gemm(), transformer())
+    assert said[0] == "gemm" and "transformer" in said
+
+
+def test_devices_are_named_where_there_are_several() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    other = [replace(record, case=replace(record.case, device="cuda:0")) for record in run.records]
+    moved = {one.case.id: replace(found, case=one.case) for one, found in zip(other, findings.values(), strict=True)}
+    said = texts((run_of([*run.records, *other]), findings | moved))
+    assert said == [
+        "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64 on cpu",
+        "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64 on cuda:0",
+    ]

@@ -1,0 +1,238 @@
+"""A page as one HTML file: sound, escaped, alone, the same each time, and readable in light and dark."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import fp8bench.report
+from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.page.html import render
+from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
+
+FOLDER = Path(fp8bench.report.__file__).parent
+VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
+PAGES = {
+    "whole": whole_page(),
+    "hostile": hostile_page(),
+    "empty": Page("Nothing", "", ()),
+    "no rows": Page("None", "", (Part("a", "A", (Table("t", "T", (Column("x"),), (), main=True),)),)),
+}
+
+
+class Strict(HTMLParser):
+    """Raises where a tag is not closed, is closed twice, or an attribute or an id stands twice; keeps what it read."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.ids: set[str] = set()
+        self.feed(page)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names), f"{tag} at {self.getpos()} has an attribute twice: {names}"
+        found = {name: value or "" for name, value in attrs}
+        if own := found.get("id"):
+            assert own not in self.ids, f"two elements are {own}"
+            self.ids.add(own)
+        self.tags.append((tag, found))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> at {self.getpos()} closes {self.open[-1:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text_of(self, tag: str) -> str:
+        return "".join(text for where, text in self.texts if where == tag)
+
+    def values(self, name: str) -> list[str]:
+        return [found[name] for _, found in self.tags if name in found]
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def page(request: pytest.FixtureRequest) -> str:
+    """A rendered page of each kind."""
+    return render(PAGES[request.param])
+
+
+def test_it_is_sound(page: str) -> None:
+    """Every tag is closed in its turn, every id is one, and whatever refers to an id finds it."""
+    read = Strict(page)
+    assert page.startswith("<!doctype html>\n<html lang=")
+    targets = [link.removeprefix("#") for link in read.values("href") if link.startswith("#")]
+    named = " ".join(read.values("aria-labelledby") + read.values("aria-describedby")).split()
+    assert set(targets) | set(named) <= read.ids
+    assert len(re.findall("<h1", page)) == 1
+
+
+def test_names_are_text(page: str) -> None:
+    """Whatever a name is made of, there is one script, no handler, and no style that the page did not come with."""
+    read = Strict(page)
+    assert [tag for tag, _ in read.tags].count("script") == 1
+    assert "alert(1)</script>" not in page
+    assert not [name for _, found in read.tags for name in found if name.startswith("on")]
+    body = page.partition("</style>")[2].partition("<script>")[0]
+    assert not re.search(r"<[^>]*=(?!\"\")", re.sub(r'"[^"<>]*"', '""', body)), "an attribute without quotes"
+
+
+def test_names_are_whole() -> None:
+    """They come out as they went in, in texts and in hints, and nothing is cut."""
+    read = Strict(render(hostile_page()))
+    fields = [text for where, text in read.texts if where in ("td", "th")]
+    for name in NUISANCES:
+        assert name in fields and name in read.values("title") and name in read.text_of("code")
+    assert read.text_of("h1") == SCRIPT + LONG
+
+
+def test_what_no_file_can_hold_is_replaced() -> None:
+    """Half a surrogate pair or a control character in a name does not stop a report from being written."""
+    broken = render(Page("a\ud800b\x00c\x1b[31m", "", (Part("p", "P", (Text("x\uffffy"),)),)))
+    assert "a\ufffdb\ufffdc\ufffd[31m" in broken and "x\ufffdy" in broken
+    broken.encode()
+
+
+def test_it_loads_nothing(page: str) -> None:
+    """No address but anchors and an empty icon, and a policy that forbids the rest."""
+    read = Strict(page)
+    assert not [found for tag, found in read.tags if "src" in found or tag in ("iframe", "object", "embed", "base")]
+    assert {link for link in read.values("href") if not link.startswith("#")} == {"data:,"}
+    assert not re.search(r"url\(|@import|@font-face", read.text_of("style"))
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|https?://", read.text_of("script"))
+    without_namespaces = page.replace("http://www.w3.org/", "")
+    assert not re.search(r"https?://", without_namespaces)
+
+
+def test_the_policy_names_the_script(page: str) -> None:
+    """The hash is that of the script as it stands in the page: another one would not run."""
+    read = Strict(page)
+    policy = next(found["content"] for tag, found in read.tags if found.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(read.text_of("script").encode()).digest()).decode()
+    assert policy == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert "\r" not in read.text_of("script")
+
+
+def test_the_same_page_is_the_same_bytes(page: str, request: pytest.FixtureRequest) -> None:
+    """Nothing of the moment is in it."""
+    assert render(PAGES[request.node.callspec.params["page"]]) == page
+
+
+def test_emptiness_is_said() -> None:
+    """No parts, no rows."""
+    assert "There is nothing to report." in render(PAGES["empty"])
+    shown = render(PAGES["no rows"])
+    assert "No rows." in shown and "<table" not in shown and 'class="tools"' not in shown
+
+
+def _table(*rows: tuple[Field, ...], main: bool = True) -> str:
+    columns = (Column("name"), Column("time", number=True, hint="best", unit="s"), Column("verdict"))
+    return render(Page("t", "", (Part("p", "P", (Table("t", "T", columns, rows, main),)),)))
+
+
+def test_fields() -> None:
+    """A number has the value it sorts by where its text is not it; tones are classes, hints titles."""
+    shown = _table(
+        (Field("a"), Field("1.2 ms", 0.0012), Field("faster", tone=Tone.GOOD, hint='"so"')),
+        (Field("b"), Field("inf", float("inf")), Field("unsure", tone=Tone.DOUBT)),
+        (Field("c"), Field("nan", float("nan")), Field("-")),
+        (Field("d"), Field("2.5", 2.5, tone=Tone.BAD), Field("")),
+    )
+    for expected in (
+        '<th scope="row">a</th><td class="n" data-value="0.0012">1.2 ms</td><td class="good" title="&#34;so&#34;">',
+        '<td class="n" data-value="Infinity">inf</td><td class="doubt">unsure</td></tr>',
+        '<td class="n">nan</td><td>-</td></tr>',
+        '<td class="n bad">2.5</td><td></td></tr>',
+        '<th scope="col" class="n" data-sort="number" data-unit="s" title="best">time</th>',
+    ):
+        assert expected in shown
+
+
+def test_choices() -> None:
+    """A column of few different texts can be chosen from, in the order they are met; one of names cannot."""
+    rows = [(Field(f"case {index}"), Field("1"), Field(word)) for index, word in enumerate("bbaab-")]
+    read = Strict(_table(*rows))
+    assert [found["data-column"] for tag, found in read.tags if tag == "select"] == ["2"]
+    assert read.text_of("option") == "allba"
+    assert "select" not in [tag for tag, _ in Strict(_table(*rows, main=False)).tags]
+
+
+def test_ids_are_words_of_their_own() -> None:
+    """Two tables of one name have two anchors; so have their drawings."""
+    two = Part("Speed of <all>", "S", (*charts()[:1], *charts()[:1], Code("x"), Facts((("a", "b"),))))
+    read = Strict(render(Page("t", "", (two, two))))
+    expected = {"speed-of-all", "speed-of-all-2", *(f"speed-up{end}" for end in ("", "-2", "-3", "-4"))}
+    assert expected <= read.ids
+
+
+def test_many_rows_are_light() -> None:
+    """2,000 rows of 14 columns stay under 5 MB, all else included; 60 of them under 1.2 MB."""
+    assert len(render(whole_page(2000)).encode()) < 2_500_000
+    assert len(render(whole_page(60)).encode()) < 300_000
+
+
+def test_what_every_page_carries_is_light() -> None:
+    """Style and script are paid by every report, however small."""
+    sizes = {name: len((FOLDER / "page" / name).read_bytes()) for name in ("style.css", "script.js")}
+    assert sizes["style.css"] < 12_000 and sizes["script.js"] < 10_000, sizes
+
+
+def _modes() -> dict[str, dict[str, str]]:
+    """The colours of the page by name, in light and in dark."""
+    style = (FOLDER / "page" / "style.css").read_text()
+    blocks = re.findall(r":root \{([^}]*--ink:[^}]*)\}", style)
+    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks)
+    return {"light": light, "dark": {**light, **dark}}
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance, as WCAG defines it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, other: str) -> float:
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_contrast_is_computed_right() -> None:
+    """Black on white is 21, by definition; a grey from WCAG's own examples just misses AA."""
+    assert _contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert _contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_contrast(mode: str) -> None:
+    """AA: text 4.5 on every ground it stands on, what is drawn 3."""
+    colours = _modes()[mode]
+    assert colours["ink"] != _modes()["light" if mode == "dark" else "dark"]["ink"]
+    grounds = [colours[name] for name in ("paper", "raised", "sunken", "wash")]
+    for name in ("ink", "muted", "accent", "good", "bad", "doubt"):
+        worst = min(_contrast(colours[name], ground) for ground in grounds)
+        assert worst >= 4.5, f"{name} in {mode}: {worst:.2f}"
+    for number in range(1, 9):
+        worst = min(_contrast(colours[f"series-{number}"], colours[ground]) for ground in ("paper", "raised"))
+        assert worst >= 3, f"series-{number} in {mode}: {worst:.2f}"
+    assert _contrast(colours["paper"], colours["ink"]) >= 4.5, "tooltips are the other way round"

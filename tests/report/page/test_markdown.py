@@ -1,0 +1,137 @@
+"""A page as Markdown: what is a mark in a name is none in the text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone, Verdicts
+from fp8bench.report.page.markdown import render
+from tests.pages import NUISANCES, bars, hostile_page, whole_page
+
+# A reader of GitHub's dialect, as far as it matters here.
+REST = "<details><summary>The rest of the report</summary>"
+MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+
+
+def one(*elements: Element) -> str:
+    """What elements come to, without title and heading; of many lines what is folded away, which is all of them."""
+    text = render(Page("T", "", (Part("p", "P", elements),))).partition("## P\n\n")[2]
+    return text.partition(f"{REST}\n\n")[2].removesuffix("\n\n</details>\n") + "\n" if REST in text else text
+
+
+def read_back(text: str) -> list[str]:
+    """The texts a reader sees, block by block."""
+    return [
+        "".join(child.content for child in token.children or [])
+        for token in MARKDOWN.parse(text)
+        if token.type == "inline"
+    ]
+
+
+def kinds(text: str) -> set[str]:
+    """Every kind of block and inline mark a reader finds."""
+    found = set()
+    for token in MARKDOWN.parse(text):
+        found |= {token.type, *(child.type for child in token.children or [])}
+    return found
+
+
+def test_elements() -> None:
+    """Each as Markdown has it."""
+    assert one(Text("plain"), Text("fast", Tone.GOOD), Text("slow", Tone.BAD), Text("?", Tone.DOUBT)) == (
+        "plain\n\n\u25b2 fast\n\n\u25bc slow\n\n\u25cb ?\n"
+    )
+    assert one(Text("so", Tone.STRONG), Items((Text("a"), Text("b", Tone.GOOD)))) == "**so**\n\n- a\n- \u25b2 b\n"
+    assert one(Facts((("a", "b"), ("c", "d")))) == "| what | is |\n| --- | --- |\n| a | b |\n| c | d |\n"
+    assert one(Code("fp8bench list\n")) == "```\nfp8bench list\n```\n"
+    assert one(Code("a ``` b")) == "````\na ``` b\n````\n"
+    columns = (Column("name"), Column("time", number=True))
+    table = Table("t", "Times", columns, ((Field("a"), Field("1 ms", 0.001, Tone.STRONG)), (Field(""), Field("-"))))
+    assert one(table) == "### Times\n\n| name | time |\n| --- | ---: |\n| a | **1 ms** |\n|  | - |\n"
+    assert one(replace(table, rows=())) == "### Times\n\nNo rows.\n"
+
+
+def test_a_page() -> None:
+    """Headings in their order, facts in a line, the footer under a rule."""
+    text = render(whole_page(3))
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings[:4] == [
+        "# Does low precision pay here?", "## Verdict", "## All cases", "### Every case that was planned",
+    ]  # fmt: skip
+    assert "\ndevice: NVIDIA H200, torch: 2.13.0, cases: 3, 8 skipped, noise floor: 0.6%\n" in text
+    assert text.endswith(
+        "\n\n---\n\nStored in .fp8bench/runs/box/20260105T120000Z-0a1b2c3d-7f.jsonl.\n\nMade by fp8bench 0.1.\n\n"
+        "</details>\n"
+    )
+    assert text == render(whole_page(3))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 60, 2000])
+def test_a_pull_request_sees_few_lines(rows: int) -> None:
+    """25 at most until one opens the rest: of the first part what has room, and no heading without what it heads."""
+    text = render(whole_page(rows))
+    seen, rest = text.split(REST)
+    assert len(seen.splitlines()) + 1 <= 25 and rest.endswith("\n</details>\n")
+    assert seen.endswith("Two things to know**\n\n") and rest.startswith("\n\n- The noise") and "## All cases" in rest
+    items = Items(tuple(Text(f"number {n}") for n in range(40)))
+    long = render(Page("T", "", (Part("p", "P", (items,)),)))
+    seen, rest = long.split(REST)
+    assert 20 <= len(seen.splitlines()) + 1 <= 25 and "- number 0\n" in seen and rest.count("- number") == 40
+
+
+def test_verdicts_are_a_table() -> None:
+    strip = Verdicts(("speed", "energy"), (("bf16", (Field("faster", tone=Tone.GOOD, hint="2x"), Field("-"))),))
+    assert one(strip) == "| precision | speed | energy |\n| --- | --- | --- |\n| bf16 | \u25b2 faster: 2x | - |\n"
+
+
+def test_nothing() -> None:
+    """A page without parts says so."""
+    assert render(Page("T", "", ())) == "# T\n\nThere is nothing to report.\n"
+
+
+def test_charts_are_their_numbers() -> None:
+    """The description, and 25 rows at most; the rest is counted."""
+    text = one(bars())
+    assert text.startswith(
+        "### Speed-up over bf16\n\nfp8 is the fastest everywhere, by 1.9x at width 1024.\n\n| group |"
+    )
+    assert text.count("\n|") == 2 + 6
+    many = replace(bars(), groups=(("", bars().groups[0][1] * 9),))
+    text = one(many)
+    assert text.count("|\n") == 2 + 25 and text.endswith("\n\n2 more rows are left out here.\n")
+
+
+@pytest.mark.parametrize("name", NUISANCES)
+def test_names_read_as_they_are(name: str) -> None:
+    """As a paragraph, in a list, in a table and as a heading: no tag, link, emphasis or further cell comes of them."""
+    expected = re.sub(r"\s+", " ", name)
+    table = Table("t", name, (Column(name), Column("b")), ((Field(name), Field("c")),))
+    assert read_back(one(Text(name), Items((Text(name),)), table)) == [expected] * 4 + ["b", expected, "c"]
+
+
+def test_a_hostile_page_has_no_markup_of_its_own() -> None:
+    """Nothing that a name could have brought along is in it."""
+    found = kinds(render(hostile_page()).replace(REST, "").replace("</details>", ""))
+    assert not found & {"html_block", "html_inline", "link_open", "image", "em_open", "code_inline", "s_open"}
+
+
+@given(st.text("#+-=1.)(*_`~<>&[]|\\!: ab\n\r\t\u00e9$"))
+def test_any_text_reads_as_it_is(text: str) -> None:
+    """Whatever signs it is made of: one paragraph, one cell, one heading, with its words in their order."""
+    expected = " ".join(text.split())
+    assert read_back(one(Text(text))) == ([expected] if expected else [])
+    table = Table("t", text, (Column("a"), Column("b")), ((Field(text), Field(text)),))
+    assert read_back(one(table)) == [*([expected] if text else []), "a", "b", expected, expected]
+
+
+def test_what_no_file_can_hold_is_left_out() -> None:
+    """Control characters and halves of surrogate pairs."""
+    text = one(Text("a\ud800b\x00c"), Code("x\x1by\tz"))
+    assert text == "a b c\n\n```\nx y\tz\n```\n"
+    text.encode()

@@ -1,0 +1,103 @@
+"""Energy on a terminal: a table where there are windows, a line where nobody could tell, nothing where nobody asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import EnergyUse, Label
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal.figures import energy
+from fp8bench.report.terminal.run import render
+from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, use, without_energy
+from tests.materials import Made, told
+
+
+def lines(made: Made, width: int = 120) -> list[str]:
+    """The tables of all panels."""
+    return told([element for panel in panels_of(*made) for element in energy(panel)], width)
+
+
+def with_energy(**by_mode: EnergyUse | None) -> Made:
+    """The group of energetic() with other windows."""
+    run, findings = energetic()
+    records = [replace(one, energy=by_mode.get(one.case.mode, one.energy)) for one in run.records]
+    return replace(run, records=tuple(records)), findings
+
+
+def test_the_table() -> None:
+    """The source in its title, gross, against the reference, net, by tokens, watts, windows and clock."""
+    assert lines(energetic()) == [
+        "energy of a step, by the driver's energy counter",
+        "  case   energy  vs fp32                              net  per token  power    idle  windows        clock",
+        "  fp32   3.10 J  reference                         2.28 J    3.03 mJ  310 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  bf16   1.90 J  less       0.613x [0.599, 0.625]  1.39 J    1.86 mJ  306 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  fp8    3.02 J  unclear    0.974x [0.935, 1.011]  2.25 J    2.95 mJ  321 W  82.0 W  3 (+-0.4%)  1.41 GHz",
+        "  nvfp4  31.0 J  emulated                          21.2 J    30.3 mJ  258 W  82.0 W  1 (+-0.4%)  1.41 GHz",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    assert all(len(line) <= width for line in lines(energetic(), width))
+
+
+def test_what_is_missing_is_a_note_and_the_words_are_explained() -> None:
+    text = render(*energetic(), width=200)
+    assert f"- fp16: no energy: {TOO_FEW}" in text
+    assert "- fp8: energy unclear: their windows lie too close together" in text
+    assert "energy vs fp32: of a step / that of fp32, below 1x is less" in text
+    assert "energy of an emulated case is the cost of emulation" in text
+
+
+def test_the_same_doubt_of_several_cases_is_one_note() -> None:
+    once = with_energy(bf16=use((1.9,)), fp8=use((3.0,)), nvfp4=None, fp16=None)
+    assert "- bf16, fp8: energy unclear: one window is too few to compare" in render(*once, width=200)
+    gone = with_energy(**dict.fromkeys(("fp32", "bf16", "fp8", "nvfp4", "fp16"), EnergyUse("counter", why=TOO_FEW)))
+    text = render(*gone, width=200)
+    assert f"- fp32, bf16, fp8, nvfp4, fp16: no energy: {TOO_FEW}" in text and "energy of a step" not in text
+
+
+def test_what_the_label_says_is_said_once_for_all_cases() -> None:
+    """Not beside each of them; the label itself stands there."""
+    run, findings = with_energy(fp16=None, bf16=EnergyUse("counter", why="the GPU is lost"))
+    label = Label.ENERGY_UNRESOLVED
+    for mode, reason in (("bf16", "the GPU is lost"), ("fp8", "its windows are 9% apart"), ("fp32", "so they are")):
+        (case,) = (one for one in findings if one.endswith(f"/{mode}"))
+        findings[case] = replace(findings[case], labels=(label,), label_reasons=((label, reason),))
+    text = render(run, findings, width=200)
+    assert text.count("      labels: energy-unresolved\n") == 3
+    assert "- bf16: no energy: the GPU is lost\n" in text
+    assert "- fp8: energy-unresolved: its windows are 9% apart\n" in text
+    assert text.count("the GPU is lost") == text.count("its windows are 9% apart") == 1
+    assert "- fp8: energy unclear: energy-unresolved\n" in text
+
+
+def test_no_net_without_idle_power() -> None:
+    text = render(*with_energy(bf16=replace(use((1.9, 1.9, 1.9)), idle_after=None, why="idle power: too few ticks")))
+    assert "- bf16: no net energy: idle power: too few ticks" in text
+    assert text.count("idle power: too few ticks") == 1
+
+
+def test_windows_that_are_missing_are_told() -> None:
+    text = render(*with_energy(bf16=use((1.9, 1.91), why="the counter went back")), width=200)
+    assert "- bf16: energy of 2 windows only: the counter went back" in text
+
+
+def test_sources_that_differ_are_named() -> None:
+    """Then there is no ratio."""
+    found = lines(with_energy(bf16=use((1.9, 1.9, 1.9), source="average"), nvfp4=None))
+    assert found[0] == "energy of a step; sources differ, and their figures do not compare (counter, average)"
+    (row,) = [line for line in found if line.startswith("  bf16")]
+    assert row.split()[:4] == ["bf16", "1.90", "J", "-"] and row.endswith("average") and " 3  " in row
+
+
+def test_where_nobody_can_tell_there_is_one_line() -> None:
+    text = render(*unmeasured(), width=200)
+    assert f"energy: not measured on cpu: {VIRTUAL}\n" in text and text.count("energy") == 1
+    assert not lines(unmeasured())
+
+
+def test_a_run_that_was_not_asked_looks_as_before() -> None:
+    assert "energy" not in render(*without_energy())

@@ -1,0 +1,296 @@
+"""The report as text: golden texts for two runs made by hand, and what must hold for any run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
+from fp8bench.model.words import REMARKS
+from fp8bench.report.terminal.plan import render_plan
+from fp8bench.report.terminal.run import render
+from fp8bench.report.words.legend import LABELS
+from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+GREEN, RED = "\x1b[32m", "\x1b[31m"
+
+
+def plain(text: str) -> str:
+    """The text without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def line_of(text: str, beginning: str) -> str:
+    """The first line that begins so, its indent aside."""
+    return next(line for line in text.splitlines() if line.strip().startswith(beginning))
+
+
+@pytest.mark.parametrize("name", ["transformer", "gemm"])
+def test_golden(name: str) -> None:
+    """The whole text. After a wanted change write the new text to tests/golden and read its diff."""
+    run, findings = {"transformer": transformer, "gemm": gemm}[name]()
+    text = render(run, findings)
+    assert text == (GOLDEN / f"run_{name}.txt").read_text()
+    assert text.isascii()
+    assert render(run, findings) == text
+
+
+@pytest.mark.parametrize("name", ["transformer", "gemm"])
+def test_golden_plan(name: str) -> None:
+    """As for runs; the text that --dry-run prints."""
+    run, _ = {"transformer": transformer, "gemm": gemm}[name]()
+    assert render_plan(run.plan, run.devices) == (GOLDEN / f"plan_{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+@pytest.mark.parametrize("make", [transformer, gemm])
+def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
+    run, findings = make()
+    colored = render(run, findings, width, color=True)
+    assert "\x1b[" in colored
+    assert plain(colored) == render(run, findings, width)
+
+
+def test_emulated_cases_show_no_speed() -> None:
+    """Not even where a finding carries a ratio and a verdict."""
+    run, findings = transformer()
+    emulated = run.records[2].case.id
+    findings[emulated] = replace(
+        findings[emulated], verdict=Verdict.FASTER, ratio=Interval(0.321, 0.32, 0.322, 0.99), labels=()
+    )
+    text = render(run, findings, color=True)
+    row = line_of(plain(text), "fp8  ")
+    assert "emulated" in row and "tok/s" not in row and "faster" not in row
+    assert "0.321" not in text and GREEN not in text and RED not in text
+    assert "emulated 61.0 ms" in text
+
+
+def test_emulated_reference_is_called_so() -> None:
+    run, findings = transformer()
+    records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
+    row = line_of(render(replace(run, records=records), findings), "fp8  ")
+    assert "reference, emulated" in row
+
+
+@pytest.mark.parametrize(
+    ("verdict", "color"), [(Verdict.FASTER, GREEN), (Verdict.SLOWER, RED), (Verdict.SAME, ""), (Verdict.UNSURE, "")]
+)
+def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
+    run, findings = transformer()
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], verdict=verdict, labels=(), why="")
+    text = render(run, findings, color=True)
+    assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
+
+
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
+    run, findings = transformer()
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], verdict=Verdict.FASTER, labels=(label,))
+    text = render(run, findings, color=True)
+    assert "faster" in text and GREEN not in text and RED not in text
+
+
+@pytest.mark.parametrize(
+    ("work", "shown"),
+    [
+        (Work(flops=1e9, tokens=1024, bytes=1e6), "40.8 ktok/s"),
+        (Work(flops=1e9, bytes=1e6), "39.8 GFLOP/s"),
+        (Work(bytes=1e6), "39.8 MB/s"),
+    ],
+)
+def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None:
+    """Tokens, else FLOP, else bytes."""
+    run, findings = transformer()
+    records = tuple(replace(one, work=work) for one in run.records)
+    text = render(replace(run, records=records), findings)
+    assert line_of(text, "bf16  ").split()[-2:] == shown.split()
+
+
+def test_without_work_there_is_no_throughput() -> None:
+    run, findings = transformer()
+    records = tuple(replace(one, work=Work(least_memory=1e6)) for one in run.records)
+    assert "throughput" not in line_of(render(replace(run, records=records), findings), "case")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "main"),
+    [
+        (("cast_error",), "cast_error"),
+        (("first_moment_error", "update_error"), "update_error"),
+        (("sum_error", "batch_error"), "sum_error"),
+        (("loss_error", "gradient_error"), "gradient_error"),
+        (("steps", "loss_error"), "loss_error"),
+        (("steps",), ""),
+    ],
+)
+def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
+    """Else the first there is; the others follow under numbers."""
+    run, findings = transformer()
+    measured = tuple(error(metric, 0.125) for metric in metrics)
+    text = render(replace(run, records=tuple(replace(one, measurements=measured) for one in run.records)), findings)
+    assert ("error" in line_of(text, "case").split()) == bool(main)
+    assert (f"error: {main} " in text) == bool(main)
+    for metric in metrics:
+        assert (f"{metric}: bf16 " in text) == (metric != main)
+
+
+def test_what_vanished_is_a_share_under_numbers() -> None:
+    """Never the error of the column; none at all is told from very few."""
+    run, findings = transformer()
+    for value, shown in ((0.0, "0%"), (2e-5, "<0.01%"), (0.0012, "0.12%"), (0.7, "70.0%")):
+        measured = (error("cast_vanished", value), error("cast_error", 0.125))
+        records = tuple(replace(one, measurements=measured) for one in run.records)
+        text = render(replace(run, records=records), findings)
+        assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
+
+
+def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
+    """Once for all panels; that of an emulation is marked, because it saves nothing."""
+    run, findings = transformer()
+    text = render(run, findings)
+    assert "\n  peak_memory: bf16 300 MiB, fp16 200 MiB, fp8 345 MiB (emulated)\n" in text
+    assert text.count("peak_memory: memory at the highest point of a step") == 1
+    records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
+    assert "peak_memory" not in render(replace(run, records=records), findings)
+
+
+def test_every_label_has_its_sentence() -> None:
+    assert set(LABELS) == set(Label)
+
+
+def test_labels_that_occur_are_explained_and_no_others() -> None:
+    run, findings = transformer()
+    text = render(run, findings)
+    explained = {label for label in Label if f"\n  {label}: " in text}
+    assert explained == {Label.CONTENDED, Label.FEW_SAMPLES}
+
+
+def test_unknown_is_a_dash_never_a_zero() -> None:
+    """A case with nothing measured has no number in its row."""
+    run, findings = transformer()
+    reference = run.records[0].case.id
+    unknown = run.records[1].case
+    few = {reference: findings[reference], unknown.id: Finding(unknown, Verdict.NONE)}
+    records = (run.records[0], replace(run.records[1], measurements=()))
+    for given_findings in (few, {reference: findings[reference]}):
+        text = render(replace(run, records=records), given_findings)
+        assert not re.search(r"\d", line_of(text, "fp16").replace("fp16", ""))
+        assert "0.00" not in text
+
+
+def test_an_unbounded_interval_is_called_none() -> None:
+    run, findings = transformer()
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], ratio=Interval(1.02, 0.0, float("inf"), 0.99))
+    assert "0.980x [no interval]" in render(run, findings)
+
+
+def test_unattributed_is_worked_out_where_it_is_missing() -> None:
+    run, findings = transformer()
+    findings = {
+        key: replace(one, phases=tuple(pair for pair in one.phases if pair[0] != "unattributed"))
+        for key, one in findings.items()
+    }
+    assert render(run, findings) == render(*transformer())
+
+
+def test_floors_of_their_own_show_as_a_range() -> None:
+    run, findings = transformer()
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], floor=0.012)
+    assert "noise floor (A/A): +-0.6% to +-1.2%" in render(run, findings)
+
+
+def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> None:
+    """What the device makes of it stands in the table, where it is refused and why in the notes."""
+    run, _ = gemm()
+    first, *others = run.plan.groups
+    misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
+    (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
+    cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
+    text = render_plan(replace(run.plan, groups=(replace(first, cases=cases), *others)), run.devices)
+    assert [line for line in text.splitlines() if line.startswith("  fp8 ")] == [
+        "  fp8    emulated  no hardware for FP8: values rounded, products in fp32"
+    ]
+    assert text.count(misfit.reason) == 1 and "fp8 skipped at m=256 n=256 k=256: native fp8 needs" in text
+
+
+def test_groups_against_different_references_get_tables_of_their_own() -> None:
+    run, findings = gemm()
+    last = run.records[-1].case.setting
+    records = tuple(
+        replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
+        for one in run.records
+    )
+    text = render(replace(run, records=records), findings)
+    assert text.count("reference: fp32") == 1 and text.count("reference: bf16") == 1
+
+
+def test_a_run_without_records_says_so() -> None:
+    """And what is missing, and that nothing was kept."""
+    run, _ = transformer()
+    text = render(replace(run, records=(), path="", finished=False), {})
+    assert "Nothing was measured." in text
+    assert "3 of 3 cases have no record" in text
+    assert "this run was not stored" in text
+
+
+def test_a_reference_that_was_not_measured_is_named() -> None:
+    run, findings = transformer()
+    records = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])
+    text = render(replace(run, records=records), findings)
+    assert "reference: none (bf16 was not measured)" in text
+    assert "bf16 FAILED: out of memory" in text
+
+
+def test_troubles_and_notes_are_told() -> None:
+    run, findings = transformer()
+    text = render(replace(run, troubles=("line 3 of the file is broken",)), findings)
+    assert "trouble: line 3 of the file is broken" in text
+    assert "note: nvfp4 was left out" in text
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    run, findings = transformer()
+    failed = Record(run.records[1].case, NATIVE, Status.FAILED, reason="bad\x1b[31m\x07 thing\nsecond line")
+    text = render(replace(run, records=(run.records[0], failed)), findings)
+    assert "\x1b" not in text and "\x07" not in text
+    assert "second line" in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(wild_runs(), st.integers(40, 140))
+def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
+    run, findings = wild
+    for text in (render(run, findings, width), render_plan(run.plan, run.devices, width=width)):
+        assert max(len(line) for line in text.splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", [40, 72, 100])
+def test_long_names_get_lines_of_their_own(width: int) -> None:
+    """All of a name stays readable, and so do its row and all its labels."""
+    run, findings = transformer()
+    named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
+    records = (run.records[0], replace(run.records[1], case=named))
+    found = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
+    text = render(replace(run, records=records), {**findings, named.id: found}, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert named.mode in text.replace("\n", "").replace(" ", "")
+    assert all(label in text for label in Label)
+
+
+def test_a_case_that_was_timed_but_has_no_error_says_why() -> None:
+    """The times stand; what is missing is told, not left blank."""
+    run, findings = gemm()
+    detail = "no numerical error: ValueError: no reference for this one"
+    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in run.records)
+    text = " ".join(render(replace(run, records=records), findings).split())
+    assert f"bf16: {detail}" in text.replace("bf16 in all 3 groups:", "bf16:")

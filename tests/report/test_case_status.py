@@ -1,0 +1,99 @@
+"""What may be read as a fact, what only perhaps, and what has no speed at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
+from fp8bench.model.words import REMARKS
+from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of
+from fp8bench.report.elements import Tone
+from fp8bench.report.panels import Result
+from tests.runs import EMULATED, NATIVE, REFUSED, case
+
+CASE = case("gemm", "bf16", {"m": 64})
+HALF = Interval(0.5, 0.4, 0.625, 0.99)
+
+
+def result(
+    verdict: Verdict = Verdict.FASTER,
+    *labels: Label,
+    support: Support = NATIVE,
+    status: Status = Status.OK,
+    reference: bool = False,
+    ratio: Interval | None = HALF,
+) -> Result:
+    """One case with a finding."""
+    record = Record(CASE, support, status, is_reference=reference)
+    return Result(record, Finding(CASE, verdict, 1e-3, ratio=ratio, labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("one", "expected", "tone"),
+    [
+        (result(Verdict.FASTER), Standing.FASTER, Tone.GOOD),
+        (result(Verdict.SLOWER), Standing.SLOWER, Tone.BAD),
+        (result(Verdict.SAME), Standing.SAME, Tone.PLAIN),
+        (result(Verdict.UNSURE), Standing.UNSURE, Tone.DOUBT),
+        (result(Verdict.NONE), Standing.UNTIMED, Tone.DOUBT),
+        *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
+        (result(Verdict.FASTER, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
+        (result(Verdict.REFERENCE, reference=True), Standing.REFERENCE, Tone.PLAIN),
+        (result(Verdict.REFERENCE, reference=True, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
+        (result(Verdict.FASTER, status=Status.FAILED), Standing.FAILED, Tone.BAD),
+        (result(Verdict.FASTER, status=Status.SKIPPED, support=REFUSED), Standing.SKIPPED, Tone.DOUBT),
+    ],
+)
+def test_standing(one: Result, expected: Standing, tone: Tone) -> None:
+    """The verdict, where nothing forbids to read it."""
+    assert standing(one) is expected and tone_of(one) is tone
+
+
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+@pytest.mark.parametrize("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
+def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
+    one = result(verdict, label)
+    assert standing(one) is Standing.DOUBTED and tone_of(one) is Tone.DOUBT
+
+
+def test_without_a_finding_there_is_no_standing() -> None:
+    assert standing(Result(Record(CASE, NATIVE, Status.OK), None)) is Standing.UNTIMED
+
+
+def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
+    found = speed_up(result())
+    assert found == Interval(2.0, pytest.approx(1.6), 2.5, 0.99)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        result(support=EMULATED),
+        result(status=Status.FAILED),
+        result(Verdict.REFERENCE, reference=True),
+        result(Verdict.NONE),
+        result(ratio=None),
+        *(result(ratio=replace(HALF, point=point)) for point in (0.0, -1.0, math.nan, math.inf)),
+        Result(Record(CASE, NATIVE, Status.OK), None),
+    ],
+)
+def test_where_there_is_no_speed_none_is_made_up(one: Result) -> None:
+    assert speed_up(one) is None
+
+
+def test_an_interval_without_an_end_stays_open() -> None:
+    found = speed_up(result(ratio=Interval(0.5, 0.0, math.inf, 0.99)))
+    assert found is not None and (found.low, found.high) == (0.0, math.inf)
+    broken = speed_up(result(ratio=Interval(0.5, math.nan, 0.6, 0.99)))
+    assert broken is not None and math.isnan(broken.high)
+
+
+def test_doubts_are_labels_in_words_and_why_there_is_no_verdict() -> None:
+    one = result(Verdict.UNSURE, Label.FEW_SAMPLES)
+    assert one.finding is not None
+    why = Result(one.record, replace(one.finding, why="too wide"))
+    assert doubts(why) == ("few-samples: few rounds: the interval rests on little", "too wide")
+    assert doubts(result()) == () == doubts(Result(one.record, None))

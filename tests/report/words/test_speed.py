@@ -1,0 +1,236 @@
+"""What verdicts say in sentences: a test for every branch, and never more than the verdict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Finding, Interval, Label, Run, Verdict
+from fp8bench.model.words import REMARKS
+from fp8bench.report.elements import Text, Tone
+from fp8bench.report.panels import panels_of
+from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once, span
+from tests.runs import gemm, judged, phases, transformer
+
+FASTER, SLOWER, SAME, UNSURE, NONE = (
+    (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
+)  # fmt: skip
+NOISY, FEW, HOST = Label.NOISY, Label.FEW_SAMPLES, Label.LAUNCH_BOUND
+
+
+def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
+    """The sentences of all panels."""
+    return [text for panel in panels_of(*made) for text in comparisons(panel, device)]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "sentence", "tone"),
+    [
+        (FASTER, "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64", Tone.GOOD),
+        (SLOWER, "bf16 is slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed", Tone.BAD),
+        (SAME, "bf16 is as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%", Tone.PLAIN),
+        (
+            UNSURE,
+            (
+                "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64 (0.980x [0.971, 0.990] its "
+                "speed): the interval is too wide to tell"
+            ),
+            Tone.DOUBT,
+        ),
+        (
+            (Verdict.UNSURE, None, FEW),
+            (
+                "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64: the interval is too wide to "
+                "tell; it rests on few rounds (few-samples)"
+            ),
+            Tone.DOUBT,
+        ),
+        (NONE, "bf16 was not timed on gemm m=64 k=64", Tone.DOUBT),
+        (
+            (*FASTER, NOISY, FEW),
+            (
+                "bf16 is perhaps 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64, but the times varied a lot "
+                "(noisy) and it rests on few rounds (few-samples)"
+            ),
+            Tone.DOUBT,
+        ),
+        (
+            (*SLOWER, NOISY),
+            (
+                "bf16 is perhaps slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed, but the "
+                "times varied a lot (noisy)"
+            ),
+            Tone.DOUBT,
+        ),
+        (
+            (*SAME, NOISY),
+            (
+                "bf16 is perhaps as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%, but the "
+                "times varied a lot (noisy)"
+            ),
+            Tone.DOUBT,
+        ),
+        (
+            (*FASTER, HOST),
+            (
+                "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64; the host sets the pace, not the device "
+                "(launch-bound)"
+            ),
+            Tone.GOOD,
+        ),
+        ((Verdict.FASTER, None), "bf16 is faster than fp32 on gemm m=64 k=64", Tone.GOOD),
+        ((Verdict.SLOWER, None), "bf16 is slower than fp32 on gemm m=64 k=64", Tone.BAD),
+        ((Verdict.SAME, None), "bf16 is as fast as fp32 on gemm m=64 k=64, within 2%", Tone.PLAIN),
+    ],
+)
+def test_one_case(verdict: tuple[Verdict, float | None, *tuple[Label, ...]], sentence: str, tone: Tone) -> None:
+    assert said(judged(verdict)) == [Text(sentence, tone)]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "sentence", "tone"),
+    [
+        ([FASTER] * 3, "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x", Tone.GOOD),
+        ([FASTER] * 2, "bf16 is faster than fp32 in both cases of gemm (m=64: 2.00x; m=128: 2.00x)", Tone.GOOD),
+        (
+            [FASTER, (Verdict.FASTER, 0.8), (Verdict.FASTER, 0.4), SLOWER],
+            (
+                "bf16 is faster than fp32 in 3 of 4 cases of gemm, 1.25x to 2.50x (median 2.00x); slower in 1 (m=256: "
+                "0.800x)"
+            ),
+            Tone.PLAIN,
+        ),
+        ([SLOWER] * 3, "bf16 is slower than fp32 in all 3 cases of gemm, 0.800x", Tone.BAD),
+        ([SAME] * 3, "bf16 is as fast as fp32 in all 3 cases of gemm (within 2%)", Tone.PLAIN),
+        (
+            [SLOWER, SAME, SAME],
+            "bf16 is slower than fp32 in 1 of 3 cases of gemm (m=64: 0.800x); as fast in 2 (within 2%)",
+            Tone.PLAIN,
+        ),
+        (
+            [(*FASTER, NOISY), (*FASTER, NOISY, FEW), (*SLOWER, FEW)],
+            (
+                "bf16 is perhaps faster than fp32 in 2 of 3 cases of gemm (m=64: 2.00x; m=128: 2.00x), but the "
+                "times varied a lot (noisy) and it rests on few rounds in 1 of them (few-samples); perhaps "
+                "slower in 1 (m=192: 0.800x), but it rests on few rounds (few-samples)"
+            ),
+            Tone.DOUBT,
+        ),
+        (
+            [(*SAME, NOISY)] * 3,
+            "bf16 is perhaps as fast as fp32 in all 3 cases of gemm (within 2%), but the times varied a lot (noisy)",
+            Tone.DOUBT,
+        ),
+        (
+            [FASTER, UNSURE, UNSURE],
+            (
+                "bf16 is faster than fp32 in 1 of 3 cases of gemm (m=64: 2.00x); not clear in 2 (m=128: 0.980x; m=192: "
+                "0.980x): the interval is too wide to tell"
+            ),
+            Tone.PLAIN,
+        ),
+        (
+            [UNSURE] * 3,
+            (
+                "it is not clear whether bf16 is faster than fp32 in all 3 cases of gemm, 0.980x: the interval "
+                "is too wide to tell"
+            ),
+            Tone.DOUBT,
+        ),
+        ([NONE] * 3, "bf16 was not timed in all 3 cases of gemm", Tone.DOUBT),
+        (
+            [(Verdict.FASTER, None), NONE],
+            "bf16 is faster than fp32 in 1 of 2 cases of gemm (m=64); not timed in 1 (m=128)",
+            Tone.PLAIN,
+        ),
+        (
+            [(*FASTER, HOST), FASTER, FASTER],
+            (
+                "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x; the host sets the pace in 1 of 3, not "
+                "the device (launch-bound)"
+            ),
+            Tone.GOOD,
+        ),
+    ],
+)
+def test_several_cases(
+    verdicts: list[tuple[Verdict, float | None, *tuple[Label, ...]]], sentence: str, tone: Tone
+) -> None:
+    assert said(judged(*verdicts)) == [Text(sentence, tone)]
+
+
+def test_a_step_of_several_phases_says_what_each_of_them_does() -> None:
+    """For facts: what a phase gains is as sure as the whole, at most."""
+    run, findings = transformer()
+    fp16 = run.records[1].case.id
+    own = phases(0.0209, cast=0.1, gemm=0.3, attention=0.15, accumulate=0.058, optimizer_step=0.14, elementwise=0.23)
+    fact = replace(
+        findings[fp16], verdict=Verdict.FASTER, best_seconds=0.0209, ratio=Interval(0.86, 0.855, 0.87, 0.99), labels=(),
+        phases=own, why="",
+    )  # fmt: skip
+    assert said((run, findings | {fp16: fact}))[0].text == (
+        "fp16 is 1.16x [1.15, 1.17] faster than bf16 on the whole step of transformer; products gain 1.94x and the "
+        "rest gains 2.64x; accumulation and elementwise work take 29% of the step and do not gain; attention "
+        "takes 1.29x as long and the optimizer step takes 1.20x as long; casts take 10% of the step and come on top"
+    )
+    doubted = replace(fact, labels=(NOISY,))
+    assert said((run, findings | {fp16: doubted}))[0].text == (
+        "fp16 is perhaps 1.16x [1.15, 1.17] faster than bf16 on the whole step of transformer, but the times varied "
+        "a lot (noisy)"
+    )
+
+
+def test_a_device_is_named_where_it_matters() -> None:
+    assert said(judged(FASTER), "cuda:0")[0].text.endswith("on gemm m=64 k=64 on cuda:0")
+    assert said(judged(*[FASTER] * 3), "cuda:0")[0].text.endswith("in all 3 cases of gemm on cuda:0, 2.00x")
+
+
+def test_a_reference_alone_has_nothing_to_be_compared_with() -> None:
+    for number, words in ((1, "on gemm, at 1.00 ms: there is nothing to compare it with"), (2, "in 2 cases of gemm: ")):
+        run, findings = judged(*[FASTER] * number)
+        alone = replace(run, records=tuple(record for record in run.records if record.is_reference))
+        (text,) = said((alone, findings))
+        assert text.text.startswith("fp32 alone was timed") and words in text.text
+    run, findings = judged(FASTER)
+    assert said((replace(run, records=run.records[:1]), {})) == []
+
+
+def test_only_what_ran_natively_is_compared() -> None:
+    """Emulated, skipped and failed cases have sentences of their own."""
+    assert [text.text for text in said(gemm())] == ["bf16 is faster than fp32 in all 3 cases of gemm, 1.95x"]
+
+
+def test_one_sentence_for_what_all_cases_share() -> None:
+    panels = panels_of(*judged((*FASTER, FEW), (*SLOWER, FEW, NOISY, HOST)))
+    shared = said_once(panels)
+    assert shared == {FEW}
+    assert doubt_of_all(shared) == "Every comparison here is in doubt: it rests on few rounds (few-samples)."
+    (text,) = [text for panel in panels for text in comparisons(panel, said=shared)]
+    assert text.text == (
+        "bf16 is perhaps faster than fp32 in 1 of 2 cases of gemm (m=64: 2.00x); perhaps slower in 1 (m=128: 0.800x), "
+        "but the times varied a lot (noisy); the host sets the pace in 1 of 2, not the device (launch-bound)"
+    )
+    assert said_once(panels_of(*judged((*FASTER, FEW)))) == frozenset()
+    assert said_once(panels_of(*judged(FASTER, (*FASTER, FEW)))) == frozenset() and doubt_of_all(frozenset()) == ""
+
+
+def test_no_interval_is_said_to_be_none() -> None:
+    run, findings = judged(FASTER)
+    case = run.records[1].case.id
+    findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
+    assert said((run, findings))[0].text == "bf16 is 2.00x [no interval] faster than fp32 on gemm m=64 k=64"
+
+
+@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+@pytest.mark.parametrize("verdict", [FASTER, SLOWER, SAME])
+@pytest.mark.parametrize("number", [1, 3])
+def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], label: Label, number: int) -> None:
+    (text,) = said(judged(*[(*verdict, label)] * number))
+    assert "perhaps" in text.text and f"({label})" in text.text and text.tone is Tone.DOUBT
+
+
+def test_a_span_is_one_number_where_all_look_alike() -> None:
+    assert span([2.0, 2.001]) == "2.00x"
+    assert span([1.0, 3.0, 2.0]) == "1.00x to 3.00x (median 2.00x)"

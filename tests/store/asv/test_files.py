@@ -1,0 +1,145 @@
+"""Files shared with asv: replaced in one step, under a lock, looked at twice, and never lost."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileTorn, StoreError
+from fp8bench.store.asv import files as asv_files
+from fp8bench.store.asv.files import read_object, set_aside, settled_read, write_object
+
+OLD = '{"a": 1, "version": 2}'
+NOBODY = 65534
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A file that is there already."""
+    path = tmp_path / "x.json"
+    path.write_text(OLD)
+    return path
+
+
+def test_a_folder_is_made_and_texts_are_as_asv_has_them(tmp_path: Path) -> None:
+    """Compact without an indent; sorted with one; no byte beyond ASCII; asv's words for what JSON has none for."""
+    path = tmp_path / "results" / "box" / "x.json"
+    content = {"b": [1.5, float("nan"), float("-inf")], "a": "µ\udcff"}
+    write_object(path, content)
+    assert path.read_bytes() == b'{"b": [1.5, NaN, -Infinity], "a": "\\u00b5\\udcff"}'
+    write_object(path, content, indent=4)
+    assert path.read_bytes().startswith(b'{\n    "a": "\\u00b5\\udcff",\n    "b": [\n        1.5,\n')
+
+
+@pytest.mark.parametrize("content", [{"a": {1, 2}}, {"a": 1, 2: {}}, {"a": object()}])
+def test_what_is_no_json_is_a_sentence(old: Path, content: dict[Any, Any]) -> None:
+    """Sets, keys that do not sort, objects."""
+    with pytest.raises(AsvFileError, match=r"x\.json cannot be written: its content is no JSON \("):
+        write_object(old, content, indent=4)
+    assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A file in a folder where one may look and not write; root, who may everywhere, is somebody else for a while."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "x.json"
+        path.write_text(OLD)
+        path.chmod(0o444)
+        folder.chmod(0o555)
+        root = os.geteuid() == 0
+        read_object(path, 2)  # whatever it imports, somebody else may not be able to read
+        try:
+            if root:
+                os.seteuid(NOBODY)
+            yield path
+        finally:
+            if root:
+                os.seteuid(0)
+            folder.chmod(0o755)
+
+
+def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
+    """The file can be read there; nothing else."""
+    assert read_object(read_only, 2) == {"a": 1}
+    with pytest.raises(AsvFileError, match=r"x\.json cannot be written \(Permission denied\)"):
+        write_object(read_only, {"a": 2})
+    with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(Permission denied\)"):
+        set_aside(read_only)
+    assert read_only.read_text() == OLD and list(read_only.parent.iterdir()) == [read_only]
+
+
+def test_what_cannot_be_read_is_a_sentence_and_not_broken(old: Path) -> None:
+    """It must not be set aside: a folder, a pipe (which would be waited for), a folder that is a file."""
+    pipe = old.with_name("pipe.json")
+    os.mkfifo(pipe)
+    for path, why in ((old.parent, "it is not a file"), (pipe, "it is not a file"), (old / "x", "Not a directory")):
+        with pytest.raises(AsvFileError, match=rf"cannot be read \({why}\)\.$") as caught:
+            read_object(path, 2)
+        assert not isinstance(caught.value, AsvFileBroken) and isinstance(caught.value, StoreError)
+
+
+def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asv puts its files down piece by piece."""
+    pieces = ["", OLD[:9], OLD[:-1], OLD]
+
+    def sleep(seconds: float) -> None:
+        old.write_text(pieces.pop(0))
+
+    old.write_text("")
+    monkeypatch.setattr(asv_files.time, "sleep", sleep)
+    assert settled_read(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
+
+
+@pytest.mark.parametrize(("age", "seconds", "looks"), [(1000.0, 600.0, 1), (0.0, 0.0, 1), (0.0, 600.0, 3)])
+def test_a_file_that_stays_torn_is_broken(
+    old: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float, looks: int
+) -> None:
+    """At once if nobody has touched it for long or there is no time to wait, else when it has been left alone."""
+    seen = []
+
+    def load(path: Path) -> dict[str, Any]:
+        seen.append(path)
+        return read_object(path, 2)
+
+    def sleep(seconds: float) -> None:
+        if len(seen) == 2:
+            os.utime(old, (now - 1000, now - 1000))
+
+    monkeypatch.setattr(asv_files.time, "sleep", sleep)
+    old.write_text(OLD[:9])
+    now = old.stat().st_mtime
+    os.utime(old, (now - age, now - age))
+    with pytest.raises(AsvFileTorn, match="breaks off at byte 9 of 9"):
+        settled_read(load, old, seconds)
+    assert len(seen) == looks
+
+
+def test_what_is_broken_otherwise_is_not_waited_for(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is whole, and wrong."""
+    monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    old.write_text("[]")
+    with pytest.raises(AsvFileBroken, match="expected an object"):
+        settled_read(lambda path: read_object(path, 2), old, 60)
+
+
+def test_what_is_set_aside_is_kept_under_a_new_name(old: Path) -> None:
+    """The second does not overwrite the first, and no name ends in .json, at which asv would warn."""
+    first = set_aside(old)
+    old.write_text("second")
+    second = set_aside(old)
+    assert (first.name, second.name) == ("x.json.broken-1", "x.json.broken-2") and not old.exists()
+    assert (first.read_text(), second.read_text()) == (OLD, "second")
+
+
+def test_setting_aside_what_is_gone_is_a_sentence(tmp_path: Path) -> None:
+    """Another process was faster; it leaves nothing behind."""
+    with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(No such file"):
+        set_aside(tmp_path / "x.json")
+    assert list(tmp_path.iterdir()) == []

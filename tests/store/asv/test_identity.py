@@ -1,0 +1,390 @@
+"""Machine and interpreter as asv would name them: asv itself is the witness, always with a home of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.model import Environment
+from fp8bench.model.codec import decode, encode
+from fp8bench.store.asv import identity
+from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NODE = platform.node()
+MACHINE = {"machine": NODE, "os": "an OS", "arch": "an arch", "cpu": "a CPU", "num_cpu": "64", "ram": "1"}
+
+# Says on the last line what asv would file a result under, for each home named in the arguments.
+ASV = f"""
+import json, os, sys
+from asv import config, environment, machine, results
+said = []
+for home in sys.argv[1:] or [os.environ["HOME"]]:
+    os.environ["HOME"] = home
+    try:
+        said.append(dict(machine.Machine.load(interactive=True, use_defaults=True).__dict__))
+    except Exception as error:
+        said.append(type(error).__name__)
+here = environment.ExistingEnvironment(config.Config(), "same", {{}}, {{}})
+file = os.path.basename(results.get_filename("m", {COMMIT!r}, here.name))
+print()
+print(json.dumps([said, here.python, here.name, file]))
+"""
+OURS = f"""
+import json
+from fp8bench.store.asv.identity import identify
+here = identify()
+print(json.dumps([[here.machine], here.python, here.env_name, here.file_name({COMMIT!r})]))
+"""
+
+# What a home's ~/.asv-machine.json says.
+HOMES: dict[str, object] = {
+    "none": None,
+    "this host": {NODE: MACHINE, "other": {**MACHINE, "machine": "other", "cpu": "other"}, "version": 1},
+    "this host, renamed": {NODE: {**MACHINE, "machine": "box"}, "version": 1},
+    "one other": {"h200-box": {**MACHINE, "machine": "h200-box"}, "version": 1},
+    "two others": {"a": {**MACHINE, "machine": "a"}, "b": {**MACHINE, "machine": "b"}, "version": 1},
+    "gpu": {NODE: {**MACHINE, "gpu": "NVIDIA H200", "count": 8, "share": 0.5, "ecc": True, "mig": None}, "version": 1},
+    "few words": {NODE: {"machine": "box"}, "version": 1},
+    "empty": {"version": 1},
+    "version 2": {NODE: MACHINE, "version": 2},
+    "version 0": {NODE: MACHINE, "version": 0},
+}
+# asv fails on these; they are as good as none.
+BROKEN: dict[str, object] = {
+    "no JSON": "{",
+    "not text": b"\xff\xfe\x00",
+    "deep": "[" * 100_000,
+    "no version": {NODE: MACHINE},
+    "version of text": {NODE: MACHINE, "version": "1"},
+    "a list": [1],
+    "an entry that is a list": {NODE: [1], "version": 1},
+    "no name": {NODE: {"os": "an OS"}, "version": 1},
+    "a name that is a number": {NODE: {**MACHINE, "machine": 7}, "version": 1},
+    "a name that leads elsewhere": {NODE: {**MACHINE, "machine": "../box"}, "version": 1},
+}
+
+
+def write_home(folder: Path, content: object) -> Path:
+    """A home folder whose ~/.asv-machine.json is that."""
+    folder.mkdir()
+    if content is not None:
+        raw = content if isinstance(content, str | bytes) else json.dumps(content)
+        (folder / ".asv-machine.json").write_bytes(raw.encode() if isinstance(raw, str) else raw)
+    return folder
+
+
+def last_line(command: list[str], home: Path, **more: str) -> Any:
+    """What a program says at last, as JSON. It runs in the home folder, and finds fp8bench and asv from any Python."""
+    packages = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": packages, **more}
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What asv makes of each of HOMES. It writes into them."""
+    folder = tmp_path_factory.mktemp("asv")
+    homes = [write_home(folder / str(number), content) for number, content in enumerate(HOMES.values())]
+    said = last_line([sys.executable, "-c", ASV, *map(str, homes)], homes[0])[0]
+    return dict(zip(HOMES, said, strict=True))
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_the_machine_is_the_one_asv_takes(
+    name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's entry for this host, or the only one, or what asv finds out by itself; key by key."""
+    monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", HOMES[name])))
+    assert identify().machine == asv_machines[name]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_as_good_as_none(
+    name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is worth more than the file of another program."""
+    monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", BROKEN[name])))
+    assert identify().machine == asv_machines["none"]
+
+
+def test_reading_the_file_leaves_it_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the user's; without one none appears."""
+    home = write_home(tmp_path / "home", None)
+    monkeypatch.setenv("HOME", str(home))
+    identify()
+    assert not list(home.iterdir())
+
+
+def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store's machine.json keeps its series whole when the kernel is updated; its version is the file's."""
+    monkeypatch.setenv("HOME", str(write_home(tmp_path / "none", None)))
+    before = {**MACHINE, "os": "before the update"}
+    assert identify({**before, "version": 1}).machine == before
+    assert identify({"os": "no name"}).machine["machine"] == NODE
+    monkeypatch.setenv("HOME", str(write_home(tmp_path / "entry", HOMES["gpu"])))
+    assert identify(before).machine["gpu"] == "NVIDIA H200"
+
+
+def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`asv publish` fails on them, so a series that has one is never drawn anyway."""
+    entry = {**MACHINE, "gpus": ["a", "b"], "more": {"a": 1}, "python": "not the machine's"}
+    monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", {NODE: entry, "version": 1})))
+    assert identify().machine == MACHINE
+
+
+def test_a_system_that_says_nothing_leaves_empty_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asv has it; many ARM machines name no model."""
+    (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nfeatures\nmodel name\t: A: \xe9 CPU \nmodel name\t: second\n")
+    assert identity._line(str(tmp_path / "cpuinfo"), "model name") == "A: � CPU"
+    assert identity._line(str(tmp_path / "cpuinfo"), "MemTotal") == ""
+    assert identity._line(str(tmp_path / "nowhere"), "model name") == ""
+    assert [identity._bytes(size) for size in ("2 kB", "2", "", "x kB")] == ["2048", "2", "", "x"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert identity._sysctl("hw.memsize") == ""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the two witnesses are there only on Linux")
+def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for it."""
+    program = tmp_path / "sysctl"
+    program.write_text('#!/bin/sh\ntest "$1" = -n && echo "said $2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    found = identity._found()
+    assert (found["cpu"], found["ram"]) == ("said machdep.cpu.brand_string", "said hw.memsize")
+
+
+# The interpreter
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The first lines of the script `asv` in a folder, which name that folder's python3."""
+
+    folder: str
+    lines: Callable[[Path], str]
+
+
+def quoted(path: Path) -> str:
+    """A word of shell, in double quotes as pip writes them."""
+    return f'"{path}"'
+
+
+def shell(word: str) -> str:
+    """A launcher in shell, which Python reads as text."""
+    return f"#!/bin/sh\n'''exec' {word} \"$0\" \"$@\"\n' '''\n"
+
+
+LAUNCHERS = {
+    "plain": Launcher("plain", lambda folder: f"#!{folder}/python3\n"),
+    "with an option": Launcher("option", lambda folder: f"#! {folder}/python3 -B\n"),
+    "not normal": Launcher("dots", lambda folder: f"#!{folder}/../bin//python3\n"),
+    "env": Launcher("env", lambda folder: "#!/usr/bin/env python3\n"),
+    "pip, spaces": Launcher("a b Straße 日本 <x>|y", lambda folder: shell(quoted(folder / "python3"))),
+    "pip, long": Launcher("long" * 40, lambda folder: shell(str(folder / "python3"))),
+    "uv, spaces": Launcher("it's a b", lambda folder: shell(shlex.quote(str(folder / "python3")))),
+    "uv, to be moved": Launcher(
+        "c d", lambda folder: shell('"$(dirname -- "$(realpath -- "$0")")"' + "/'python3'")
+    ),
+    "uv before, to be moved": Launcher(
+        "e", lambda folder: shell('"$(CDPATH= cd -- "$(dirname -- "$0")" && echo "$PWD")"' + "/'python3'")
+    ),
+}  # fmt: skip
+
+
+def make_venv(folder: Path) -> Path:
+    """A virtual environment; its bin folder."""
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+    return folder / "bin"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_interpreter_is_the_one_that_the_script_asv_starts(name: str, tmp_path: Path) -> None:
+    """bin/python here is bin/python3 to asv: name, environment and file, whatever wrote the script."""
+    launcher = LAUNCHERS[name]
+    bin_folder = make_venv(tmp_path.resolve() / launcher.folder)
+    script = bin_folder / "asv"
+    script.write_text(launcher.lines(bin_folder) + ASV)
+    script.chmod(0o755)
+    home = write_home(tmp_path / "home", HOMES["this host"])
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    theirs = last_line([str(script)], home, PATH=path)
+    ours = last_line([str(bin_folder / "python"), "-c", OURS], home, PATH=path)
+    assert ours == theirs
+    assert Path(theirs[1]).name == "python3"
+    assert ("env-" in theirs[3]) == (name == "pip, long")
+
+
+def test_without_a_script_it_is_this_one(tmp_path: Path) -> None:
+    """As `python -m asv` has it."""
+    bin_folder = make_venv(tmp_path.resolve() / "venv")
+    home = write_home(tmp_path / "home", HOMES["this host"])
+    python = str(bin_folder / "python")
+    assert last_line([python, "-c", OURS], home) == last_line([python, "-c", ASV], home)
+    assert last_line([python, "-c", OURS], home)[1] == python
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"#!", b"#!\n", b"\x7fELF\x02\x00\xff", b"import sys\n", b"#!/nowhere/bin/python3\n", b"#!/bin/sh\n",
+        b"#!/bin/sh\nexec\n", b"#!/bin/sh\n'''exec' \"/unclosed\n", b"#!/bin/sh\necho a\n", b"#!/usr/bin/env\n",
+        b"#!/usr/bin/env -S\n", b"#!/usr/bin/env nosuchprogram\n", b"#!\xff\xfe/python\n", b"#!/bin/\x00python\n",
+        b"#!{other}/python\n", b"#!{other}/asv\n", b"#!python3\n",
+    ],
+)  # fmt: skip
+def test_a_script_that_names_no_alias_of_this_interpreter_does_not_count(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asv of another environment measures with another Python: its series is not ours."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+        (folder / "python").symlink_to(sys.executable)
+    (here / "asv").write_bytes(content.replace(b"{other}", os.fsencode(other)))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(other))
+    assert identity.named_by_asv(str(here / "python")) == str(here / "python")
+
+
+def test_the_script_may_lie_where_the_system_keeps_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's own Python is in /usr/bin, and what pip installs for it in /usr/local/bin."""
+    for name in ("python", "python3"):
+        (tmp_path / name).symlink_to(sys.executable)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "asv").write_text(f"#!{tmp_path}/python3\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
+    assert identity.named_by_asv(str(tmp_path / "python")) == str(tmp_path / "python3")
+
+
+def test_names_of_one_interpreter(tmp_path: Path) -> None:
+    """The same file is not enough: the folder decides which packages there are."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for name in ("python", "python3"):
+            (tmp_path / folder / name).symlink_to(sys.executable)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "other").write_text("")
+    named = {name: str(tmp_path / name) for name in ("a/python", "a/python3", "b/python", "link/python", "a/other")}
+    alike = {name: resolved(path) for name, path in named.items()}
+    assert alike["a/python"] == alike["a/python3"] == alike["link/python"] != named["a/python"]
+    assert len(set(alike.values())) == 3
+    for nothing in ("", "/nowhere/python", "\0"):
+        assert resolved(nothing) == nothing
+
+
+# Names and facts
+
+PATHS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=140).map(lambda text: "/" + text)
+
+
+@given(PATHS, st.text("0123456789abcdef", min_size=40, max_size=40))
+def test_names_are_asvs(path: str, commit: str) -> None:
+    """Of any path: what a file system refuses is replaced, and a long name becomes its digest."""
+    from asv import environment, results
+
+    here = Identity({"machine": "m"}, path)
+    name = environment.get_env_name("existing", path.replace(os.sep, "_"), {}, {})
+    assert here.env_name == name
+    assert f"m{os.sep}{here.file_name(commit)}" == results.get_filename("m", commit, name)
+    assert "/" not in here.file_name(commit)
+
+
+def test_a_path_that_is_no_text_still_has_a_name() -> None:
+    """Bytes that are no UTF-8 come as lone surrogates."""
+    assert Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100)).file_name(COMMIT).startswith("01234567-env-")
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+KEYS = st.text().filter(lambda key: key not in ("machine", "python"))
+NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in name and name not in (".", ".."))
+
+
+@given(st.dictionaries(KEYS, SCALARS), NAMES, st.text(min_size=1))
+def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
+    """Type by type: to asv 8 and "8" are two series."""
+    here = Identity({"machine": machine, **more}, python, "where it was made")
+    plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **as_facts(here)}))))
+    back = from_facts(decode(Environment, plain).facts)
+    assert back == here
+    assert back is not None and all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
+
+
+def test_facts_of_this_machine() -> None:
+    """They are named as asv's parameters are."""
+    here = Identity({**MACHINE, "gpu": "NVIDIA H200"}, "/venv/bin/python3")
+    facts = as_facts(here)
+    assert (facts["asv_python"], facts["asv_machine"], facts["asv_gpu"]) == ("/venv/bin/python3", NODE, "NVIDIA H200")
+    assert here.params == {**MACHINE, "gpu": "NVIDIA H200", "python": "/venv/bin/python3"}
+
+
+@pytest.mark.parametrize("name", ["asv_machine", "asv_python"])
+@pytest.mark.parametrize("value", [None, 7, True, ""])
+def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
+    """Runs of before have neither."""
+    facts = as_facts(Identity(MACHINE, "/venv/bin/python3"))
+    assert from_facts({**facts, name: value}) is None
+    assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
+    assert from_facts({}) is None
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "../a", "a/", "a\0b"])
+def test_a_machine_whose_name_is_a_path_is_no_identity(name: str) -> None:
+    """The name becomes a folder of the store, and run files come from anywhere."""
+    assert from_facts({"asv_machine": name, "asv_python": "/venv/bin/python3"}) is None
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_result_of_the_real_command_has_this_identity(tmp_path: Path) -> None:
+    """`asv machine` and `asv run` as a user would type them: file, parameters and environment."""
+    home, project = write_home(tmp_path / "home", None), tmp_path / "project"
+    (project / "suites").mkdir(parents=True)
+    (project / "suites" / "__init__.py").write_text("def track_one():\n    return 1\n")
+    settings = {"version": 1, "project": "p", "repo": ".", "branches": ["main"], "environment_type": "existing"}
+    (project / "asv.conf.json").write_text(json.dumps({**settings, "benchmark_dir": "suites", "results_dir": "out"}))
+    environment = {**os.environ, "HOME": str(home), "GIT_CONFIG_NOSYSTEM": "1"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    run("git", "init", "-q", "-b", "main")
+    run("git", "add", ".")
+    run("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "-m", "first")
+    commit = run("git", "rev-parse", "HEAD")
+    # The script that pip made, if there is one: it names the interpreter in its own way.
+    beside = Path(sys.executable).parent / "asv"
+    asv = [str(beside)] if beside.exists() else [sys.executable, "-m", "asv"]
+    run(*asv, "machine", "--yes")
+    run(*asv, "run", "-E", "existing", "--quick", "--set-commit-hash", commit)
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{OURS.replace(COMMIT, commit)}"
+    (machine,), python, env_name, file_name = json.loads(run(sys.executable, "-c", script))
+    (stored,) = [path for path in (project / "out").glob("*/*.json") if path.name != "machine.json"]
+    result = json.loads(stored.read_text())
+    assert (stored.parent.name, stored.name) == (machine["machine"], file_name)
+    assert (result["params"], result["env_name"]) == ({**machine, "python": python}, env_name)
+    date = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+               "from fp8bench.measure.environment import gather\n"
+               "print(gather({}, '0', 1).get('commit_date'))")  # fmt: skip
+    assert result["date"] == int(date)

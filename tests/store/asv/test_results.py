@@ -1,0 +1,399 @@
+"""Results files, held against asv itself: what it writes is read, what is written here it reads, byte for byte."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asv.results import Results
+from asv.runner import BenchmarkResult
+from asv.util import UserError
+from asv_runner.statistics import compute_stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
+from fp8bench.model.codec import Malformed
+from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.rows import COLUMNS, Row, Stats, cell
+
+COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
+ENV = "existing-py_bin_python3"
+NAME = f"{COMMIT[:8]}-{ENV}.json"
+STARTED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+STARTED_MS = 1767323045000
+PARAMS = {"machine": "box", "os": "Linux", "num_cpu": "2", "ram": "25276502016", "gpu": None, "python": "3.11"}
+DTYPES = [["'fp8'", "'bf16'"], ["256", "1024"]]
+NAN = math.nan
+Change = Callable[[dict[str, Any]], object]
+
+
+def by_asv(folder: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep: bool = False) -> Path:
+    """A file that asv itself made: for each benchmark, name, params, and samples (or None, or NaN) by combination."""
+    results = Results(dict(PARAMS), {}, COMMIT, 1767268800000, "3.11", ENV, {})
+    results.set_build_duration(1.25)
+    for name, params, samples in benchmarks:
+        lists = [one if isinstance(one, list) else None for one in samples]
+        values = [NAN if one != one else None if one is None else True for one in samples]
+        outcome = BenchmarkResult(values, lists, [one and 1 for one in lists], 0, "", None)
+        benchmark = {"name": name, "version": "1", "params": params}
+        results.add_result(benchmark, outcome, STARTED, 0.123456789, record_samples=keep)
+    results.save(str(folder))
+    return folder / "box" / NAME
+
+
+def by_us(path: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep: bool = False) -> Path:
+    """The same file, made here."""
+    rows = {}
+    for name, params, samples in benchmarks:
+        cells = [cell(one) if isinstance(one, list) else (one, None) for one in samples]
+        kept = tuple(tuple(one) if keep and isinstance(one, list) else None for one in samples)
+        values, stats = zip(*cells, strict=True)
+        rows[name] = Row(tuple(map(tuple, params)), "1", values, stats, kept, STARTED_MS, 0.123456789)
+    durations = {"<build>": 1.25}
+    file = ResultsFile(COMMIT, ENV, 1767268800000, PARAMS, "3.11", {}, {}, rows, durations)
+    save_results(path, file)
+    return path
+
+
+def plain(path: Path) -> dict[str, Any]:
+    """What a file holds."""
+    content = json.loads(path.read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+BENCHMARKS: list[tuple[str, list[list[str]], list[Any]]] = [
+    ("gemm.Gemm.track_time", DTYPES, [[1e-3, 2e-3, 3e-3], [1e-3] * 12, None, NAN]),
+    ("gemm.Gemm.track_peak", [], [[123456789.123]]),
+    ("gemm.Gemm.track_error", [["'fp8'"]], [None]),
+    ("gemm.Gemm.track_nothing", [["'fp8'", "'bf16'"]], [NAN, NAN]),
+    ("gemm.Gemm.track_late", DTYPES, [None, None, [5e-3, 6e-3], None]),
+]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_same_results_are_the_same_bytes_as_asvs(tmp_path: Path, keep: bool) -> None:
+    """Measured, failed and skipped; with and without samples; shortened rows."""
+    theirs = by_asv(tmp_path, *BENCHMARKS, keep=keep)
+    ours = by_us(tmp_path / "ours" / NAME, *BENCHMARKS, keep=keep)
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_asv_wrote_is_read_and_written_again_unchanged(tmp_path: Path, keep: bool) -> None:
+    """Every combination has its place; the file is the same, byte for byte."""
+    path = by_asv(tmp_path, *BENCHMARKS, keep=keep)
+    before = path.read_bytes()
+    file = load_results(path)
+    assert file.troubles == () and list(file.rows) == [name for name, _, _ in BENCHMARKS]
+    row = file.rows["gemm.Gemm.track_time"]
+    assert row.params == (("'fp8'", "'bf16'"), ("256", "1024")) and row.version == "1"
+    assert row.values[:3] == (2e-3, 1e-3, None) and math.isnan(row.values[3] or 0)
+    assert row.stats[1] == Stats(1e-3, 1e-3, 1e-3, 1e-3, 1, 12) and row.stats[2:] == (None, None)
+    assert row.samples == (((1e-3, 2e-3, 3e-3), (1e-3,) * 12, None, None) if keep else (None,) * 4)
+    assert (row.started_at, row.duration, row.profile) == (STARTED_MS, 0.12346, None)
+    assert file.rows["gemm.Gemm.track_error"].values == (None,)
+    assert file.rows["gemm.Gemm.track_late"].values == (None, None, 0.0055, None)
+    assert (file.params, file.durations, file.date) == (PARAMS, {"<build>": 1.25}, 1767268800000)
+    save_results(path, file)
+    assert path.read_bytes() == before
+
+
+def test_asv_reads_what_is_written_here(tmp_path: Path) -> None:
+    """Values, statistics, samples and versions, by asv's own reader."""
+    path = by_us(tmp_path / "box" / NAME, *BENCHMARKS, keep=True)
+    read = Results.load(str(path), machine_name="box")
+    name = "gemm.Gemm.track_time"
+    assert read.commit_hash == COMMIT and read.params == PARAMS and read.benchmark_version[name] == "1"
+    assert read.get_result_value(name, DTYPES)[:3] == [2e-3, 1e-3, None]
+    assert read.get_result_stats(name, DTYPES)[1]["repeat"] == 12
+    assert read.get_result_samples(name, DTYPES)[0] == [1e-3, 2e-3, 3e-3]
+    assert read.get_result_value("gemm.Gemm.track_error", [["'fp8'"]]) == [None]
+
+
+NUMBERS = st.one_of(
+    st.floats(1e-9, 1e3), st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**60), 2**60),
+    st.sampled_from([0.0, 1e-3, 5e-324, 1.7976931348623157e308]),
+)  # fmt: skip
+SAMPLES = st.one_of(
+    st.lists(NUMBERS, min_size=1, max_size=30),
+    st.tuples(NUMBERS, st.integers(1, 30)).map(lambda one: [one[0]] * one[1]),
+)
+
+
+@given(st.lists(st.one_of(st.none(), st.just(NAN), SAMPLES), min_size=2, max_size=2), st.booleans())
+def test_statistics_are_asvs(tmp_path_factory: pytest.TempPathFactory, samples: list[Any], keep: bool) -> None:
+    """One sample, two, equal ones, huge and tiny ones: the same bytes, except where asv itself divides by zero."""
+    folder = tmp_path_factory.mktemp("oracle", numbered=True)
+    benchmark = ("a.B.track_c", [["1", "2"]], samples)
+    ours = by_us(folder / "ours" / NAME, benchmark, keep=keep)
+    try:
+        theirs = by_asv(folder, benchmark, keep=keep)
+    except ArithmeticError:
+        assert "-Infinity" in ours.read_text() and load_results(ours).troubles == ()
+        return
+    assert ours.read_bytes() == theirs.read_bytes()
+    again = load_results(theirs)
+    save_results(ours, again)
+    assert ours.read_bytes() == theirs.read_bytes() and again.troubles == ()
+
+
+def test_samples_that_asv_divides_by_zero_on_have_no_interval() -> None:
+    """The value and the quartiles are what they are."""
+    tiny = 9.4277739725e-314
+    value, stats = cell([tiny] * 6)
+    assert value is not None and stats is not None and (stats.number, stats.repeat) == (1, 6)
+    assert (stats.ci_99_a, stats.ci_99_b) == (-math.inf, math.inf)
+    assert max(abs(one - tiny) for one in (value, stats.q_25, stats.q_75)) < 1e-320
+
+
+@given(st.lists(st.floats(1e-9, 1e3) | st.sampled_from((0.0, 1.0, 2.0)), max_size=60))
+def test_statistics_are_those_of_asv(samples: list[float]) -> None:
+    """Bit for bit, though the places of the interval's ends are not counted anew; the samples stay as they are."""
+    value, stats = compute_stats(list(samples), 1)
+    before = list(samples)
+    assert cell(samples) == (value, None if stats is None else Stats(**stats)) and samples == before
+
+
+def test_no_samples_are_no_value() -> None:
+    """As a failure is."""
+    assert cell([]) == (None, None)
+
+
+def test_one_sample_has_an_endless_interval() -> None:
+    """asv writes Infinity, and reads it."""
+    assert cell([2.0]) == (2.0, Stats(-math.inf, math.inf, 2.0, 2.0, 1, 1))
+
+
+def test_a_row_has_an_entry_for_each_combination() -> None:
+    """One that has not would be cut by asv without a word."""
+    with pytest.raises(Malformed, match="2 values, 1 statistics and 1 lists of samples for 1 combinations"):
+        Row((), "1", (1.0, 2.0), (None,), (None,))
+
+
+def with_rows(**rows: Any) -> Change:
+    return lambda content: content["results"].update(rows)
+
+
+def without(*keys: str) -> Change:
+    """A change that takes a key out, which may lie inside others."""
+
+    def change(content: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            content = content[key]
+        del content[keys[-1]]
+
+    return change
+
+
+REFUSED: dict[str, tuple[Change, type[AsvFileError], str]] = {
+    "no version": (without("version"), AsvFileBroken, "has no 'version'"),
+    "version 1": (lambda it: it.update(version=1), AsvFileOfOtherVersion, "by an older asv: it is of version 1"),
+    "version 3": (lambda it: it.update(version=3), AsvFileOfOtherVersion, "newer asv: .* 3, fp8bench reads version 2"),
+    "version '2'": (lambda it: it.update(version="2"), AsvFileBroken, "its 'version' is '2', expected 2"),
+    **{
+        f"no {key}": (without(key), AsvFileBroken, f"it has no '{key}'")
+        for key in ("commit_hash", "env_name", "date", "params", "python", "requirements", "results", "result_columns")
+    },
+    "no machine": (without("params", "machine"), AsvFileBroken, "name no 'machine'"),
+    "machine is a number": (lambda it: it["params"].update(machine=5), AsvFileBroken, "name no 'machine'"),
+    "params a list": (lambda it: it.update(params=[]), AsvFileBroken, r"'params' is \[\], expected dict"),
+    "results a list": (lambda it: it.update(results=[]), AsvFileBroken, r"'results' is \[\], expected dict"),
+    "date a text": (lambda it: it.update(date="today"), AsvFileBroken, "'date' is 'today', expected int"),
+    "env_vars null": (lambda it: it.update(env_vars=None), AsvFileBroken, "'env_vars' is None, expected dict"),
+    "a param a list": (lambda it: it["params"].update(cpu=["a"]), AsvFileBroken, r"'cpu' of its 'params' is \['a'\]"),
+    "a param a dict": (lambda it: it["params"].update(cpu={}), AsvFileBroken, r"'cpu' of its 'params' is \{\}, expec"),
+    "an env_var a list": (lambda it: it["env_vars"].update(A=[1]), AsvFileBroken, "'A' of its 'env_vars'"),
+    "no hash": (lambda it: it.update(commit_hash="main"), AsvFileBroken, "its commit 'main' is no hash"),
+    "another commit": (lambda it: it.update(commit_hash="0" * 40), AsvFileBroken, "name does not begin .* 00000000-"),
+    "columns no texts": (lambda it: it.update(result_columns=[1]), AsvFileBroken, "expected different texts"),
+    "a column twice": (lambda it: it["result_columns"].append("result"), AsvFileBroken, "expected different texts"),
+    "an unknown column with data": (
+        lambda it: (it["result_columns"].append("energy"), it["results"].update(a=[None] * 13 + [1])),
+        AsvFileBroken, "the row 'a' has data in a column that is not known, 'energy'",
+    ),
+    "a cell without a column": (with_rows(a=[[1], []] + [None] * 11 + [1]), AsvFileBroken, "known, 'number 14'"),
+}  # fmt: skip
+ASV_READS = {"a param a list", "a param a dict", "an env_var a list", "no hash", "another commit", "date a text",
+             "env_vars null", "a column twice", "a cell without a column", "no machine", "machine is a number",
+             "columns no texts"}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_hides_a_file_from_asv_or_makes_it_fail_is_a_sentence(tmp_path: Path, what: str) -> None:
+    """One thing is changed in asv's own file; the reader says which."""
+    path = by_asv(tmp_path, *BENCHMARKS)
+    content = plain(path)
+    change, kind, sentence = REFUSED[what]
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(kind, match=sentence) as caught:
+        load_results(path)
+    assert type(caught.value) is kind and str(path) in str(caught.value) and str(caught.value).endswith(".")
+    if what not in ASV_READS:
+        with pytest.raises((UserError, AttributeError, TypeError)):
+            Results.load(str(path))
+
+
+READ: dict[str, Change] = {
+    "no env_vars": without("env_vars"),
+    "no durations": without("durations"),
+    "an unknown key": lambda it: it.update(fp8bench={"torch": [1, {"a": None}]}),
+    "an unknown column without data": lambda it: it["result_columns"].append("energy"),
+    "fewer columns": lambda it: it.update(results={"a": [[1], []]}, result_columns=["result", "params"]),
+    "columns in another order": lambda it: it.update(
+        result_columns=[*COLUMNS[1:], "result"], results={"a": [[], "1", *[None] * 10, [1.5]]}
+    ),
+    "no version of the row": with_rows(a=[[1.5], [], None, 5]),
+    "a short row": with_rows(a=[None, [["1", "2"]], "1"]),
+    "a short list": with_rows(a=[[1.5], [["1", "2"]], "1"]),
+    "a whole number": with_rows(a=[[1], [], "1", 5, 2, [1], [1], [1], [1], [1], [1], [[1, 2]]]),
+    "cells beyond the columns that are null": with_rows(a=[[1], [], *[None] * 20]),
+    "a profile": with_rows(a=[[1], [], *[None] * 10, "eJw="]),
+    "a name of a lone surrogate": lambda it: it["results"].update({"\ud800": [[1], []]}),
+    "no rows": lambda it: it.update(results={}),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_what_asv_accepts_is_read_and_kept(tmp_path: Path, what: str) -> None:
+    """And asv reads the same from the file that is written again."""
+    path = by_asv(tmp_path, *BENCHMARKS, keep=True)
+    content = plain(path)
+    READ[what](content)
+    path.write_text(json.dumps(content))
+    theirs = Results.load(str(path))
+    file = load_results(path)
+    assert file.troubles == () and set(file.rows) == set(content["results"]) and set(COLUMNS) <= set(file.columns)
+    save_results(path, file)
+    again = plain(path)
+    # Columns may be added at the end, empty containers and nulls be shortened; nothing that was said is lost.
+    known = set(content) - {"result_columns", "results"}
+    assert {key: again[key] for key in known} == {key: content[key] for key in known}
+    assert again["result_columns"][: len(content["result_columns"])] == content["result_columns"]
+    reread = Results.load(str(path))
+    for name in theirs.get_all_result_keys():
+        params = theirs.get_result_params(name)
+        for get in ("get_result_value", "get_result_stats", "get_result_samples"):
+            assert repr(getattr(theirs, get)(name, params)) == repr(getattr(reread, get)(name, params)), (name, get)
+    assert theirs.benchmark_version == reread.benchmark_version and theirs.started_at == reread.started_at
+    assert theirs.duration == reread.duration
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no list": ({"result": [1]}, "expected a list, found"),
+    "a number": (5, "expected a list, found 5"),
+    "no params": ([[1]], "'params' is None, expected lists of texts"),
+    "params of numbers": ([[1], [[1, 2]]], "expected lists of texts"),
+    "params a text": ([[1], "abc"], "expected lists of texts"),
+    "too many values": ([[1, 2, 3], [["1", "2"]]], "'result' has 3 values for 2 combinations"),
+    "a value that is a dict": ([[{"samples": [1]}], []], "'result' has the value {'samples': [1]}"),
+    "a value that is true": ([[True], []], "'result' has the value True"),
+    "a value beyond a float": ([[10**400], []], "'result' has the value 1000"),
+    "result no list": ([1.5, []], "'result' is 1.5, expected a list"),
+    "a version that is a number": ([[1], [], 1], "'version' is 1"),
+    "a start that is a text": ([[1], [], "1", "now"], "'started_at' is 'now'"),
+    "an interval without quartiles": ([[1], [], "1", 5, 1, [0.5], [1.5]], "some statistics of a value are missing"),
+    "an interval that is a text": ([[1], [], "1", 5, 1, ["0"]], "'stats_ci_99_a' has the value '0'"),
+    "a repeat that is no count": ([[1], [], "1", 5, 1, [1], [1], [1], [1], [1], [1.5]], "'stats_repeat' has the value"),
+    "samples not in lists": ([[1], [], "1", 5, 1, *[None] * 6, [1.5]], "'samples' has the value 1.5"),
+    "samples with a hole": ([[1], [], "1", 5, 1, *[None] * 6, [[1.5, None]]], "'samples' has the value [1.5, None]"),
+    "a profile that is none": ([[1], [], *[None] * 10, 5], "'profile' is 5"),
+    "parameters that multiply": ([None, [["1"] * 100] * 10], "more than 100000 combinations"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> None:
+    """The others are read. What it means nobody knows, so it is there again when the file is written."""
+    path = by_asv(tmp_path, *BENCHMARKS)
+    content = plain(path)
+    cells, trouble = BROKEN[what]
+    content["results"] = {"foreign": cells, **content["results"]}
+    path.write_text(json.dumps(content))
+    file = load_results(path)
+    (said,) = file.troubles
+    assert said.startswith("the row 'foreign' was left out (") and trouble in said and len(said) < 300
+    assert list(file.rows) == [name for name, _, _ in BENCHMARKS] and file.broken == {"foreign": cells}
+    save_results(path, file)
+    assert plain(path)["results"]["foreign"] == cells
+    assert replace(load_results(path), rows={}) == replace(file, rows={})
+
+
+def test_a_sound_row_replaces_a_broken_one_of_its_name(tmp_path: Path) -> None:
+    """Whoever measures it again knows what it means."""
+    path = by_us(tmp_path / NAME, ("a.B.track_c", [], [[1.0, 2.0]]))
+    file = load_results(path)
+    save_results(path, replace(file, broken={"a.B.track_c": 5, "other": 6}))
+    again = load_results(path)
+    assert again.rows == file.rows and again.broken == {"other": 6}
+
+
+def test_what_asv_could_not_read_is_not_written(tmp_path: Path) -> None:
+    """A list as a parameter makes `asv publish` fail; the file that was there stays."""
+    path = by_us(tmp_path / NAME, *BENCHMARKS)
+    before = path.read_bytes()
+    file = load_results(path)
+    with pytest.raises(AsvFileError, match=r"cannot be written: asv could not read it, because 'gpus' of its 'params'"):
+        save_results(path, replace(file, params={**PARAMS, "gpus": ["H200"]}))  # type: ignore[dict-item]
+    with pytest.raises(AsvFileError, match="cannot be written: asv could not read it, because its name"):
+        save_results(path.with_name(f"00000000-{ENV}.json"), file)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {
+    "empty": (b"", AsvFileTorn, "it is empty"),
+    "blank": (b" \n", AsvFileTorn, "it is empty"),
+    "torn": (b'{"commit_hash": "66fd', AsvFileTorn, "its JSON breaks off at byte 16 of 21"),
+    "torn after a letter of two bytes": ('{"µ": "µ", '.encode(), AsvFileTorn, "breaks off at byte 1[23] of 13"),
+    "no UTF-8": (b'{"a": "\xff"}', AsvFileTorn, "byte 7 of 10 is no UTF-8"),
+    "two objects": (b"{}{}", AsvFileTorn, "breaks off at byte 2 of 4"),
+    "a list": (b"[]", AsvFileBroken, "expected an object, found list"),
+    "null": (b"null", AsvFileBroken, "expected an object, found NoneType"),
+    "a number of many digits": (b"[" + b"1" * 5000 + b"]", AsvFileBroken, "thousands of digits"),
+    "deep": (b"[" * 100_000, AsvFileBroken, "nested too deeply"),
+    "a key twice": (b'{"a": {"b": 1, "b": 2}}', AsvFileBroken, "it has the key 'b' twice in one object"),
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_what_is_no_object_of_json_is_a_sentence(tmp_path: Path, what: str) -> None:
+    """Torn files are told from others: they may be whole in a moment."""
+    path = tmp_path / NAME
+    raw, kind, sentence = TEXTS[what]
+    path.write_bytes(raw)
+    with pytest.raises(kind, match=sentence) as caught:
+        load_results(path)
+    assert type(caught.value) is kind
+
+
+def test_a_row_nested_as_deep_as_json_allows_is_named(tmp_path: Path) -> None:
+    """The sentence about it is short, and needs no deeper stack than reading did."""
+    path = by_us(tmp_path / NAME, *BENCHMARKS)
+    text = path.read_text()
+    deep = "[" * 800 + "]" * 800
+    path.write_text(text.replace('"results": {', f'"results": {{"deep": {deep}, "flat": [{deep}, {deep}], ', 1))
+    file = load_results(path)
+    assert len(file.troubles) == 2 and all(len(one) < 200 for one in file.troubles)
+
+
+def test_a_byte_order_mark_is_gone_the_next_time(tmp_path: Path) -> None:
+    """asv refuses such a file; it is what an editor left, and nothing of it is lost."""
+    path = by_us(tmp_path / NAME, *BENCHMARKS)
+    before = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + before)
+    save_results(path, load_results(path))
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_not_there_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    """Nothing is to be set aside."""
+    with pytest.raises(AsvFileAbsent, match="is not there"):
+        load_results(tmp_path / NAME)

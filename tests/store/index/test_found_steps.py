@@ -1,0 +1,192 @@
+"""Steps are remembered under a digest of their series; nothing that is wrong with the file changes what is found."""
+
+from __future__ import annotations
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.steps.change_points import Step, steps_of_many
+from fp8bench.analysis.steps.changes import changes_of, find_changes
+from fp8bench.jobs.history import stretches
+from fp8bench.model import Request, Status
+from fp8bench.store.index import found_steps as memory
+from fp8bench.store.index.found_steps import Memory
+from fp8bench.store.index.history import open_history
+from tests.histories import history, keep, read_courses, records, run_at
+
+
+def made(count: int = 8, length: int = 40, seed: int = 0) -> list[Floats]:
+    """Series with 1% noise, every other with a step of 10%."""
+    random = np.random.default_rng(seed)
+    series = random.normal(1.0, 0.01, (count, length))
+    series[::2, length // 2 :] *= 1.1
+    return list(series)
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many series were looked at, each time."""
+    counts: list[int] = []
+
+    def counting(series: list[Floats]) -> list[tuple[Step, ...]]:
+        counts.append(len(series))
+        return steps_of_many(series)
+
+    monkeypatch.setattr(memory, "steps_of_many", counting)
+    return counts
+
+
+def test_the_same_is_found_and_looked_at_once(tmp_path: Path, looked: list[int]) -> None:
+    """Only what is new is looked at."""
+    series = made()
+    right = steps_of_many(series)
+    assert any(right) and not all(right)
+    assert Memory(tmp_path).steps_of_many(series) == right
+    assert Memory(tmp_path).steps_of_many(series) == right
+    series[3] = np.append(series[3], 1.0)
+    assert Memory(tmp_path).steps_of_many(series) == steps_of_many(series)
+    assert looked == [8, 0, 1]
+
+
+def test_series_are_told_apart_by_every_bit(tmp_path: Path) -> None:
+    """And by nothing else: not by their order, nor by how they lie in memory."""
+    series = made()
+    Memory(tmp_path).steps_of_many(series)
+    series[0] = np.nextafter(series[0], 2.0)
+    assert Memory(tmp_path).steps_of_many(series[::-1]) == steps_of_many(series[::-1])
+    strided = [np.repeat(one, 2)[::2] for one in series]
+    assert Memory(tmp_path).steps_of_many(strided) == steps_of_many(series)
+
+
+def test_nothing_to_look_at(tmp_path: Path) -> None:
+    """Then nothing is written either."""
+    assert Memory(tmp_path).steps_of_many([]) == [] and not list(tmp_path.iterdir())
+
+
+def test_other_code_finds_anew(tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed constant of the change points is other steps."""
+    Memory(tmp_path).steps_of_many(made())
+    monkeypatch.setattr(memory, "_digest_of_code", lambda: b"another")
+    Memory(tmp_path).steps_of_many(made())
+    assert looked == [8, 8]
+
+
+def break_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write_text(path: Path) -> None:
+    path.write_text("no database")
+
+
+def lose_the_table(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE steps")
+
+
+def spoil_the_steps(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE steps SET found = '[[1, 2'")
+
+
+def lose_steps_fields(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE steps SET found = '[[1, 2]]'")
+
+
+@pytest.mark.parametrize("damage", [break_in_half, write_text, lose_the_table, spoil_the_steps, lose_steps_fields])
+def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damage: object) -> None:
+    """Whatever is wrong in it."""
+    series = made(200)
+    right = steps_of_many(series)
+    first = Memory(tmp_path)
+    first.steps_of_many(series)
+    damage(first.path)  # type: ignore[operator]
+    second, third = Memory(tmp_path), Memory(tmp_path)
+    assert second.steps_of_many(series) == right and len(second.troubles) == 1 and "anew" in second.troubles[0]
+    assert third.steps_of_many(series) == right and not third.troubles
+
+
+def test_an_older_file_is_made_anew_without_a_word(tmp_path: Path, looked: list[int]) -> None:
+    """Its table may be another."""
+    one = Memory(tmp_path)
+    with sqlite3.connect(one.path) as database:
+        database.execute("CREATE TABLE steps (something TEXT)")
+    for _ in range(2):
+        assert one.steps_of_many(made()) == steps_of_many(made())
+    assert looked == [8, 0] and not one.troubles
+
+
+def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
+    """Whoever wrote it will want it."""
+    one = Memory(tmp_path)
+    one.steps_of_many(made())
+    with sqlite3.connect(one.path) as database:
+        database.execute("PRAGMA user_version = 99")
+    content = one.path.read_bytes()
+    assert one.steps_of_many(made(200)) == steps_of_many(made(200))
+    assert one.path.read_bytes() == content and len(one.troubles) == 1 and "newer" in one.troubles[0]
+
+
+def test_a_locked_file_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for a broken one."""
+    monkeypatch.setattr(memory, "_WAIT_SECONDS", 0.01)
+    one = Memory(tmp_path)
+    one.steps_of_many(made())
+    holder = sqlite3.connect(one.path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    assert one.steps_of_many(made(200, seed=1)) == steps_of_many(made(200, seed=1))
+    assert len(one.troubles) == 1 and "locked" in one.troubles[0]
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert Memory(tmp_path).steps_of_many(made()) == steps_of_many(made())
+
+
+def test_a_store_that_may_not_be_written(tmp_path: Path) -> None:
+    """What cannot be kept is said where looking takes a while."""
+    (tmp_path / "index.sqlite").mkdir()
+    few, many = Memory(tmp_path), Memory(tmp_path / "nowhere")
+    assert few.steps_of_many(made()) == steps_of_many(made()) and len(few.troubles) == 1
+    assert many.steps_of_many(made(200)) == steps_of_many(made(200)) and len(many.troubles) == 1
+    assert "200 series" in many.troubles[0]
+    quiet = Memory(tmp_path / "nowhere")
+    quiet.steps_of_many(made())
+    assert not quiet.troubles
+
+
+def test_what_nobody_asks_for_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A series gets a new digest with every commit."""
+    monkeypatch.setattr(memory, "_MOST_OTHERS", 20)
+    for seed in range(5):
+        Memory(tmp_path).steps_of_many(made(seed=seed))
+    with sqlite3.connect(tmp_path / "index.sqlite") as database:
+        (count,) = database.execute("SELECT count(*) FROM steps").fetchone()
+    assert 8 <= count <= 28
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    """Nobody fails for somebody else, and all that was found is kept."""
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: Memory(tmp_path).steps_of_many(made(seed=seed % 4)), range(16)))
+    assert all(one == steps_of_many(made(seed=seed % 4)) for seed, one in enumerate(found))
+
+
+def test_changes_of_a_history_are_those_of_its_courses(tmp_path: Path) -> None:
+    """Found by rows or by figures, remembered or not."""
+    random = np.random.default_rng(0)
+    times = random.normal(1.0, 0.005, 40)
+    times[20:] *= 1.1
+    history(tmp_path, *times)
+    keep(tmp_path, run_at(41, facts={"torch": "2.99"}))
+    keep(tmp_path, run_at(42, request=Request("gemm", quick=True)))
+    keep(tmp_path, run_at(43, records=tuple(records(status=Status.FAILED))))
+    found = open_history(tmp_path, lambda _: None)
+    right = find_changes(read_courses(tmp_path, lambda _: True).courses)
+    assert right.changes and right.left
+    for _ in range(2):
+        assert changes_of(stretches(found), Memory(tmp_path).steps_of_many) == right

@@ -1,0 +1,418 @@
+"""The index says what reading every run says, and knows when a file of figures no longer counts."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8bench.model import Request, Status
+from fp8bench.registry import workloads
+from fp8bench.store.commit_runs import read_runs
+from fp8bench.store.index import figure_files
+from fp8bench.store.index.figure_files import VERSION, figures_file, figures_of_runs
+from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
+from fp8bench.store.index.tables import Courses
+from fp8bench.store.interpreters import Renamings, save_renamings
+from fp8bench.store.merge_stores import rebuild
+from fp8bench.store.runs.read import run_files
+from fp8bench.user_code import import_user_modules
+from suites.long_history import write_module, write_store
+from tests.histories import commit, history, keep, read_courses, records, run_at
+
+
+def every(_: str) -> bool:
+    return True
+
+
+class Reads(list[int]):
+    """How many runs had to be read, each time that any had."""
+
+    def __call__(self, runs: int) -> None:
+        self.append(runs)
+
+
+def opened(store: Path) -> History:
+    return open_history(store, Reads())
+
+
+def same(store: Path) -> Courses:
+    """What both ways say, which must be the same: with a file of figures for each commit, with some, and with none."""
+    slow = read_courses(store, every)
+    for _ in range(2):
+        assert opened(store).courses(every) == slow
+    files = sorted((store / "figures").glob("*"))
+    for path in files[::2]:
+        path.unlink()
+    again = opened(store)
+    assert again.courses(every) == slow and not again.troubles
+    assert opened(store).read == 0
+    assert again.names == sorted({course.name for course in slow.courses})
+    for name in again.names[:3]:
+        assert again.courses(name.__eq__) == read_courses(store, name.__eq__)
+    return slow
+
+
+def test_many_kinds_of_runs(tmp_path: Path) -> None:
+    """Several runs of a commit, hasty, failed and skipped ones, other machines, interpreters, versions, conditions."""
+    history(tmp_path, 1.0, 1.1, 1.2)
+    keep(tmp_path, run_at(1, 7, records=tuple(records(1.3)), request=Request("gemm", quick=True)))
+    keep(tmp_path, run_at(2, 8, records=tuple(records(1.4))))
+    keep(tmp_path, run_at(2, 9, records=tuple(records(1.5)), facts={"torch": "2.99"}))
+    keep(tmp_path, run_at(3, 10, records=tuple(records(status=Status.FAILED))))
+    keep(tmp_path, run_at(4, 11, records=tuple(records(status=Status.SKIPPED)), facts={"commit_date": None}))
+    keep(tmp_path, run_at(5, 12, facts={"dirty": True}))
+    keep(tmp_path, run_at(6, 13, facts={"commit": None}))
+    keep(tmp_path, run_at(7, 14, facts={"asv_machine": "another", "asv_gpu": "H200"}))
+    keep(tmp_path, run_at(7, 15, facts={"asv_python": "/other/python"}))
+    keep(tmp_path, run_at(8, 16, request=Request("gemm", seed=3)))
+    one, two = records(2.0)
+    keep(tmp_path, run_at(9, 17, records=(one,)))
+    keep(tmp_path, run_at(9, 18, records=(two,)))
+    keep(tmp_path, run_at(10, 19, request=Request("gemm", quick=True)))
+    found = same(tmp_path)
+    assert len(found.courses) > 6 and found.runs == 13 and sum(found.left.values()) == 3
+    figures = [figure for course in found.courses for figure in course.figures]
+    assert {figure.status for figure in figures} == set(Status) and any(figure.hasty for figure in figures)
+    assert any(figure.value is None for figure in figures) and any(figure.runs == 2 for figure in figures)
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 4), st.sampled_from((1.0, 1.5)), st.sampled_from(tuple(Status)), st.booleans(),
+        st.sampled_from(("box", "bax")), st.sampled_from(("2.12", "2.13")), st.sampled_from((1, 2, 24)),
+    ),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@given(RUNS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_runs(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, float, Status, bool, str, str, int]]
+) -> None:
+    """Whatever was run, in whatever order."""
+    store = tmp_path_factory.mktemp("store")
+    for hour, (number, time, status, quick, machine, torch, rounds) in enumerate(runs):
+        facts = {"asv_machine": machine, "torch": torch, "commit_date": number // 2 if number else None}
+        measured = tuple(records(time, status, rounds))
+        keep(store, run_at(number, hour, records=measured, facts=facts, request=Request("gemm", quick=quick)))
+    same(store)
+
+
+def test_an_empty_store(tmp_path: Path) -> None:
+    """Nothing in it is nothing said."""
+    (tmp_path / "runs").mkdir()
+    found = opened(tmp_path)
+    assert found.courses(every) == read_courses(tmp_path, every) and not found.lines.lines
+
+
+def test_endings(tmp_path: Path) -> None:
+    """The last figure whatever it is, the last number before it, and how many numbers there are."""
+    history(tmp_path, 1.0, 1.1)
+    keep(tmp_path, run_at(2, records=tuple(records(status=Status.FAILED))))
+    keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
+    found = opened(tmp_path)
+    endings = [course.ending for course in found.courses(every).courses]
+    assert [replace(one.course, figures=()) for one in endings] == [one.course for one in found.endings(every)]
+    assert [one[1:] for one in endings] == [one[1:] for one in found.endings(every)]
+    assert {ending.points for ending in endings} == {0, 2, 4}
+    assert any(ending.before is not None and ending.last.value is None for ending in endings)
+
+
+def test_comparable_figures(tmp_path: Path) -> None:
+    """Those of one version and the same conditions, without hasty ones and what is no number."""
+    history(tmp_path, 1.0, 1.1)
+    keep(tmp_path, run_at(2, facts={"torch": "2.99"}))
+    keep(tmp_path, run_at(3, request=Request("gemm", quick=True)))
+    keep(tmp_path, run_at(4, records=tuple(records(status=Status.FAILED))))
+    keep(tmp_path, run_at(5, records=tuple(records(1.2))))
+    found = opened(tmp_path)
+    for line in found.lines.lines:
+        figures = found.lines.course(line).figures
+        for one in found.lines.comparable(line):
+            assert [figures[place].value for place in one.places] == one.values.tolist()
+            assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
+            assert not any(figures[place].hasty for place in one.places)
+    places = {tuple(one.places.tolist()) for line in found.lines.lines for one in found.lines.comparable(line)}
+    assert places == {(0, 1, 5), (0, 1, 4, 5), (2,)}
+
+
+def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
+    """The runs of other commits are not opened; nor is anything when nothing has changed."""
+    paths = history(tmp_path, 1.0, 1.1, 1.2)
+    reads = Reads()
+    open_history(tmp_path, reads)
+    open_history(tmp_path, reads)
+    keep(tmp_path, run_at(1, 9))
+    for path in (paths[0], paths[2]):
+        content = path.read_bytes()
+        status = path.stat()
+        path.write_bytes(b"x" * len(content))  # nobody looks
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = open_history(tmp_path, reads)
+    assert reads == [3, 2] and found.runs == 4
+
+
+def test_a_run_that_went_on_is_read_again(tmp_path: Path) -> None:
+    """By its size; and one that somebody changed without changing that, by its content."""
+    paths = history(tmp_path, 1.0, 1.1)
+    assert opened(tmp_path).read == 2
+    with paths[0].open("a") as file:
+        file.write('{"note":"more"}\n')
+    paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))
+    found = opened(tmp_path)
+    assert found.read == 2 and found.courses(every) == read_courses(tmp_path, every)
+
+
+def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy, or what git has checked out, has other dates and the same content, which is looked at once."""
+    history(tmp_path / "a", 1.0, 1.1)
+    slow = opened(tmp_path / "a").courses(every)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for path in run_files(tmp_path / "b"):
+        os.utime(path, ns=(1, 1))
+    found = opened(tmp_path / "b")
+    assert found.read == 0 and found.courses(every) == slow
+    monkeypatch.setattr(figure_files, "_digest", lambda _: "nobody asks for it again")
+    assert opened(tmp_path / "b").courses(every) == slow and opened(tmp_path / "b").read == 0
+
+
+def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """And so is its commit, though its figures are still there."""
+    paths = history(tmp_path, 1.0, 1.1, 1.2)
+    keep(tmp_path, run_at(2, 9))
+    opened(tmp_path)
+    paths[1].unlink()
+    paths[2].unlink()
+    found = opened(tmp_path)
+    assert found.runs == 2 and found.courses(every) == read_courses(tmp_path, every)
+    assert not figures_file(tmp_path, commit(1)[:8]).exists()
+
+
+def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures that a file holds are those of the grid that was declared then."""
+    history(tmp_path, 1.0, 1.1)
+    assert opened(tmp_path).read == 2
+    gemm = type(workloads.get("gemm"))
+    grid = gemm.history
+    assert grid is not None
+    monkeypatch.setattr(gemm, "history", type(grid)(**{**vars(grid), "dtypes": ("fp32",)}))
+    from fp8bench.store import points
+
+    for one in (points._check, points._series, points._metrics, points._cells):
+        one.cache_clear()
+    found = opened(tmp_path)
+    names = {course.cell[0] for course in found.courses(every).courses}
+    for one in (points._check, points._series, points._metrics, points._cells):
+        one.cache_clear()
+    assert found.read == 2 and names == {"fp32"}
+
+
+def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever imports it finds it again; a run that is new is written down as far as it is known here."""
+    history(tmp_path, 1.0, 1.1)
+    assert opened(tmp_path).read == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(figure_files, "fingerprint", lambda _: "")
+        assert [opened(tmp_path).read for _ in range(2)] == [2, 2]
+        keep(tmp_path, run_at(1, 9))
+        assert [opened(tmp_path).read for _ in range(2)] == [3, 1]
+    assert [opened(tmp_path).read for _ in range(2)] == [2, 0]
+
+
+def test_an_interpreter_that_counts_as_another(tmp_path: Path) -> None:
+    """Its figures move; those of others are left alone."""
+    history(tmp_path, 1.0)
+    keep(tmp_path, run_at(1, facts={"asv_python": "/other/python"}))
+    assert opened(tmp_path).read == 2
+    save_renamings(tmp_path, Renamings({"/other/python": "/venv/bin/python3"}))
+    found = opened(tmp_path)
+    assert found.read == 1 and {course.python for course in found.courses(every).courses} == {"/venv/bin/python3"}
+    assert found.courses(every) == read_courses(tmp_path, every)
+
+
+def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
+    """They are one line, as the runs say; of older runs, as the file system said when they were read."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "python3").write_text("")
+    (binaries / "python").symlink_to("python3")
+    stores = [tmp_path / "store", tmp_path / "older", tmp_path / "apart"]
+    for store, file in zip(stores, ("/venv:/python", None, None), strict=True):
+        for hour, name in enumerate(("python", "python3")):
+            keep(store, run_at(0, hour, facts={"asv_python": str(binaries / name), "interpreter": file}))
+    older = same(stores[1])
+    (binaries / "python").unlink()
+    assert opened(stores[1]).courses(every) == older
+    merged, apart = same(stores[0]), same(stores[2])
+    assert len(apart.courses) == 2 * len(merged.courses) == 2 * len(older.courses)
+    assert merged.courses[0].figures[0].runs == older.courses[0].figures[0].runs == 2
+
+
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Ways in which a file is no longer what was written."""
+    yield b""
+    yield content[: len(content) // 2]
+    yield content[:-1]
+    yield content + b"x"
+    yield content.replace(b'"runs":1', b'"runs":2', 1)
+    yield content[:40] + bytes([content[40] ^ 1]) + content[41:]
+    yield b"SQLite format 3\0" + content
+    yield b"fp8bench figures one two\n" + content
+    yield b"fp8bench figures 2 zzzzzzzz\n"
+    yield b"fp8bench figures ff 00000000\n"
+    yield b"fp8bench figures 2 00000000\n"
+    yield os.urandom(len(content))
+
+
+@pytest.mark.parametrize("way", range(12))
+def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
+    """From its runs; those of the others are not read."""
+    history(tmp_path, 1.0, 1.1)
+    slow = opened(tmp_path).courses(every)
+    path = figures_file(tmp_path, commit(1)[:8])
+    whole = path.read_bytes()
+    path.write_bytes(next(itertools.islice(damaged(whole), way, None)))
+    first, second = opened(tmp_path), opened(tmp_path)
+    assert first.courses(every) == second.courses(every) == slow
+    assert first.read == 1 and len(first.troubles) == 1 and path.name in first.troubles[0]
+    assert second.read == 0 and not second.troubles and path.read_bytes() == whole
+
+
+def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wrote it will want it; an older one is made anew without a word."""
+    history(tmp_path, 1.0)
+    path = figures_file(tmp_path, commit(0)[:8])
+    monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 1)
+    slow = opened(tmp_path).courses(every)
+    newer = path.read_bytes()
+    monkeypatch.undo()
+    found = opened(tmp_path)
+    assert found.courses(every) == slow and path.read_bytes() == newer
+    assert len(found.troubles) == 1 and "newer" in found.troubles[0]
+    monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 2)
+    again = opened(tmp_path)
+    assert again.courses(every) == slow and not again.troubles and path.read_bytes() != newer
+
+
+def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read all the same; that it will be read again is said where that takes long."""
+    history(tmp_path, 1.0, 1.1)
+    (tmp_path / "figures").write_text("a file where the folder should be")
+    found = opened(tmp_path)
+    assert found.courses(every) == read_courses(tmp_path, every) and not found.troubles
+    monkeypatch.setattr("fp8bench.store.index.history._WORTH_KEEPING", 1)
+    (trouble,) = opened(tmp_path).troubles
+    assert "2 runs" in trouble and "figures" in trouble
+    assert (tmp_path / "figures").is_file()
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    """Each sees the whole, and what they leave is whole, without half a file beside it."""
+    history(tmp_path, 1.0, 1.1, 1.2)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: opened(tmp_path).courses(every), range(8)))
+    assert all(one == found[0] for one in found) and found[0] == read_courses(tmp_path, every)
+    assert opened(tmp_path).read == 0
+    assert [path for path in (tmp_path / "figures").iterdir() if path.suffix != ".figures"] == []
+
+
+def test_a_run_that_cannot_be_read_is_not_remembered(tmp_path: Path) -> None:
+    """Tomorrow it may be."""
+    paths = history(tmp_path, 1.0, 1.1)
+    paths[0].chmod(0)
+    if os.access(paths[0], os.R_OK):
+        paths[0].chmod(0o644)
+        pytest.skip("nothing is forbidden here")
+    assert sum(opened(tmp_path).left.values()) == 1
+    paths[0].chmod(0o644)
+    assert opened(tmp_path).runs == 2
+
+
+def test_broken_runs_are_counted_from_the_file_too(tmp_path: Path) -> None:
+    """What is no run stays none until it changes."""
+    paths = history(tmp_path, 1.0, 1.1)
+    paths[0].write_text("no run\n")
+    assert same(tmp_path).left.total() == 1
+
+
+def test_keeping_after_a_run(tmp_path: Path) -> None:
+    """So that nothing has to be read when the history is opened next; of no store it does nothing."""
+    _, last = history(tmp_path, 1.0, 1.1)
+    keep_figures(tmp_path, last)
+    keep_figures(tmp_path / "nowhere", last)
+    keep_figures(tmp_path, Path())
+    assert [path.stem for path in (tmp_path / "figures").iterdir()] == [commit(1)[:8]]
+    assert opened(tmp_path).read == 1
+
+
+def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
+    """Whatever was in them: that mends what nobody else notices."""
+    history(tmp_path, 1.0, 1.1)
+    slow = opened(tmp_path).courses(every)
+    shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
+    content = (tmp_path / "kept").read_bytes()
+    heard = read_and_keep(tmp_path, commit(0)[:8], [])
+    assert not heard.runs
+    rebuild(tmp_path)
+    assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
+    again = opened(tmp_path)
+    assert again.read == 0 and again.courses(every) == slow
+
+
+def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
+    """A file that somebody renamed may hold whatever it likes."""
+    (path,) = history(tmp_path / "deep" / "store", 1.0)
+    content = path.read_text().replace(commit(0), "../../x")
+    path.unlink()
+    path.with_name("renamed.jsonl").write_text(content)
+    store = tmp_path / "deep" / "store"
+    for read in (1, 0):
+        found = opened(store)
+        assert found.read == read and found.courses(every) == read_courses(store, every)
+    assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "figures").iterdir())) == 1
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+    """When it is old; a young one may be somebody's who is writing."""
+    history(tmp_path, 1.0)
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    old, young, foreign = (folder / name for name in (".a.figures-1.partial", ".b.figures-2.partial", "notes.txt"))
+    for path in (old, young, foreign):
+        path.write_text("")
+    os.utime(old, (1, 1))
+    os.utime(foreign, (1, 1))
+    opened(tmp_path)
+    assert not old.exists() and young.exists() and foreign.exists()
+
+
+def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the same run comes to other figures, or they are written down otherwise.
+
+    Then VERSION in fp8bench/store/index/figure_files.py must go up, or what was kept before would be shown as if it
+    were new. Raise it, and put the new pair here.
+    """
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workloads.names()  # all of them are there before one is added
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    import_user_modules((str(write_module(tmp_path, 2)),))
+    write_store(tmp_path, 1, 1)
+    (path,) = run_files(tmp_path)
+    path.write_text(path.read_text().replace('"status":"ok"', '"status":"failed"', 1))
+    figures = figures_of_runs(read_runs([path]))
+    (table,) = figures.tables
+    parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
+    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (2, "01b5addd209fd1ad")

@@ -1,0 +1,71 @@
+"""The store that the harness opens is one as runs make it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench.registry import workloads
+from fp8bench.store.index.history import open_history
+from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.write import start_run
+from fp8bench.user_code import import_user_modules
+from suites import long_history
+from suites.long_history import ROUNDS, measure, write_module, write_store
+from tests.histories import read_courses
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twelve commits of two pairs of cases, whose suite is known."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workloads.names()  # all of them are there before one is added
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    import_user_modules((str(write_module(tmp_path, 2)),))
+    write_store(tmp_path / "store", 12, 2)
+    return tmp_path / "store"
+
+
+def test_its_files_are_what_a_run_would_write(store: Path, tmp_path: Path) -> None:
+    """Byte for byte."""
+    for path in run_files(store):
+        run = load_run(path)
+        writer = start_run(run, tmp_path / "again")
+        writer.append(run.records)
+        writer.finish("finished")
+        assert writer.path.name == path.name and writer.path.read_bytes() == path.read_bytes()
+        assert run.finished and not run.troubles and len(run.records) == 4
+
+
+def test_it_is_the_same_for_the_same_seed(store: Path, tmp_path: Path) -> None:
+    """And another for another one; a commit more leaves those before as they are."""
+    write_store(tmp_path / "same", 11, 2)
+    write_store(tmp_path / "same", 1, 2, first=11)
+    write_store(tmp_path / "other", 12, 2, seed=1)
+    texts = [[path.read_bytes() for path in run_files(one)] for one in (store, tmp_path / "same", tmp_path / "other")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_it_has_eight_series_a_pair(store: Path) -> None:
+    """With as many points as commits, of ten samples each but for the memory; and both ways of opening agree."""
+    found = read_courses(store, lambda _: True)
+    assert open_history(store, lambda _: None).courses(lambda _: True) == found
+    assert len(found.courses) == 16 and not found.left
+    samples = {(course.series.metric, figure.samples) for course in found.courses for figure in course.measured}
+    assert samples == {("peak_memory", 1), *((name, ROUNDS) for name, _ in samples if name != "peak_memory")}
+    assert all(len(course.measured) == 12 for course in found.courses)
+
+
+@pytest.mark.parametrize("what", ["from the runs", "show", "after a run of all"])
+def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """On a small store; a step lies in its first pair."""
+    monkeypatch.setattr(long_history, "_REPEATS", 1)
+    write_module(tmp_path, 1)
+    write_store(tmp_path / ".fp8bench", 300, 1)
+    cost = measure(tmp_path, what, {**os.environ, "PYTHONPATH": str(ROOT)}, 1)
+    assert 0 < cost.cpu < 60 and cost.wall > 0 and cost.peak > 10 << 20

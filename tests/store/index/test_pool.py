@@ -1,0 +1,96 @@
+"""Work spread over processes is the same work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench.store.index import history as processes
+from fp8bench.store.index.history import open_history, spread
+from tests.histories import history, read_courses
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were; other tests may have loaded torch."""
+    monkeypatch.setattr(processes, "_processors", lambda: 2)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+
+def where(number: int) -> tuple[int, int]:
+    return number, os.getpid()
+
+
+def test_few_jobs_stay_here_and_many_do_not() -> None:
+    """In the order of the jobs."""
+    assert {pid for _, pid in spread(where, range(5))} == {os.getpid()}
+    found = spread(where, range(100))
+    assert [number for number, _ in found] == list(range(100))
+    assert os.getpid() not in {pid for _, pid in found}
+    assert spread(where, []) == []
+
+
+def test_one_processor_or_torch_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nobody else, or forking is not safe."""
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "_processors", lambda: 1)
+        assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
+    monkeypatch.setitem(sys.modules, "torch", processes)
+    assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
+
+
+MAIN = os.getpid()
+
+
+def dies(number: int) -> int:
+    """It is killed in any process but this one."""
+    if number == 7 and os.getpid() != MAIN:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_process_that_dies_costs_nothing() -> None:
+    """The work is done here."""
+    assert spread(dies, range(100)) == list(range(100))
+
+
+def refuses(number: int) -> int:
+    raise ValueError(f"no {number}")
+
+
+def test_an_error_is_the_callers() -> None:
+    """As it would be here."""
+    with pytest.raises(ValueError, match="no 0"):
+        spread(refuses, range(100))
+
+
+def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
+    """By several processes, which keep what they find."""
+    history(tmp_path, *(1.0 + 0.01 * number for number in range(30)))
+    found = open_history(tmp_path, lambda _: None)
+    assert found.read == 30 and found.courses(lambda _: True) == read_courses(tmp_path, lambda _: True)
+    assert open_history(tmp_path, lambda _: None).read == 0
+
+
+def test_commands_at_once(tmp_path: Path) -> None:
+    """Each says the same as one alone, none of them a word about another, and nothing half done stays."""
+    history(tmp_path, *[1.0] * 10, *[1.2] * 10)
+    words = (sys.executable, "-m", "fp8bench", "history", "regressions", "--store", str(tmp_path), "--json")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    together = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    found = [process.communicate(timeout=120) for process in together]
+    alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert [process.returncode for process in together] == [alone.returncode] * 3
+    assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 3 and not alone.stderr
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures", "index.sqlite"}

@@ -1,0 +1,127 @@
+"""What was acknowledged: a line each, whose order says nothing, and whose torn lines acknowledge nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8bench.errors import StoreError
+from fp8bench.model import Ack, Direction
+from fp8bench.store.acks import Acks, Undo, acks_of, append_acks, load_acks, merge_acks
+
+ACK = Ack(
+    "0a", "gemm.Gemm.track_time", ("bf16", "512", 3, 0.5, True), "box", "/bin/python3", "1.1", Direction.WORSE,
+    "a" * 40, "b" * 40, 1e-3, 1.1e-3, "2026-01-05T12:00:00+00:00", "wanted",
+)  # fmt: skip
+UNDO = Undo("0a", "2026-01-06T12:00:00+00:00")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """Every kind of cell, and text in any language."""
+    other = replace(ACK, id="0b", because="größer ist hier besser")
+    append_acks(tmp_path, [ACK])
+    append_acks(tmp_path, [other])
+    assert load_acks(tmp_path) == Acks((ACK, other))
+
+
+def test_without_a_file_nothing_is_acknowledged(tmp_path: Path) -> None:
+    """Which is no trouble."""
+    assert load_acks(tmp_path) == Acks()
+
+
+def test_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
+    """As after a merge; another ack of the same change is another."""
+    again = replace(ACK, id="0c")
+    append_acks(tmp_path, [UNDO, ACK, again])
+    assert load_acks(tmp_path).acks == (again,)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"version": 1, "ack": {"id": "0', "is no JSON"),
+        (b"\xff\xfe", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[]", "is no object"),
+        (b'{"ack": {}}', "is of version None"),
+        (b'{"version": 2, "ack": {}}', "is of version 2 (this fp8bench reads 1)"),
+        (b'{"version": 1}', "is no acknowledgement"),
+        (b'{"version": 1, "ack": {"id": "0b"}}', "is no acknowledgement"),
+        (b'{"version": 1, "undo": {"id": 3, "when": ""}}', "is no acknowledgement"),
+        (b'{"version": 1, "ack": null}', "is no acknowledgement"),
+    ],
+)
+def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: str) -> None:
+    """And the lines around it hold, also one that is written behind it."""
+    append_acks(tmp_path, [ACK])
+    with acks_of(tmp_path).open("ab") as file:
+        file.write(line)
+    after = replace(ACK, id="0b")
+    append_acks(tmp_path, [after])
+    found = load_acks(tmp_path)
+    assert found.acks == (ACK, after)
+    assert len(found.troubles) == 1 and found.troubles[0].startswith(f"line 2 {words}")
+
+
+def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    """A sentence each."""
+    acks_of(tmp_path).mkdir()
+    assert load_acks(tmp_path).troubles[0].startswith("it cannot be read (")
+    with pytest.raises(StoreError, match="cannot be written"):
+        append_acks(tmp_path, [ACK])
+    (tmp_path / "ours").mkdir()
+    with pytest.raises(StoreError, match="was not taken"):
+        merge_acks(tmp_path / "ours", tmp_path)
+
+
+def test_a_merge_takes_what_is_new_and_sound(tmp_path: Path) -> None:
+    """Once, and leaves the other file alone."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    append_acks(ours, [ACK])
+    append_acks(theirs, [ACK, replace(ACK, id="0b"), UNDO])
+    with acks_of(theirs).open("ab") as file:
+        file.write(b'{"version": 1, "ack"')
+    before = acks_of(theirs).read_bytes()
+    assert merge_acks(ours, theirs) == 2 and merge_acks(ours, theirs) == 0
+    assert acks_of(theirs).read_bytes() == before
+    assert load_acks(ours) == Acks((replace(ACK, id="0b"),))
+    assert merge_acks(ours, tmp_path / "none") == 0
+
+
+LINES = st.lists(
+    st.one_of(
+        st.builds(lambda number: replace(ACK, id=f"{number:02x}"), st.integers(0, 5)),
+        st.builds(lambda number: Undo(f"{number:02x}", UNDO.when), st.integers(0, 5)),
+    ),
+    max_size=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(LINES, st.integers(0, 1000))
+def test_the_order_of_lines_says_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
+    """So that a merge line by line, in whatever order, is right."""
+    acks_of(tmp_path).unlink(missing_ok=True)
+    append_acks(tmp_path, lines)
+    first = load_acks(tmp_path)
+    shuffled = acks_of(tmp_path).read_text().splitlines(keepends=True)
+    random.Random(seed).shuffle(shuffled)
+    acks_of(tmp_path).write_text("".join(shuffled))
+    assert load_acks(tmp_path) == first
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    """Each line whole."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: append_acks(tmp_path, [replace(ACK, id=f"{number:02x}")]), range(64)))
+    assert len(load_acks(tmp_path).acks) == 64 and not load_acks(tmp_path).troubles
+    assert all(json.loads(line) for line in acks_of(tmp_path).read_text().splitlines())

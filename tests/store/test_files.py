@@ -1,0 +1,332 @@
+"""One way to replace a file, to append to one and to lock one; what disks, kills and other writers do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8bench.errors import AsvFileError, StoreError, UsageError
+from fp8bench.model import Case
+from fp8bench.store import files
+from fp8bench.store.asv.files import write_object
+from fp8bench.store.files import (
+    LineWriter,
+    check_folder,
+    end_line,
+    is_locked,
+    lock,
+    locked,
+    make_store,
+    name_of,
+    safe,
+    sweep,
+    try_writing,
+    write_whole,
+)
+from tests.store.asv.test_files import read_only as read_only
+
+OLD = '{"a": 1, "version": 2}'
+# A file that grows to some 80 kB, where none may grow beyond 40 kB.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from fp8bench.errors import StoreError
+from fp8bench.store.asv.files import write_object
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+try:
+    write_object(Path(sys.argv[1]), {"a": "x" * 80_000})
+except StoreError as error:
+    print(error)
+"""
+# It ends where the disk is asked to keep what was written.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fp8bench.store import files
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+files.write_whole(Path(sys.argv[1]), "new")
+"""
+MERGING = """
+import sys
+from pathlib import Path
+from fp8bench.errors import AsvFileAbsent
+from fp8bench.store.files import locked
+from fp8bench.store.asv.results import ResultsFile, load_results, save_results
+from fp8bench.store.asv.rows import Row
+from dataclasses import replace
+path, mine = Path(sys.argv[1]), sys.argv[2]
+for number in range(50):
+    with locked(path.parent.parent, 240):
+        try:
+            file = load_results(path)
+        except AsvFileAbsent:
+            file = ResultsFile("0" * 40, "env", 0, {"machine": "box"}, "3.11", {}, {}, {})
+        row = Row((), "1", (float(number),), (None,), (None,))
+        save_results(path, replace(file, rows={**file.rows, f"{mine}.{number}": row}))
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A file that is there already."""
+    path = tmp_path / "x.json"
+    path.write_text(OLD)
+    return path
+
+
+def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one stands until the new one is whole and on the disk; what is beside it does not end in .json."""
+    seen: list[list[str]] = []
+
+    def fsync(descriptor: int) -> None:
+        assert old.read_text() == OLD
+        assert Path(f"/proc/self/fd/{descriptor}").read_text() == '{"a": 2}' if Path("/proc/self/fd").exists() else True
+        seen.append([path.name for path in old.parent.iterdir()])
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    write_object(old, {"a": 2})
+    ((*names,),) = seen
+    assert len(names) == 2 and [name for name in names if name.endswith(".json")] == ["x.json"]
+    assert old.read_text() == '{"a": 2}' and list(old.parent.iterdir()) == [old]
+
+
+def test_who_could_write_the_old_file_can_write_the_new_one(old: Path) -> None:
+    """Its mode stays, and a link stays a link: asv writes through it."""
+    old.chmod(0o664)
+    link = old.with_name("link.json")
+    link.symlink_to(old)
+    write_object(link, {"a": 2})
+    assert link.is_symlink() and old.read_text() == '{"a": 2}' and old.stat().st_mode & 0o777 == 0o664
+
+
+def test_a_full_disk_in_the_middle_leaves_the_old_file(old: Path) -> None:
+    """A real limit, met while the new one is written; the half of it is removed."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(old)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "x.json cannot be written (File too large). What was there before is untouched; make room" in done.stdout
+    assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_whatever_step_fails_the_old_file_stands(
+    old: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Room may be missed as late as when the file is put through to the disk."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os if call == "fsync" else Path, call, fail)
+    with pytest.raises(AsvFileError, match=os.strerror(number)):
+        write_object(old, {"a": 2})
+    assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
+
+
+def test_an_interrupt_leaves_nothing_behind(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no error of the store."""
+
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_object(old, {"a": 2})
+    assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
+
+
+def test_a_lock_that_stays_taken_is_a_sentence(tmp_path: Path) -> None:
+    """And is free again when its holder ends, also by an exception."""
+    with contextlib.suppress(ZeroDivisionError), locked(tmp_path, 0):
+        with (
+            pytest.raises(StoreError, match=r"another process has held the lock .*\.lock for 0 s\. Wait"),
+            locked(tmp_path, 0),
+        ):
+            raise AssertionError("it is held twice")
+        raise ZeroDivisionError
+    with locked(tmp_path, 0):
+        assert [path.suffix for path in tmp_path.iterdir()] == [""]
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    """Its next holder goes on when the first one ends, not before."""
+    order = []
+
+    def second() -> None:
+        with locked(tmp_path, 240):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with locked(tmp_path, 0):
+        waiting.start()
+        waiting.join(0.1)
+        order.append("first")
+    waiting.join(240)
+    assert order == ["first", "second"]
+
+
+def test_where_a_file_system_has_no_locks_it_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some network file systems have none."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with locked(tmp_path, 0), locked(tmp_path, 0):
+        pass
+
+
+def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> None:
+    """Two hundred rows, one by one."""
+    path = tmp_path / "box" / "00000000-env.json"
+    command = [sys.executable, "-c", MERGING, str(path)]
+    merging = [subprocess.Popen([*command, str(number)], stderr=subprocess.PIPE, text=True) for number in range(4)]
+    ends = [process.communicate(timeout=240) for process in merging]
+    assert [process.returncode for process in merging] == [0] * 4, ends
+    rows = json.loads(path.read_text())["results"]
+    assert sorted(rows) == sorted(f"{who}.{number}" for who in range(4) for number in range(50))
+    assert {one.name for one in tmp_path.rglob("*") if one.is_file()} == {".lock", path.name}
+
+
+def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
+    """And half a file beside it, which goes when it is an hour old and not before: it may be another writer's."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
+    (half,) = (path for path in old.parent.iterdir() if path != old)
+    assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
+    sweep(old.parent)
+    assert half.exists()
+    os.utime(half, (1, 1))
+    os.utime(old, (1, 1))
+    sweep(old.parent)
+    assert not half.exists() and old.exists()
+
+
+@pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
+def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
+    """A reader never sees half of either."""
+    contents, seen = ["a" * 100_000, "b" * 100_000], set()
+    writers = [threading.Thread(target=lambda one=one: [write(old, one) for _ in range(40)]) for one in contents]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        seen.add(old.read_text())
+    assert seen <= {OLD, *contents} and old.read_text() in contents and list(old.parent.iterdir()) == [old]
+
+
+def test_in_a_read_only_folder_nothing_is_left(read_only: Path) -> None:
+    """Each step says why it cannot be."""
+    for step in (lambda: write_whole(read_only, "new"), lambda: try_writing(read_only.parent)):
+        with pytest.raises(PermissionError):
+            step()
+    with (
+        pytest.raises(StoreError, match=r"the lock .* cannot be made \(Permission denied\)"),
+        locked(read_only.parent, 0),
+    ):
+        raise AssertionError("the lock is held")
+    assert read_only.read_text() == OLD and list(read_only.parent.iterdir()) == [read_only]
+
+
+def test_lines_are_through_to_the_disk_and_stand_alone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one that was cut short, too; a disk that is full is a sentence, and the end can be said twice."""
+    with old.open("a+b") as file:
+        end_line(file)
+        end_line(file)
+        writer = LineWriter(old, file, "the list")
+        writer.note("one")
+        assert old.read_text() == f'{OLD}\n{{"note":"one"}}\n'
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "fsync", full)
+            with pytest.raises(StoreError, match=r"the list .*x\.json cannot be written \(No space left on device\)"):
+                writer.note("two")
+        for _ in range(2):
+            writer.finish("finished")
+    assert old.read_text().endswith('{"end":"finished"}\n') and old.read_text().count("end") == 1
+
+
+def test_a_file_is_locked_until_it_is_closed(old: Path) -> None:
+    """Whoever looks does not take the lock."""
+    with old.open("ab") as first, old.open("ab") as second:
+        assert not is_locked(old) and not is_locked(old)
+        assert lock(first, 0) and is_locked(old) and not lock(second, 0.05)
+    assert not is_locked(old)
+    with pytest.raises(FileNotFoundError):
+        is_locked(old.with_name("none"))
+
+
+def test_git_leaves_a_new_store_alone(tmp_path: Path) -> None:
+    """One that was there, in a repository perhaps, stays as it is."""
+    make_store(tmp_path / "new" / ".fp8bench")
+    assert (tmp_path / "new" / ".fp8bench" / ".gitignore").read_text() == "*\n"
+    make_store(tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    make_store(tmp_path / "old")
+    assert not list((tmp_path / "old").iterdir()) and not (tmp_path / "new" / ".gitignore").exists()
+
+
+WORDS = st.text(max_size=60)
+
+
+def test_plain_cases_have_plain_names() -> None:
+    assert (
+        name_of(Case("gemm", (("m", 64), ("product", "forward")), "bf16", "cpu"))
+        == "gemm-m=64,product=forward-cpu-bf16"
+    )
+    assert name_of(Case("data", (), "fp8", "cuda:1")).startswith("data-cuda1-fp8")
+
+
+def test_what_is_lost_is_made_up_for() -> None:
+    """By a digest of all of it."""
+    long = Case("gemm", tuple((f"parameter{number}", number) for number in range(20)), "bf16", "cpu")
+    assert len(name_of(long)) < 200 and name_of(long).startswith("gemm-parameter0=0,") and "-cpu-bf16-" in name_of(long)
+    mapped = Case("gemm", (), "fp8", "cpu", (("mlp", "bf16"),))
+    assert name_of(mapped).startswith("gemm-cpu-fp8_mlp=bf16_-")
+    names = {
+        safe(text) for text in ("a/b", "a_b", "A_b", "a\nb", "a b", "é", "ü", "..", ".", "-", "", "x" * 300, "x" * 301)
+    }
+    assert len(names) == 13
+
+
+@given(WORDS, WORDS, WORDS, WORDS)
+@settings(max_examples=200, deadline=None)
+def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
+    """Of ASCII, not too long for any file system, never one that leads out of its folder or is hidden."""
+    for found in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
+        assert Path(found).name == found and found not in (".", "..") and found[0] not in ".-" and len(found) < 200
+        assert found.isascii() and found.isprintable() and not set(found) & set('/\\:*?"<>| ')
+
+
+@given(WORDS, WORDS)
+@settings(max_examples=200, deadline=None)
+def test_different_words_have_different_names(one: str, other: str) -> None:
+    """Also where a file system does not tell A from a."""
+    assert (safe(one).lower() == safe(other).lower()) == (one == other)
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_folder("--trace", tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "zero\0byte", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
+    """With the option, the folder and the reason."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"^--trace '.* cannot be written \(.+\)\. Give a folder"):
+        check_folder("--trace", tmp_path / name)

@@ -1,0 +1,508 @@
+"""From runs to points, every number by hand; what is left out, and why; points of several runs of one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    EnergyUse,
+    EnergyWindow,
+    Environment,
+    Params,
+    Point,
+    Record,
+    Request,
+    Run,
+    Scalar,
+    Segments,
+    Series,
+    SlotSample,
+    StaticScales,
+    Status,
+    Timing,
+    Work,
+)
+from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
+from fp8bench.protocols import Grid, Phases, Setup, Workload
+from fp8bench.protocols.axes import Axis, whole_number
+from fp8bench.registry import workloads
+from fp8bench.store import points
+from fp8bench.store.points import followed, merged
+from fp8bench.store.series import METHOD, tracked_by
+from tests.fakes import MS
+from tests.runs import EMULATED, NATIVE, REFUSED, error, run_of
+
+PARAMS: Params = (("m", 512), ("n", 512), ("k", 512), ("product", "forward"), ("operands", "cast"))
+WORK = Work(flops=5e11)
+GPU = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+HERE = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+TEXT = "python-3.11.7:1a2b3c4d"
+
+
+def rounds(phases: tuple[str, ...], *slots: list[tuple[int, ...]]) -> Timing:
+    """A slot for each list of calls, whose cells are in ms."""
+    made = tuple(
+        SlotSample(number, tuple(tuple(cell * MS for cell in call) for call in calls), 1.0, 1.0)
+        for number, calls in enumerate(slots)
+    )
+    return Timing(Segments(phases, tuple(range(len(phases)))), made)
+
+
+def case(precision: str, params: Params = PARAMS, workload: str = "gemm", **words: Any) -> Case:
+    return Case(workload, params, precision, words.pop("device", "cpu"), **words)
+
+
+FP32 = Record(
+    case("fp32"), NATIVE, Status.OK, WORK, is_reference=True,
+    timing=rounds(("gemm", "unattributed"), [(3, 2), (4, 1)], [(8, 0), (9, 1)]),
+    control=rounds(("gemm", "unattributed"), [(16, 0), (17, 0)], [(2, 0), (3, 0)]),
+    measurements=(error("product_error", 1.23456789e-7), error("kernel_error", 1e-7), error("peak_memory", 4096.0)),
+)  # fmt: skip
+BF16 = Record(
+    case("bf16"), NATIVE, Status.OK, WORK,
+    timing=rounds(("cast", "gemm", "cast", "unattributed"), [(1, 2, 1, 0), (2, 1, 1, 1)], [(0, 1, 0, 0), (1, 5, 0, 1)]),
+    measurements=(error("product_error", 0.002), error("kernel_error", 0.0016), error("peak_memory", 2048.0)),
+)  # fmt: skip
+FP8 = Record(
+    case("fp8"), EMULATED, Status.OK, WORK, timing=rounds(("cast", "gemm"), [(7, 3), (8, 2)]),
+    measurements=(error("product_error", 0.03), error("kernel_error", 0.0017)),
+)  # fmt: skip
+RECORDS = [FP32, BF16, FP8]
+
+
+def run(records: list[Record] = RECORDS, **request: Any) -> Run:
+    """A run of these records on one processor, as asv would measure it but for the words of its request."""
+    return run_of(records, devices=(HERE,), request=Request("gemm", **request))
+
+
+def samples(found: Run, precision: str) -> dict[str, tuple[float, ...]]:
+    """By metric, for one precision of gemm's first cell."""
+    return {
+        point.series.removeprefix("gemm.Gemm.track_"): point.samples
+        for point in followed(found).points
+        if point.cell == (precision, "512")
+    }
+
+
+def test_every_metric_of_a_native_case() -> None:
+    """Rounds of 3 and 1 ms against 4 and 8, and 16 and 2 of the control: the geometric mean is 8 and 4."""
+    found = samples(run(), "bf16")
+    assert found.pop("time") == pytest.approx((3e-3, 1e-3))
+    assert found.pop("time_cast") == pytest.approx((2e-3, 0.0))
+    assert found.pop("time_gemm") == pytest.approx((1e-3, 1e-3))
+    assert found.pop("seconds_per_tflop") == pytest.approx((6e-3, 2e-3))
+    assert found.pop("relative_time") == (0.375, 0.25)
+    assert found.pop("peak_memory") == (2048.0,)
+    assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
+    assert found == {"energy": ()}
+
+
+def test_every_metric_of_the_reference() -> None:
+    """It has no relative time, and fp32 no cast. Ratios are rounded: asv shows all digits they have."""
+    found = samples(run(), "fp32")
+    assert found.pop("time") == pytest.approx((4e-3, 8e-3)) and found.pop("time_gemm") == pytest.approx((3e-3, 8e-3))
+    assert found.pop("seconds_per_tflop") == pytest.approx((8e-3, 16e-3))
+    assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
+    assert found.pop("peak_memory") == (4096.0,)
+    assert set(found) == {"time_cast", "relative_time", "energy"} and not any(found.values())
+
+
+def test_an_emulated_case_has_a_time_and_no_speed() -> None:
+    """Neither over the reference nor per TFLOP; its errors count."""
+    found = samples(run(), "fp8")
+    assert found.pop("time") == pytest.approx((9e-3,))
+    assert found.pop("time_cast") == pytest.approx((7e-3,)) and found.pop("time_gemm") == pytest.approx((2e-3,))
+    assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
+    assert set(found) == {"seconds_per_tflop", "relative_time", "peak_memory", "energy"} and not any(found.values())
+
+
+def test_points_come_under_their_series() -> None:
+    """One for each metric and case; asv's parameters, units and version are the series'."""
+    found = followed(run())
+    assert (found.others, found.why) == (0, "")
+    assert {one.name for one in found.series} == {one.series for one in found.points}
+    assert len(found.points) == len(found.series) * 3
+    assert {one.cell for one in found.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
+    assert {one.version for one in found.points} == {one.version for one in found.series} == {f"{METHOD}.1"}
+
+
+def test_a_points_version_is_that_of_its_case() -> None:
+    """A run of last year's workload is not taken for one of this year's."""
+    old = [replace(one, case=replace(one.case, version="0")) for one in RECORDS]
+    assert {one.version for one in followed(run(old)).points} == {f"{METHOD}.0"}
+
+
+@pytest.mark.parametrize("status", [Status.SKIPPED, Status.FAILED])
+def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
+    """Also one that failed after it was timed: its numbers are not to be trusted."""
+    found = followed(run([FP32, replace(BF16, status=status, reason="why")]))
+    lost = [point for point in found.points if point.cell[0] == "bf16"]
+    assert len(lost) == len(found.series)
+    assert all((one.status, one.reason, one.samples) == (status, "why", ()) for one in lost)
+
+
+@pytest.mark.parametrize(
+    "lead",
+    [
+        [replace(FP32, is_reference=False), replace(FP8, is_reference=True, support=NATIVE)],
+        [replace(FP32, timing=None, control=None, status=Status.FAILED)],
+        [replace(FP32, support=REFUSED, timing=None, control=None, status=Status.SKIPPED)],
+        [replace(FP32, case=case("fp32", (("m", 256), *PARAMS[1:])))],
+        [],
+    ],
+    ids=["of another precision", "failed", "skipped", "of another shape", "absent"],
+)
+def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list[Record]) -> None:
+    """Over another one it would be another figure under the same name."""
+    found = samples(run([*lead, BF16]), "bf16")
+    assert found["relative_time"] == () and found["time"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"threads": 2}, "it was measured with --threads 2, and the history is of one thread"),
+        ({"seed": 7}, "it was measured with --seed 7, and the history is of seed 0"),
+        ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
+    """asv would not measure like that."""
+    assert followed(run(**words)) == points.Followed(others=3, why=why)
+
+
+OUTSIDE = {
+    "shape": case("bf16", (("m", 256), *PARAMS[1:])),
+    "dtype": case("tf32"),
+    "map": case("bf16", precision_map=(("head", "fp32"),)),
+    "scales from data": case("bf16", static=StaticScales(8)),
+    "second device": case("bf16", device="cuda:0"),
+    "of a gpu": case("bf16", (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])),
+    "fewer parameters": case("bf16", PARAMS[:3]),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
+    """They stay in the run."""
+    found = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
+    assert (found.others, found.why) == (1, "") and {one.cell for one in found.points} == {("fp32", "512")}
+    alone = followed(run([replace(BF16, case=OUTSIDE[name])]))
+    assert alone == points.Followed(others=1)
+
+
+def test_the_machines_main_device_is_its_first_gpu() -> None:
+    """Its processor, and its other GPUs, are in no series of theirs: asv measures one device."""
+    shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
+    both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(HERE, GPU))
+    found = followed(both)
+    assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "4096")}
+    second = replace(GPU, index=1)
+    other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
+    assert followed(replace(other, devices=(HERE, GPU, second))) == points.Followed(others=1)
+    assert followed(replace(run(), devices=())) == points.Followed(others=3)
+
+
+def transformer(data: str) -> Record:
+    """The transformer's cell on a processor, over that text."""
+    params: dict[str, Scalar] = {
+        "size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "checkpointing": "no", "compile": "no",
+        "attention": "auto", "data": data,
+    }  # fmt: skip
+    return replace(BF16, case=case("bf16", tuple(params.items()), "transformer"), work=Work(tokens=1000))
+
+
+def test_the_text_is_part_of_the_version() -> None:
+    """Another Python has another standard library, and so other numbers."""
+    found = followed(run([transformer(TEXT)]))
+    assert {one.version for one in found.points} == {one.version for one in found.series} == {f"{METHOD}.1 {TEXT}"}
+    times = {one.series.rpartition("_")[2]: one.samples for one in found.points}
+    assert times["mtok"] == pytest.approx((3.0, 1.0))
+
+
+def test_a_text_of_the_users_own_is_in_no_series() -> None:
+    """Suites that read no text do not mind."""
+    found = followed(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
+    assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "512")}
+
+
+def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
+    """One that is not known here may be known after an import."""
+    unknown = replace(BF16, case=case("bf16", workload="nosuch"))
+    hidden = replace(BF16, case=case("bf16", workload="_planted"))
+    assert followed(run([unknown])) == points.Followed(
+        others=1, why="the suite nosuch is not known here; --import its module"
+    )
+    assert followed(run([hidden])) == points.Followed(others=1, why="the suite _planted declares no grid")
+    found = followed(run([unknown, BF16, hidden]))
+    assert found.others == 2 and found.why and len(found.points) == len(found.series)
+
+
+class Own(Workload):
+    """A user's, with an axis called 'data' that is no text."""
+
+    name = "own"
+    summary = "nothing much"
+    history = Grid(cpu={"data": ("1", "2")}, gpu={"data": ("3",)}, dtypes=("bf16",), per="tokens")
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("data", "how many", ("1",), whole_number()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(1.0)
+
+    def prepare(self, setup: Setup) -> Any:
+        raise NotImplementedError
+
+    def step(self, state: Any, phase: Phases) -> None:
+        raise NotImplementedError
+
+
+def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
+    """A run of both its cells."""
+    monkeypatch.setattr(workloads, "_leaves", {**workloads._leaves, "own": kind})
+    return run([replace(BF16, case=case("bf16", (("data", number),), "own")) for number in (1, 2)])
+
+
+def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are cells of one series, and not versions of which the newest counts."""
+    workloads.names()
+    found = followed(own(monkeypatch, Own))
+    assert found.others == 0
+    assert {(one.version, one.cell) for one in found.points} == {
+        (f"{METHOD}.1", ("bf16", 1)),
+        (f"{METHOD}.1", ("bf16", 2)),
+    }
+    # Time per token is told where there are tokens only.
+    assert {one.samples for one in found.points if one.series.endswith("per_mtok")} == {()}
+
+
+def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has been measured: it is kept, and the other suites are followed."""
+    workloads.names()
+    faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
+    mixed = own(monkeypatch, faulty)
+    found = followed(replace(mixed, records=(*mixed.records, BF16)))
+    assert found.others == 2 and {one.cell for one in found.points} == {("bf16", "512")}
+    assert found.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
+
+
+@pytest.mark.parametrize(
+    ("words", "hasty"),
+    [
+        ({}, False), ({"quick": True}, True), ({"rounds": LEAST_ROUNDS - 1}, True), ({"rounds": LEAST_ROUNDS}, False),
+        ({"grid": True}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
+    """Times are; errors and memory do not depend on rounds."""
+    by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
+    assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
+    assert set(by_metric.values()) == {hasty}
+
+
+@pytest.mark.parametrize(("budget", "hasty"), [(None, False), (1.0, True)])
+def test_a_budget_that_ended_early_is_hasty(budget: float | None, hasty: bool) -> None:
+    """Two rounds of a slow case are all that a plain command takes the time for; a budget's may be an accident."""
+    (one,) = (one for one in followed(run([BF16], budget=budget)).points if one.series.endswith("track_time"))
+    assert one.hasty is hasty
+    long = replace(BF16, timing=rounds(("gemm",), *[[(3,)]] * LEAST_ROUNDS))
+    assert not any(one.hasty for one in followed(run([long], budget=1.0)).points)
+
+
+def test_an_emulated_case_needs_fewer_rounds() -> None:
+    """It gets no more in a run of any length."""
+    enough = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))
+    assert not any(one.hasty for one in followed(run([enough], budget=1.0)).points)
+    assert any(one.hasty for one in followed(run([FP8], budget=1.0)).points)
+
+
+def under(changed: Run) -> Any:
+    """The conditions of its first point; all points of a run have the same."""
+    (found,) = {one.under for one in followed(changed).points}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("facts", "counts"),
+    [
+        ({"torch": "2.12.0"}, True), ({"fp8bench": "9"}, True), ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
+        ({"cpu_governor": "powersave"}, True), ({"cpu_affinity": 1}, True), ({"load_1min": 3.0}, False),
+        ({"system": "Linux 7"}, False), ({"imports_sha256": "0123"}, False), ({"commit_date": 1}, False),
+        ({"cpu driver": "580.65"}, True), ({"cpu power_cap": 500.0}, True), ({"cuda:7 driver": "580.65"}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
+    """Load passes, a kernel makes no new machine, and what is imported beside a suite of fp8bench's own is not it."""
+    before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
+    one, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
+    assert (under(replace(one, environment=before)) != under(other)) is counts
+
+
+def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> None:
+    """Of times and memory of the cases that have some, and of nothing else: errors are the same bit for bit."""
+    assert FP8.timing is not None
+    by_kind = {
+        name: run([FP32, replace(FP8, timing=replace(FP8.timing, eager=why, fused=fused))])
+        for name, why, fused in (("none", "", False), ("compiled", "", True), ("eager", "--quick", True))
+    }
+    plain = under(run([FP32]))
+    for name, made in by_kind.items():
+        for point in followed(made).points:
+            metric = point.series.removeprefix("gemm.Gemm.track_")
+            touched = name != "none" and point.cell[0] == "fp8" and not metric.endswith("_error")
+            assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
+
+
+def test_energy_has_a_sample_a_window() -> None:
+    """Joules of a step; of emulations, too, as they have a time: it compares with itself at another commit."""
+    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))
+    found = run([replace(one, energy=EnergyUse("counter", windows)) for one in (BF16, FP8)])
+    assert samples(found, "bf16")["energy"] == samples(found, "fp8")["energy"] == pytest.approx((1.9, 1.92))
+    none = run([replace(BF16, energy=EnergyUse("none", why="a virtual machine"))])
+    assert samples(none, "bf16")["energy"] == ()
+
+
+def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
+    """Of theirs alone: times do not depend on it. Runs of one commit with different sources are not put together."""
+    runs = [
+        run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
+        for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
+    ]
+    points = [point for made in runs for point in followed(made).points]
+    plain = under(run())
+    for point in points:
+        energy = point.series.endswith("track_energy")
+        assert (point.under == plain) is not energy
+        assert not energy or point.under[-1][0] == "energy_source"
+    (one,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
+    assert one.samples == (1.0, 1.1)
+
+
+def test_the_variable_that_turns_compiling_off_is_no_condition_of_its_own() -> None:
+    """It would part the history of bf16 for nothing."""
+    facts = {"env_FP8BENCH_QUANTISERS": "eager"}
+    assert under(run([FP32, BF16])) == under(replace(run([FP32, BF16]), environment=Environment(facts)))
+
+
+def test_the_device_is_a_condition() -> None:
+    """CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine."""
+    assert under(run()) != under(replace(run(), devices=(replace(HERE, name="another"),)))
+    assert under(run()) == under(replace(run(), devices=(replace(HERE, memory_bytes=1),)))
+
+
+def test_the_code_of_a_users_suite_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """git may not know its file, so that the commit does not say what it was."""
+    workloads.names()
+    mine = own(monkeypatch, Own)
+    edited = replace(mine, environment=Environment({"imports_sha256": "0123"}))
+    assert under(mine) != under(edited)
+
+
+def point(*values: float, **words: Any) -> Point:
+    return Point("x.X.track_time", words.pop("cell", ("bf16",)), words.pop("version", "1.1"), values, **words)
+
+
+def only(*given: Point) -> Point:
+    """What points of one cell come to."""
+    ((_, found),) = merged(given).items()
+    return found
+
+
+def test_samples_of_whole_runs_are_put_together() -> None:
+    """In their order, each as often as it was measured."""
+    assert only(point(3.0, 1.0), point(2.0), point(3.0)).samples == (3.0, 1.0, 2.0, 3.0)
+
+
+def test_a_whole_run_counts_over_hasty_ones() -> None:
+    """Whichever came last; of hasty ones alone all count."""
+    hasty = [point(9.0, hasty=True), point(8.0, hasty=True)]
+    assert only(hasty[0], point(1.0), hasty[1]) == point(1.0)
+    assert only(*hasty) == point(9.0, 8.0, hasty=True)
+
+
+def test_a_case_that_failed_or_was_skipped_does_not_lose_its_samples() -> None:
+    """What was measured of a commit was measured; without samples the latest word counts."""
+    failed = point(status=Status.FAILED, reason="out of memory")
+    skipped = point(status=Status.SKIPPED, reason="no kernel")
+    assert only(point(1.0), failed) == point(1.0) == only(failed, point(1.0))
+    assert only(failed, skipped) == skipped and only(skipped, failed) == failed
+    assert only(failed, point(2.0, hasty=True)).samples == (2.0,)
+
+
+def test_only_what_was_measured_alike_is_put_together() -> None:
+    """After an upgrade a commit is measured again: the newest whole run says under what. A quick one does not."""
+    old, new = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
+    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=new)).samples == (2.0, 3.0)
+    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=old)).samples == (1.0, 3.0)
+    assert only(point(1.0, under=old), point(2.0, under=new, hasty=True)) == point(1.0, under=old)
+    assert only(point(1.0, under=old, hasty=True), point(2.0, under=new, hasty=True)).samples == (2.0,)
+
+
+def test_of_several_versions_the_newest_counts() -> None:
+    """For all cells of a series: a cell that has the old one only is gone."""
+    old, other = point(1.0, version="1.0"), point(5.0, version="1.0", cell=("fp8",))
+    assert merged([old, other, point(2.0)]) == {("x.X.track_time", ("bf16",)): point(2.0)}
+
+
+def test_series_and_cells_are_kept_apart() -> None:
+    memory = replace(point(7.0), series="x.X.track_peak_memory", version="2.0")
+    found = merged([point(1.0), memory, point(2.0, cell=("fp8",)), point(3.0)])
+    assert {key: one.samples for key, one in found.items()} == {
+        ("x.X.track_time", ("bf16",)): (1.0, 3.0),
+        ("x.X.track_time", ("fp8",)): (2.0,),
+        ("x.X.track_peak_memory", ("bf16",)): (7.0,),
+    }
+    assert merged([]) == {}
+
+
+some_points = st.builds(
+    Point,
+    st.sampled_from(["x.X.track_time", "y.Y.track_time"]), st.sampled_from([("bf16",), ("fp8",)]),
+    st.sampled_from(["1.1", "1.2"]), st.lists(st.floats(0, 1), max_size=3).map(tuple),
+    st.sampled_from(list(Status)), st.just("why"), st.booleans(),
+)  # fmt: skip
+
+
+@given(st.lists(some_points, max_size=12))
+def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
+    """Of the newest version; it adds none, and what was merged once merges to itself."""
+    found = merged(given_points)
+    newest = {one.series: one.version for one in given_points}
+    for (name, cell), one in found.items():
+        alike = [p for p in given_points if (p.series, p.cell, p.version) == (name, cell, newest[name])]
+        whole = [value for p in alike if not p.hasty for value in p.samples]
+        assert list(one.samples) == (whole or [value for p in alike for value in p.samples])
+        assert (one.series, one.cell, one.version) == (name, cell, newest[name])
+    assert merged(list(found.values())) == found
+
+
+@given(st.lists(some_points, max_size=12).flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
+def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Point]]) -> None:
+    """Clocks go backwards: with the version that asv shows given, the same samples count in any order."""
+    series = [Series(name, "x", "time", "seconds", (), (), "1.1") for name in ("x.X.track_time", "y.Y.track_time")]
+    current = {one.series for one in orders[0] if one.version == "1.1"}
+    first, second = ({key: one for key, one in merged(some, series).items() if key[0] in current} for some in orders)
+    assert {key: sorted(one.samples) for key, one in first.items()} == {
+        key: sorted(one.samples) for key, one in second.items()
+    }
+    assert all(one.version == "1.1" for one in first.values())
+
+
+def test_every_declared_metric_has_a_point() -> None:
+    """For each case, and in the grid's order."""
+    grid = workloads.get("gemm").history
+    assert grid is not None
+    names = [f"gemm.Gemm.track_{metric.name}" for metric in tracked_by(grid)]
+    assert [one.series for one in followed(run([FP32])).points] == names

@@ -1,0 +1,321 @@
+"""What is followed: names, parameters and versions for both doors, and the grids that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8bench.errors import UsageError
+from fp8bench.model import PHASES, DeviceFacts, Params, Scalar, Work
+from fp8bench.protocols import Grid, Phases, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.registry import workloads
+from fp8bench.store import series as followed
+from fp8bench.store.series import (
+    cells_of,
+    check_grid,
+    class_name,
+    followed_names,
+    parameters,
+    reference_of,
+    series_of,
+    tracked_by,
+    version_of,
+)
+from fp8bench.units import unit_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "grids.txt"
+TEXT = "python-3.11.7:1a2b3c4d"
+CPU = DeviceFacts("cpu", 0, "", 0, "")
+GPU = DeviceFacts("cuda", 0, "", 0, "")
+GRID = Grid(cpu={"n": ("8",)}, gpu={"n": ("64",)})
+MOVED = """The grids are no longer those of tests/golden/grids.txt. If a case, a parameter or a metric was changed, old
+numbers no longer compare: raise the workload's version (METHOD in followed.py, if it is all of them), write the new
+text to the file and read its diff. If something was added only, write the new text and read its diff."""
+
+
+class Tiny(Workload):
+    """Two axes; sizes below 1 stand for as many cases more."""
+
+    name = "tiny"
+    summary = "nothing much"
+    version = "3"
+    history = GRID
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (
+            Axis("n", "a number", ("64" if facts.accelerated else "8",), whole_number(low=-9)),
+            Axis("way", "a word", ("to",), one_of("to", "from")),
+        )
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(1.0)
+
+    def prepare(self, setup: Setup) -> Any:
+        raise NotImplementedError
+
+    def step(self, state: Any, phase: Phases) -> None:
+        raise NotImplementedError
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        number = int(params["n"])
+        return tuple((("n", number + more), ("way", params["way"])) for more in range(1 - min(number, 0)))
+
+
+def tiny(name: str = "tiny", **grid: Any) -> Workload:
+    """A workload of that name, whose grid has these words instead of GRID's."""
+    words = {"cpu": GRID.cpu, "gpu": GRID.gpu, **grid}
+    made: Workload = type("Tiny", (Tiny,), {"name": name, "history": Grid(**words)})()
+    return made
+
+
+def why_not(workload: Workload) -> str:
+    """Why its grid cannot be followed."""
+    with pytest.raises(UsageError) as caught:
+        check_grid(workload)
+    start, _, why = str(caught.value).partition(f"suite {workload.name!r} declares cannot be tracked: ")
+    assert start == "the grid that " and "\n" not in why and why.endswith(".")
+    return why
+
+
+def grids_as_text() -> str:
+    """Every series and every cell's case, on machines that nobody has."""
+    lines = []
+    for name in followed_names():
+        workload = workloads.get(name)
+        lines.append(name)
+        series = series_of(workload, TEXT if workload.uses_corpus else None)
+        lines += [f"  {one.name} ({one.unit}), version {one.version}" for one in series]
+        lines += [f"  {key}: {', '.join(map(repr, values))}" for key, values in parameters(workload).items()]
+        for facts in (CPU, GPU):
+            for params, cell in cells_of(workload, facts, TEXT).items():
+                case = ", ".join(f"{key}={value!r}" for key, value in params)
+                work = workload.work(dict(params))
+                counts = f"{work.flops:.6g} flops, {work.tokens} tokens, {work.bytes:.6g} bytes"
+                lines.append(f"  {facts.kind} ({', '.join(map(repr, cell))}) is {case}: {counts}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_what_is_followed_stands_still() -> None:
+    """A default that somebody changes would change what a line of a graph means, and nobody would see it."""
+    assert grids_as_text() == GOLDEN.read_text(), MOVED
+
+
+def test_every_public_workload_is_followed_and_no_hidden_one() -> None:
+    """The self-test's injected slow-downs have no history. Other tests register workloads of their own."""
+    own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
+    assert [name for name in followed_names() if name in own] == own and len(own) == 11
+    assert workloads.get("_planted").history is None
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
+    """Each one of its own, on its class of device only: a machine that loses its GPU begins a line of its own."""
+    workload = workloads.get(name)
+    values = parameters(workload)
+    assert next(iter(values)) == "dtype" and values["dtype"] == tuple(workload.history.dtypes)  # type: ignore[union-attr]
+    combinations = set(itertools.product(*list(values.values())[1:]))
+    cpu, gpu = (cells_of(workload, facts, TEXT) for facts in (CPU, GPU))
+    for cells in (cpu, gpu):
+        assert cells and set(cells.values()) <= combinations and len(set(cells.values())) == len(cells)
+    assert not set(cpu.values()) & set(gpu.values())
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
+    """asv has a class's parameters and version for all its benchmarks."""
+    workload = workloads.get(name)
+    found = series_of(workload, None)
+    assert len({(one.param_names, one.params, one.version, one.workload) for one in found}) == 1
+    assert len({one.name for one in found}) == len(found)
+    assert found[0].metric == "time"
+    for one in found:
+        assert one.name == f"{name}.{class_name(name)}.track_{one.metric}"
+        assert one.unit in ("seconds", "bytes", "joules", unit_of(one.metric))
+
+
+def test_metrics_are_those_that_a_grid_declares() -> None:
+    """A step's time, its phases, time per count, over the reference, memory, errors."""
+    names = [one.name for one in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
+    assert names == ["time", "time_cast", "seconds_per_mtok", "relative_time", "peak_memory", "energy", "loss_error"]
+    assert [one.name for one in tracked_by(GRID)] == ["time", "relative_time", "peak_memory", "energy"]
+    assert all(one.description for one in tracked_by(GRID))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gemm", "Gemm"),
+        ("norm_act", "NormAct"),
+        ("my__own_", "MyOwn"),
+        ("_x", "X"),
+        ("aB_c", "ABC"),
+        ("größe", "Größe"),
+    ],
+)
+def test_a_class_is_called_like_its_workload(name: str, expected: str) -> None:
+    """What a user has begun in capitals stays so."""
+    assert class_name(name) == expected
+    check_grid(tiny(name))
+
+
+@given(st.from_regex(r"[a-z_][a-zA-Z0-9_]{0,20}", fullmatch=True))
+def test_a_name_is_refused_or_makes_a_class(name: str) -> None:
+    """Whatever the name: asv finds the class, and finds it as no hook of its own."""
+    try:
+        check_grid(tiny(name))
+    except UsageError:
+        assert not class_name(name).isidentifier() or class_name(name).lower() in ("setup", "teardown")
+    else:
+        assert class_name(name).isidentifier() and class_name(name).lower() not in ("setup", "teardown")
+
+
+def test_versions_tell_method_workload_and_text() -> None:
+    """Of any two that differ the numbers do not compare."""
+    assert version_of("2", None) == f"{followed.METHOD}.2"
+    assert version_of("2", TEXT) == f"{followed.METHOD}.2 {TEXT}"
+    assert {one.version for one in series_of(tiny(), None)} == {f"{followed.METHOD}.3"}
+    assert {one.version for one in series_of(tiny(), TEXT)} == {f"{followed.METHOD}.3 {TEXT}"}
+
+
+def test_parameters_are_axes_of_which_the_grid_has_several_values() -> None:
+    """Numbers stay numbers, so that asv can draw over them; what is the same everywhere is left out."""
+    assert parameters(tiny(dtypes=("bf16",))) == {"dtype": ("bf16",), "n": (8, 64)}
+    both = tiny(cpu={"way": ("from", "to"), "n": ("8", "4")}, gpu={"way": ("from", "to"), "n": ("64", "064")[:1]})
+    assert parameters(both) == {"dtype": ("fp32", "bf16", "fp8"), "way": ("from", "to"), "n": (8, 4, 64)}
+    # A cell is in the order of the parameters, not in that of the workload's axes.
+    assert cells_of(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
+
+
+def test_the_text_is_part_of_the_cases_of_those_who_read_it() -> None:
+    """As the plan has it: of another text the numbers are others."""
+    plain = tiny()
+    reader = type("Reader", (Tiny,), {"uses_corpus": True})()
+    assert list(cells_of(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
+    assert list(cells_of(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
+    assert list(cells_of(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
+
+
+def test_the_reference_is_the_highest_precision() -> None:
+    """Whatever the order."""
+    assert reference_of(tiny(dtypes=("fp8", "bf16", "fp32"))) == "fp32"
+    assert reference_of(tiny(dtypes=("nvfp4", "fp8", "bf16"))) == "bf16"
+
+
+FAULTS: dict[str, tuple[Workload, str]] = {
+    "name with a dash": (tiny("my-own"), "asv takes the name for a module's"),
+    "name of underscores": (tiny("___"), "asv takes the name for a module's"),
+    "name that leaves a number": (tiny("_1"), "asv takes the name for a module's"),
+    "class that asv calls before": (tiny("setup"), "asv would call the class Setup as a hook of its own"),
+    "class that asv calls after": (tiny("tear_down"), "asv would call the class TearDown as a hook of its own"),
+    "axes that differ": (tiny(gpu={}), "cpu names the axes n and gpu none"),
+    "axes that differ both ways": (tiny(gpu={"way": ("to",)}), "cpu names the axes n and gpu way"),
+    "no axes": (tiny(cpu={}, gpu={}), "no axis differs wholly between cpu and gpu"),
+    "no such axis": (tiny(cpu={"m": ("1",)}, gpu={"m": ("2",)}), "'m' is no axis; it has n, way"),
+    "no value on a cpu": (tiny(cpu={"n": ()}), "the axis 'n' has no value on a cpu"),
+    "no value on a gpu": (tiny(gpu={"n": ()}), "the axis 'n' has no value on a gpu"),
+    "no such value": (tiny(cpu={"n": ("x",)}), "axis 'n' cannot be 'x': expected a whole number"),
+    "no such value on a gpu": (tiny(gpu={"n": ("x",)}), "axis 'n' cannot be 'x': expected a whole number"),
+    "the same on both": (tiny(gpu={"n": ("8", "64")}), "no axis differs wholly between cpu and gpu"),
+    "the same in other words": (tiny(gpu={"n": ("008",)}), "no axis differs wholly between cpu and gpu"),
+    "the same case twice": (tiny(cpu={"n": ("8", "08")}), "two cells are the same case on a cpu ({'n': 8, "),
+    "several cases": (tiny(gpu={"n": ("-2",)}), "-2, to stands for 3 cases, and a cell is one"),
+    "no such phase": (tiny(phases=("gem",)), f"'gem' is no phase; they are {', '.join(PHASES)}"),
+    "a phase twice": (tiny(phases=("gemm", "gemm")), "two of its metrics are called 'time_gemm'"),
+    "an error called as a metric": (tiny(errors=("peak_memory",)), "two of its metrics are called 'peak_memory'"),
+    "an error with a dash": (tiny(errors=("loss-error",)), "'loss-error' cannot be the name of a metric"),
+    "no such count": (tiny(per="joules"), "time cannot be told per 'joules'; it can per flops, tokens, bytes"),
+    "an alias": (tiny(dtypes=("fp32", "fp4")), "the dtype 'fp4' is an alias of nvfp4"),
+    "another word for a mode": (tiny(dtypes=("fp8:gw=low",)), "the dtype 'fp8:gw=low' is an alias of fp8"),
+    "a mode that cannot be": (tiny(dtypes=("fp8-delayed:history=0",)), "fp8-delayed: history cannot be '0'"),
+    "no such dtype": (tiny(dtypes=("fp33",)), "unknown dtype 'fp33'. Did you mean 'fp32'?"),
+    "a dtype twice": (tiny(dtypes=("fp32", "fp32")), "its dtypes are fp32, fp32; name at least one, and each once"),
+    "no dtype": (tiny(dtypes=()), "its dtypes are none; name at least one, and each once"),
+}  # fmt: skip
+
+
+def test_modes_with_options_are_followed_by_their_one_word() -> None:
+    """As a parameter of asv's, where it is a text like any other."""
+    mode = "fp8-delayed:history=16:margin=1"
+    workload = tiny(dtypes=("bf16", mode))
+    check_grid(workload)
+    assert list(parameters(workload)["dtype"]) == ["bf16", mode]
+    assert reference_of(workload) == "bf16" and series_of(workload, None)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_grid_that_cannot_be_followed_is_a_sentence(name: str) -> None:
+    """With what is wrong about it; its series are refused, too."""
+    workload, sentence = FAULTS[name]
+    assert why_not(workload).startswith(sentence)
+    with pytest.raises(UsageError):
+        series_of(workload, None)
+
+
+def test_an_axis_with_several_defaults_needs_a_choice() -> None:
+    """A cell is one case, whatever else an axis has."""
+
+    class Many(Tiny):
+        def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+            way = Axis("way", "a word", ("to", "from") if facts.accelerated else ("to",), one_of("to", "from"))
+            return (*super().axes(facts)[:1], way)
+
+    assert why_not(Many()) == "the axis 'way' has several defaults on a gpu, and the grid does not choose one."
+
+
+def test_an_axis_cannot_be_called_as_the_dtype_is() -> None:
+    """One of the two would be lost among the parameters."""
+
+    class Doubled(Tiny):
+        history = Grid(cpu={"dtype": ("1",)}, gpu={"dtype": ("2",)})
+
+        def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+            return (Axis("dtype", "a number", ("1",), whole_number()), *super().axes(facts))
+
+    assert why_not(Doubled()).startswith("an axis is called 'dtype'")
+
+
+def test_what_a_users_workload_raises_is_a_sentence() -> None:
+    """With its line, as while it is planned."""
+
+    class Raising(Tiny):
+        def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+            raise ZeroDivisionError("oh no")
+
+    with pytest.raises(UsageError, match=r"suite 'tiny' cannot be planned: ZeroDivisionError: oh no"):
+        check_grid(Raising())
+
+
+def test_a_workload_without_a_grid_has_no_series() -> None:
+    """It is asked for by name only where it has one."""
+    bare = type("Bare", (Tiny,), {"history": None})()
+    for ask in (check_grid, parameters, reference_of, lambda one: series_of(one, None)):
+        with pytest.raises(UsageError, match="declares no grid whose history is kept"):
+            ask(bare)
+
+
+words = st.lists(st.sampled_from(["8", "08", "9", "64", "-1", "x", ""]), max_size=3, unique=True).map(tuple)
+grids = st.fixed_dictionaries({}, optional={"n": words, "way": words, "m": words})
+
+
+@given(grids, grids, st.lists(st.sampled_from(["fp32", "bf16", "float32", "no"]), max_size=3).map(tuple))
+def test_any_grid_is_refused_or_unambiguous(cpu: dict[str, Any], gpu: dict[str, Any], dtypes: tuple[str, ...]) -> None:
+    """Never another error, and never a cell that is no case of its own."""
+    workload = tiny(cpu=cpu, gpu=gpu, dtypes=dtypes)
+    try:
+        series = series_of(workload, None)
+    except UsageError:
+        return
+    values = dict(zip(series[0].param_names, series[0].params, strict=True))
+    assert all(len(set(one)) == len(one) and one for one in values.values())
+    known = [cells_of(workload, facts, None) for facts in (CPU, GPU)]
+    places = [place for cells in known for place in cells.values()]
+    assert len(set(places)) == len(places)
+    assert set(places) <= set(itertools.product(*list(values.values())[1:]))

@@ -1,0 +1,91 @@
+"""What a workload's passes answer becomes plain values, or a sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.model import TensorStatistics
+from fp8bench.worker.checked_results import errors_of, statistics_of, wrong_of
+
+
+class Text(str):
+    """A text of a workload's own, which the parent does not know."""
+
+    __slots__ = ()
+
+
+def test_numbers_of_any_kind_become_plain_floats() -> None:
+    """A tensor would bring torch into the parent."""
+    given = {"a": torch.tensor(0.5), "b": np.float32(1), "c": 3, Text("d"): math.nan, "e": torch.ones(1, 1)}
+    errors = errors_of(given)
+    assert list(errors) == ["a", "b", "c", "d", "e"] and [*errors.values()][:3] == [0.5, 1.0, 3.0]
+    assert {type(value) for value in errors.values()} == {float} and {type(name) for name in errors} == {str}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "error() returned NoneType None; expected a mapping of names to numbers"),
+        ([0.5], "error() returned list [0.5]; expected a mapping of names to numbers"),
+        ({1: 0.5}, "a name that error() gives is int 1; expected a text"),
+        ({"a": "0.5"}, "error()['a'] is str '0.5'; expected a number"),
+        ({"a": True}, "error()['a'] is bool True; expected a number"),
+        ({"a": None}, "error()['a'] is NoneType None; expected a number"),
+        ({"a": 1j}, "error()['a'] is complex 1j; expected a number"),
+        ({"a": 10**400}, "error()['a'] is int 1000"),
+        ({"a": np.ones(3)}, "error()['a'] is ndarray array([1., 1., 1.]); expected a number"),
+        ({"\ud800": 0.5}, r"a name that error() gives is '\ud800', which holds half a surrogate pair"),
+    ],
+)
+def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
+    """What was returned, and what was expected."""
+    with pytest.raises(TypeError) as caught:
+        errors_of(given)
+    assert words in str(caught.value)
+
+
+def test_statistics_become_plain_values_of_their_own() -> None:
+    """Generators included, lists and arrays of one element too."""
+    row: Any = TensorStatistics(Text("k"), "input", torch.tensor(4), np.float64(2), [["fp8", np.float32(0.5), 0]])  # type: ignore[arg-type]
+    (made,) = statistics_of(one for one in [row])
+    assert made == TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
+    assert [type(field) for field in (made.kind, made.count, made.amax, *made.outside[0])] == [
+        str, int, float, str, float, float,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "statistics() returned NoneType None; expected a tuple of TensorStatistics"),
+        ("text", "statistics() returned str 'text'; expected a tuple"),
+        ([1], "statistics() gave int 1; expected a TensorStatistics"),
+        (("k", "r", 1.5, 1.0), "count is float 1.5; expected a whole number"),
+        (("k", "r", math.inf, 1.0), "count is float inf; expected a whole number"),
+        (("k", "r", math.nan, 1.0), "count is float nan; expected a whole number"),
+        ((None, "r", 1, 1.0), "kind is NoneType None; expected a text"),
+        (("k", "r", 1, "x"), "amax is str 'x'; expected a number"),
+        (("k", "r", 1, 1.0, 5), "outside of TensorStatistics holds int 5; expected a tuple"),
+        (("k", "r", 1, 1.0, (("fp8", 1),)), "outside holds tuple ('fp8', 1); expected (format, share above, "),
+        (("k", "r", 1, 1.0, ((1, 1, 1),)), "a format in outside is int 1; expected a text"),
+        (("k", "r", 1, 1.0, (("fp8", "x", 1),)), "a share in outside of 'k' is str 'x'; expected a number"),
+    ],
+)
+def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
+    """A tuple stands for the fields of one."""
+    with pytest.raises(TypeError) as caught:
+        statistics_of([TensorStatistics(*given)] if isinstance(given, tuple) else given)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [None, True, torch.ones(3)])
+def test_a_check_that_gives_no_text_is_refused(given: object) -> None:
+    """None would have read as 'after its steps: None'."""
+    assert wrong_of("") == "" and type(wrong_of(Text("bad"))) is str
+    with pytest.raises(TypeError, match=r"what check\(\) returns \('' if nothing is wrong\) is .*; expected a text"):
+        wrong_of(given)

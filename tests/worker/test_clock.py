@@ -1,0 +1,237 @@
+"""The phase clock: exact sequences of codes and stamps, and marks from autograd's own threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.measure.segments import segment
+from fp8bench.model import CELL_PHASES, PHASES
+from fp8bench.protocols import Phases, SilentPhases, Stamper
+from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = {name: code for code, name in enumerate(CELL_PHASES)}
+
+
+class CountingStamper(Stamper):
+    """Stamps are 0, 10, 20, ... nanoseconds."""
+
+    def __init__(self) -> None:
+        self._ticks: Iterator[int] = count(0, 10)
+
+    def source(self) -> Callable[[], Any]:
+        return lambda: next(self._ticks)
+
+    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        return HostStamper().intervals_ns(stamps)
+
+
+def codes(*names: str) -> list[int]:
+    return [CODE[name] for name in names]
+
+
+def test_a_step_without_phases_is_unattributed() -> None:
+    """One interval from begin to end."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    assert clock.end() == ([UNATTRIBUTED_CODE], [0, 10])
+
+
+def test_phases_in_turn_leave_what_lies_between_to_nobody() -> None:
+    """Every marker stamps once on entry and once on exit."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    with clock.cast:
+        pass
+    with clock.gemm:
+        pass
+    found = clock.end()
+    assert found[0] == codes("unattributed", "cast", "unattributed", "gemm", "unattributed")
+    assert found[1] == [0, 10, 20, 30, 40, 50]
+
+
+def test_nested_phases_are_exclusive() -> None:
+    """A cast inside a product counts as cast; afterwards the product goes on."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    with clock.elementwise, clock.gemm:
+        with clock.cast:
+            pass
+        with clock.gemm:
+            pass
+    found = clock.end()
+    assert found[0] == codes(
+        "unattributed", "elementwise", "gemm", "cast", "gemm", "gemm", "gemm", "elementwise", "unattributed"
+    )
+    assert found[1] == [10 * tick for tick in range(10)]
+    assert segment(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
+        "unattributed", "elementwise", "gemm", "cast",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_every_phase_has_its_marker(name: str) -> None:
+    """By the phase's own name, in the real clock and in the silent one."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    with getattr(clock, name):
+        pass
+    assert clock.end()[0] == codes("unattributed", name, "unattributed")
+    with getattr(SilentPhases(), name):
+        pass
+
+
+def test_steps_do_not_share_their_marks() -> None:
+    """What end hands out stays as it is while the next step is marked."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    first = clock.end()
+    clock.begin()
+    with clock.gemm:
+        pass
+    second = clock.end()
+    assert first == ([UNATTRIBUTED_CODE], [0, 10])
+    assert second == (codes("unattributed", "gemm", "unattributed"), [20, 30, 40, 50])
+
+
+def test_a_phase_left_open_says_which() -> None:
+    """A step that ends inside a phase is a workload's bug."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    clock.elementwise.__enter__()
+    clock.gemm.__enter__()
+    with pytest.raises(RuntimeError, match="ended inside elementwise, gemm: every phase opened must be closed"):
+        clock.end()
+
+
+@pytest.mark.parametrize("opened", [1, 3])
+def test_an_aborted_step_leaves_nothing_behind(opened: int) -> None:
+    """Neither marks nor open phases: the next step is like the first."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    for _ in range(opened):
+        clock.attention.__enter__()
+    clock.begin()
+    stamps = [10 * (opened + 1), 10 * (opened + 2)]
+    assert clock.end() == ([UNATTRIBUTED_CODE], stamps)
+
+
+def test_an_exception_closes_the_phases_it_passes() -> None:
+    """And is not swallowed."""
+    clock = PhaseClock(CountingStamper())
+    clock.begin()
+    with pytest.raises(ZeroDivisionError), clock.elementwise, clock.gemm:
+        _ = 1 / 0
+    assert clock.end()[0] == codes("unattributed", "elementwise", "gemm", "elementwise", "unattributed")
+
+
+def test_silent_phases_mark_nothing_and_nest() -> None:
+    """The same names, one shared marker, no state."""
+    silent: Phases = SilentPhases()
+    with silent.elementwise, silent.gemm, silent.gemm:
+        pass
+    assert silent.gemm is silent.cast
+    assert not hasattr(silent.gemm, "__dict__")
+    with pytest.raises(ZeroDivisionError), silent.gemm:
+        _ = 1 / 0
+
+
+def test_the_clock_has_no_room_for_other_names() -> None:
+    """A phase that does not exist is an error where it is written."""
+    with pytest.raises(AttributeError):
+        _ = PhaseClock(CountingStamper()).attenton  # type: ignore[attr-defined]
+
+
+# Autograd's device thread without a GPU: a pretended accelerator whose tensors wrap CPU tensors. Registration is
+# global, so it happens in a process of its own; the API is private and may vanish, which ends with status 77.
+DEVICE_THREAD = """
+import sys, threading, torch
+from torch.utils._pytree import tree_map
+try:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
+    empty = torch._C._acc.create_empty_tensor
+except (ImportError, AttributeError) as error:
+    print(error)
+    sys.exit(77)
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.worker.clock import PhaseClock
+
+register("pretended")
+
+class Pretended(torch.Tensor):
+    @staticmethod
+    def __new__(cls, wrapped):
+        made = empty(tuple(wrapped.shape), wrapped.dtype)
+        made.__class__ = cls
+        return made
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+def on_cpu(value):
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.wrapped if isinstance(value, Pretended) else value
+
+def compute(operator, *args, **kwargs):
+    result = operator(*tree_map(on_cpu, args), **tree_map(on_cpu, kwargs))
+    return tree_map(lambda value: Pretended(value) if isinstance(value, torch.Tensor) else value, result)
+
+library = torch.library.Library("_", "IMPL")
+library.fallback(compute, "PrivateUse1")
+threads, local = {}, threading.local()
+local.seen = True
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, phase):
+        ctx.phase = phase
+        threads["forward"] = threading.get_ident(), hasattr(local, "seen")
+        with phase.gemm:
+            return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        threads["backward"] = threading.get_ident(), hasattr(local, "seen")
+        with ctx.phase.cast:
+            pass
+        with ctx.phase.gemm:
+            return gradient * 2, None
+
+clock = PhaseClock(HostStamper())
+for _ in range(2):
+    x = Pretended(torch.ones(4)).requires_grad_()
+    clock.begin()
+    with clock.elementwise:
+        y = Doubled.apply(x, clock)
+    with clock.elementwise:
+        y.backward(Pretended(torch.ones(4)))
+    codes, stamps = clock.end()
+    assert stamps == sorted(stamps) and len(stamps) == len(codes) + 1
+    assert threads["forward"] == (threading.get_ident(), True)
+    print(threads["backward"][0] != threading.get_ident(), threads["backward"][1], *codes)
+"""
+
+
+def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
+    """As on CUDA, where the device's backward has a thread of its own, which sees no thread-local of the main one."""
+    command = [sys.executable, "-W", "error", "-c", DEVICE_THREAD]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    if done.returncode == 77:
+        pytest.skip(f"this torch has no Python accelerators: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = codes(
+        "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
+        "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [" ".join(["True", "False", *map(str, expected)])] * 2

@@ -1,0 +1,178 @@
+"""The worker's side of compiling quantisers, with the real compiler once, and with compilers that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.api import load
+from fp8bench.cli.main import main
+from fp8bench.formats import fused, operators
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.model import Case, DeviceFacts, Record, Status
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import SilentPhases
+from fp8bench.worker import fusing
+from fp8bench.worker.bench import Bench
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+GEMM = (("m", 16), ("n", 16), ("k", 16), ("product", "forward"), ("operands", "cast"))
+# Elements alone: one kernel, the smallest that there is.
+MODE = "custom:scaling=none"
+
+
+@pytest.fixture(autouse=True)
+def operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel that another test has compiled or failed to."""
+    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """In this process."""
+    found = Bench(Settings())
+    yield found
+    found.close()
+
+
+def broken(kernel: fused.Kernel) -> fused.Compiled:
+    raise RuntimeError("\n  no compiler here.\nat line 1\n")
+
+
+def prepare(bench: Bench, key: str = "key") -> None:
+    bench.prepare(key, Case("gemm", GEMM, MODE, "cpu"), CPU)
+
+
+def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
+    """The whole way with the real compiler: the same values bit for bit, counted as what they are."""
+    prepare(bench)
+    assert bench.quantisers() == (1, "")
+    eager = bench.slot("key", 2, 1)
+    assert (eager.eager_quantisers, eager.fused_quantisers) == (6, 0)
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    before = operators.round_to(x, E4M3)
+
+    bench.compile_quantisers("key")
+    assert bench.quantisers()[1] == ""
+    compiled = bench.slot("key", 2, 1)
+    assert (compiled.eager_quantisers, compiled.fused_quantisers) == (0, 6)
+    assert torch.equal(operators.round_to(x, E4M3).view(torch.int32), before.view(torch.int32))
+
+
+def test_what_passes_ask_for_is_not_compiled(bench: Bench) -> None:
+    """A state asks anew with every step; the pass that measures errors has nobody who waits."""
+    bench.error(Case("gemm", GEMM, MODE, "cpu"), CPU)
+    operators.round_to(torch.ones(8), E5M2)
+    assert bench.quantisers()[0] == 2
+    prepare(bench)
+    assert bench.quantisers()[0] == 1
+
+
+def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its first line as the reason; nothing waits any more, and the state runs on."""
+    monkeypatch.setattr(operators, "compiled", broken)
+    prepare(bench)
+    bench.compile_quantisers("key")
+
+    assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
+    slot = bench.slot("key", 1, 0)
+    assert (slot.eager_quantisers, slot.fused_quantisers) == (2, 0)
+    prepare(bench, "another")
+    assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
+
+
+def test_the_untimed_step_runs_again_after_compiling(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that first calls lie behind what is timed."""
+    monkeypatch.setattr(operators, "compiled", broken)
+    prepare(bench)
+    steps = []
+    one = bench._prepared["key"]
+    monkeypatch.setattr(one.workload, "step", lambda state, phase: steps.append(type(phase)))
+    bench.compile_quantisers("key")
+    assert steps == [SilentPhases]
+
+
+def test_a_process_without_operators_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who measures fp32 alone need not import them."""
+    monkeypatch.delitem(sys.modules, "fp8bench.formats.operators")
+    assert (fusing.waiting(), fusing.why_eager(), fusing.calls()) == (0, "", (0, 0))
+    fusing.forget_waiting()
+    fusing.compile_waiting()
+
+
+def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the doctor."""
+    monkeypatch.setattr(operators, "compiled", lambda kernel: lambda *arguments: None)
+    assert bench.compiler(CPU).startswith("a quantiser compiles in 0.")
+    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    monkeypatch.setattr(operators, "compiled", broken)
+    assert bench.compiler(CPU) == "compiling failed: RuntimeError: no compiler here"
+
+
+def suite(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> tuple[int, dict[str, Record]]:
+    """A run of gemm in workers, in a folder of its own; its exit code, and its records by mode."""
+    monkeypatch.chdir(folder)
+    small = ("--set", "shape=16", "--dtypes", f"fp32,{MODE}", "--rounds", "1", "--no-report")
+    code = main(["suite", "gemm", *small, *words])
+    return code, {one.case.mode: one for one in load("last").run.records}
+
+
+@pytest.mark.slow
+def test_a_run_without_a_compiler_is_whole_and_labelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line, in a real worker, with a compiler that is not there."""
+    monkeypatch.delenv("FP8BENCH_QUANTISERS")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    code, records = suite(monkeypatch, tmp_path)
+    timing = records[MODE].timing
+
+    assert code == 0 and records[MODE].status is Status.OK and timing is not None
+    assert timing.eager.startswith("compiling failed: ") and "compiler" in timing.eager and not timing.fused
+    assert records["fp32"].timing is not None and not records["fp32"].timing.eager
+    assert "eager-quantiser" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variable", "words", "why"),
+    [("", ("--quick",), "--quick compiles none"), ("eager", (), "FP8BENCH_QUANTISERS=eager compiles none")],
+)
+def test_a_run_that_shall_not_compile_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...], why: str
+) -> None:
+    """In this very process, where a compiler would be seen at work."""
+    monkeypatch.setenv("FP8BENCH_QUANTISERS", variable)
+    monkeypatch.setattr(operators, "compiled", lambda kernel: pytest.fail("something was compiled"))
+    code, records = suite(monkeypatch, tmp_path, "--no-isolation", *words)
+    timing = records[MODE].timing
+
+    assert code == 0 and timing is not None and timing.eager == why
+    noted = load("last").run.environment.get("env_FP8BENCH_QUANTISERS")
+    assert noted == os.environ["FP8BENCH_QUANTISERS"]
+
+
+def test_a_suite_that_is_about_numbers_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table shows no times, and it has dozens of quantisers."""
+    monkeypatch.delenv("FP8BENCH_QUANTISERS")
+    monkeypatch.setattr(operators, "compiled", lambda kernel: pytest.fail("something was compiled"))
+    monkeypatch.chdir(tmp_path)
+    small = ("--set", "tensor=gaussian", "--set", "rows=8", "--set", "columns=32", "--rounds", "1", "--no-report")
+    assert main(["suite", "numerics", *small, "--dtypes", f"bf16,{MODE}", "--no-isolation"]) == 0
+    timing = load("last").run.records[-1].timing
+    assert timing is not None and timing.eager == "the suite is about numbers, and compiles none"
+
+
+def test_a_variable_that_says_neither_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is planned or written."""
+    monkeypatch.setenv("FP8BENCH_QUANTISERS", "off")
+    monkeypatch.chdir(tmp_path)
+    assert main(["suite", "gemm", "--set", "shape=16"]) == 2
+    assert "FP8BENCH_QUANTISERS is 'off'" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,0 +1,148 @@
+"""What a partner says first, and which partners are refused."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+import fp8bench
+from fp8bench.errors import UsageError, WorkerHung, WorkerLost
+from fp8bench.measure import other_interpreter as partner
+from fp8bench.measure.other_interpreter import PartnerWorker, Start, refusal
+from fp8bench.model import Case, DeviceFacts, LayerScale
+from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.main import handshake
+
+PACKAGE = Path(fp8bench.__file__).resolve().parent
+# What protocol 2 stands for: the arguments of requests and the fields of values that must be given. Others may come,
+# with defaults. Whoever changes these lines raises PROTOCOL too.
+REQUESTS = {
+    "probe": (), "software": (), "versions": ("suites",), "modules_under": ("folder",),
+    "prepare": ("key", "case", "facts"), "calibrate": ("case", "facts"), "quantisers": (),
+    "compile_quantisers": ("key",), "slot": ("key", "calls", "discard"), "check": ("key",), "scales": ("key",),
+    "release": ("key",), "error": ("case", "facts"), "memory": ("case", "facts"),
+}  # fmt: skip
+VALUES: dict[type, tuple[str, ...]] = {
+    Settings: (),
+    Case: ("workload", "params", "precision", "device"),
+    DeviceFacts: ("kind", "index", "name", "memory_bytes", "torch"),
+    RawStep: ("codes", "intervals_ns"),
+    RawSlot: ("steps", "wall_seconds", "cpu_seconds", "host_seconds"),
+    LayerScale: ("layer", "role", "amax", "scale"),
+}
+
+
+def test_the_protocol_stands_for_what_it_stood_for() -> None:
+    """An older worker gets requests that it knows, and answers with values that a newer parent understands."""
+    assert PROTOCOL == 2
+    for name, wanted in REQUESTS.items():
+        signature = inspect.signature(getattr(Bench, name))
+        given = [one.name for one in signature.parameters.values() if one.default is inspect.Parameter.empty]
+        assert tuple(given) == ("self", *wanted), name
+    for kind, names in VALUES.items():
+        must = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+        assert tuple(must) == names, kind
+
+
+def test_it_says_who_it_is() -> None:
+    """In plain words, which need nothing to be read."""
+    said = handshake()
+    assert said["protocol"] == PROTOCOL and said["fp8bench"] == fp8bench.__version__
+    assert said["package"] == str(PACKAGE) and said["executable"] == sys.executable
+    assert str(said["torch"]).startswith("2.") and str(said["torch_at"]).endswith("__init__.py")
+    assert {type(value) for value in said.values()} <= {str, int}
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"protocol": PROTOCOL, "torch": "2.13.0"}, ""),
+        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 3 of fp8bench 9.9"),
+        ({}, "speaks protocol None of fp8bench None"),
+        (
+            {"protocol": PROTOCOL, "torch": None, "torch_missing": "ImportError: no libcuda"},
+            "(ImportError: no libcuda)",
+        ),
+    ],
+)
+def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
+    """With the side and the interpreter, and what to do."""
+    why = refusal(said, Start("B", "/env/bin/python", ()))
+    assert sentence in why
+    assert bool(why) == bool(sentence)
+    if why:
+        assert why.startswith("side B (/env/bin/python)")
+
+
+def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
+    """A copy of fp8bench with other words in one file."""
+
+    def start(folder: Path) -> Start:
+        shutil.copytree(PACKAGE, folder / "fp8bench", ignore=shutil.ignore_patterns("__pycache__"))
+        path = folder / "fp8bench" / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return Start("A", sys.executable, (str(folder),))
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "sentence"),
+    [
+        (changed("model/raw.py", "PROTOCOL = 2", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
+        (changed("worker/main.py", '"greet"', '"salute"'), UsageError, "its fp8bench is older than duels"),
+        (changed("worker/main.py", "import gc", "import gc, nowhere"), WorkerLost, "No module named 'nowhere'"),
+    ],
+    ids=["another protocol", "none", "broken"],
+)
+def test_a_partner_of_another_version_is_refused(
+    start: Callable[[Path], Start], error: type[Exception], sentence: str, tmp_path: Path
+) -> None:
+    """Before anything is asked of it, and it ends."""
+    with PartnerWorker(Settings(), start(tmp_path)) as worker:
+        with pytest.raises(error, match=r"side A \(.*\)") as raised:
+            worker.probe()
+        assert sentence in str(raised.value)
+        assert worker.pid is None
+
+
+def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that starting may take."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nsleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(partner, "START_SECONDS", 0.3)
+    with PartnerWorker(Settings(), Start("B", str(script), ())) as worker, pytest.raises(WorkerHung, match="'greet'"):
+        worker.probe()
+
+
+def test_a_module_that_a_side_cannot_import(tmp_path: Path) -> None:
+    """A library's older revision may lack what a suite imports: the side is named."""
+    (tmp_path / "suite.py").write_text("from pathlib import NoSuchPath\n")
+    start = Start("A", sys.executable, (str(PACKAGE.parent),))
+    with PartnerWorker(Settings(imports=(str(tmp_path / "suite.py"),)), start) as worker:
+        with pytest.raises(
+            UsageError, match=r"side A \(.*\): importing '.*suite.py' failed: ImportError: cannot import"
+        ):
+            worker.probe()
+        assert worker.pid is None
+
+
+def test_nothing_of_this_interpreter_goes_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither its path nor what says where its library is; the allocator is calm unless somebody wants it otherwise."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONHOME", "/this")
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
+    environment = PartnerWorker(Settings(threads=3), Start("A", "python", ("/one", "/two")))._environment()
+    assert environment["PYTHONPATH"] == "/one:/two" and "PYTHONHOME" not in environment
+    assert environment["MALLOC_TOP_PAD_"] == "7" and environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
+    assert environment["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,93 @@
+"""What the system counts of this process, and files of our own in place of /proc."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8bench.model.readings import Reading, Unavailable, grown
+from fp8bench.worker import host_counters as host
+
+MEBIBYTE = 2**20
+STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
+
+
+def fake(folder: Path, status: str = STATUS, stat: str = "cpu  1 2 3 4 5 6 7 250 9 10\ncpu0 1\n") -> Path:
+    (folder / "self").mkdir(parents=True)
+    (folder / "self" / "status").write_text(status)
+    (folder / "stat").write_text(stat)
+    return folder
+
+
+def busy(seconds: float) -> None:
+    """Takes processor time, not the clock's."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def test_processor_time_of_process_and_thread() -> None:
+    """A thread of its own counts for the process and not for the one that asks."""
+    before = host.counters()
+    other = threading.Thread(target=busy, args=(0.2,))
+    other.start()
+    other.join()
+    spent = {name: read for name, read in grown(before, host.counters()).items() if isinstance(read, Reading)}
+    assert spent["process_cpu"].number >= 0.2
+    assert spent["thread_cpu"].number < spent["process_cpu"].number - 0.15
+    assert spent["wall"].number > 0
+    assert spent["preemptions"].number >= 0
+
+
+def test_steal(tmp_path: Path) -> None:
+    """In seconds of all processors together; 0 where nothing was stolen."""
+    assert host.counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
+    steal = host.counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
+    assert isinstance(steal, Reading) and steal.value == 0
+    assert host.counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == Unavailable(
+        f"{tmp_path}/c/stat does not report stolen time"
+    )
+
+
+def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
+    """What needs none is there all the same."""
+    absent = tmp_path / "absent"
+    for read in (*host.memory(absent).values(), host.reset_high_water(absent), host.counters(absent)["steal"]):
+        assert isinstance(read, Unavailable) and "cannot be read: No such file" in read.reason
+    assert isinstance(host.counters(absent)["process_cpu"], Reading)
+
+
+def test_memory_in_bytes(tmp_path: Path) -> None:
+    read = host.memory(fake(tmp_path / "a"))
+    assert [one.value for one in read.values() if isinstance(one, Reading)] == [1000 * 1024, 2000 * 1024]
+    odd = host.memory(fake(tmp_path / "b", status="VmRSS:\t many kB\n"))
+    assert odd["rss"] == Unavailable(f"{tmp_path}/b/self/status has no VmRSS")
+
+
+def test_the_high_water_mark_is_reset_and_rises_again() -> None:
+    """By what is really touched."""
+    if isinstance(why := host.reset_high_water(), Unavailable):
+        pytest.skip(why.reason)
+    with mmap.mmap(-1, 64 * MEBIBYTE) as block:
+        block[:] = b"x" * len(block)
+        high = host.memory()["rss_high_water"]
+        assert isinstance(high, Reading)
+    low = host.reset_high_water()
+    assert isinstance(low, Reading)
+    assert high.number - low.number > 48 * MEBIBYTE
+
+
+def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
+    """Where the kernel takes the request and does nothing, and where it does not take it."""
+    proc = fake(tmp_path / "a")
+    stayed = host.reset_high_water(proc)
+    assert isinstance(stayed, Unavailable) and "the mark stayed at 2048000 B" in stayed.reason
+    assert (proc / "self" / "clear_refs").read_text() == "5"
+    proc = fake(tmp_path / "b")
+    (proc / "self" / "clear_refs").mkdir()
+    refused = host.reset_high_water(proc)
+    assert isinstance(refused, Unavailable) and "cannot be written" in refused.reason

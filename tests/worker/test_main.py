@@ -1,0 +1,583 @@
+"""Real workers: what a fault costs, what they print, and how they end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure import handle, limits
+from fp8bench.measure.handle import LocalWorker, ProcessWorker
+from fp8bench.measure.limits import Limits
+from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, TensorStatistics, Work
+from fp8bench.model.codec import encode
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import workloads
+from fp8bench.store.runs.read import load_run
+from fp8bench.user_code import import_user_modules, user_module
+from fp8bench.worker.main import answer
+from tests.counts import sampled
+
+HAZARDS = (
+    "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
+    "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool", "dtype", "grad", "words", "widower", "weaver",
+    "shy",
+)  # fmt: skip
+# Measured each time, in one run; the others, in another, where slow tests are asked for: most cost a worker.
+SAMPLE = ("none", "raise", "exit", "hang", "nan", "shy")
+HARMLESS = ("none", "fork", "pool", "shy")
+RAISING = ("raise", "memory", "talk", "write", "thread", "dtype", "grad", "words", "weaver")
+PACKAGE = str(Path(handle.__file__).resolve().parents[2])
+WORKLOAD = """
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from fp8bench.suites import Axis, TensorStatistics, Work, Workload, workloads
+
+
+def sleep():
+    time.sleep(60)
+
+
+def hold():
+    # One call in C that never lets go of the interpreter's lock: no Python thread can run beside it.
+    sum(range(10**10))
+
+
+def talk():
+    print("words of a step")
+    print("and more words")
+
+
+def stay():
+    threading.Thread(target=time.sleep, args=(30,), name="stayer", daemon=True).start()
+
+
+def connection():
+    # The worker's end of the socket, from the frame that waits for our answer.
+    return next(one.frame.f_locals["connection"] for one in inspect.stack() if "connection" in one.frame.f_locals)
+
+
+def tensor():
+    connection().send((1, ("ok", torch.ones(1))))
+
+
+def double(value):
+    return 2 * value
+
+
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as workers:
+        assert workers.map(double, range(5)) == [0, 2, 4, 6, 8]
+
+
+def throw(error):
+    raise error
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+HAZARDS = {
+    "none": lambda: None,
+    "raise": lambda: 1 / 0,
+    "memory": lambda: (_ for _ in ()).throw(MemoryError("planted")),
+    "exit": lambda: os._exit(1),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "signal": lambda: os.kill(os.getpid(), 40),
+    "hang": sleep,
+    "hold": hold,
+    "talk": talk,
+    "write": lambda: os.write(1, b"bytes of a step"),
+    "thread": stay,
+    "fork": os.fork,
+    "stale": lambda: connection().send((1, ("ok", None))),
+    "garbage": lambda: connection().send_bytes(b"no pickle"),
+    "tensor": tensor,
+    "widow": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "pool": pool,
+    "grad": lambda: torch.set_grad_enabled(False),
+    "leave": lambda: sys.exit(3),
+    "generator": lambda: throw(GeneratorExit("a close")),
+    "base": lambda: throw(BaseException("a base")),
+    "press": lambda: throw(KeyboardInterrupt("a press")),
+    "mute": lambda: throw(Mute()),
+    "half": lambda: throw(ValueError("half a pair: \\ud800")),
+}
+
+
+@workloads.register("hazard")
+class Hazard(Workload):
+    name = "hazard"
+    summary = "steps of a sum; in bf16 the third one goes wrong"
+
+    def axes(self, facts):
+        return (Axis("how", "what happens", ("none",), str),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        how = str(setup.case.param("how"))
+        print("words of preparing, which may be")
+        if how == "prefetch" and setup.case.precision == "bf16":
+            stay()
+        if how == "widow" and setup.case.precision == "bf16" and os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        if how == "dtype" and setup.case.precision == "bf16":
+            torch.set_default_dtype(torch.bfloat16)
+        if how == "shy" and setup.case.precision == "bf16" and torch.autograd._profiler_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleeper":
+            Path(os.environ["SLEEPER"]).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        return {"how": how if setup.case.precision == "bf16" else "none", "steps": 0, "busy": os.environ.get("BUSY")}
+
+    def step(self, state, phase):
+        state["steps"] += 1
+        with phase.gemm:
+            sum(range(1000))
+        if state["steps"] == 3:
+            if state["busy"]:
+                Path(state["busy"]).write_text("busy")
+            HAZARDS.get(state["how"], lambda: None)()
+
+    def error(self, setup):
+        how = setup.case.param("how") if setup.case.precision == "bf16" else "none"
+        if how == "widower":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "weaver":
+            stay()
+        if how == "words":
+            return ["a number"]
+        return {"some_error": torch.tensor(float("nan") if how == "nan" else 0.5)}
+
+    def statistics(self, setup):
+        if setup.case.param("how") == "weaver":
+            return 5
+        return (TensorStatistics("k", "input", torch.tensor(4), torch.tensor(2.0), [("fp8", torch.tensor(0.5), 0)]),)
+
+    def check(self, state):
+        return "the parameters are not finite" if state["how"] == "spoil" else ""
+"""
+
+
+@pytest.fixture(scope="module")
+def hazard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path of the user's file; the suite is known here for as long as this module's tests run."""
+    path = tmp_path_factory.mktemp("user") / "hazard_workload.py"
+    path.write_text(WORKLOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        workloads.names()
+        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
+        import_user_modules([str(path)])
+        yield str(path)
+    sys.modules.pop(user_module(str(path)), None)
+
+
+def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Request:
+    axes = (("how", how),)
+    return Request("hazard", dtypes, ("cpu",), axes=axes, rounds=2, imports=(hazard,), isolation=isolation)
+
+
+@pytest.fixture(scope="module")
+def run_with(hazard: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The run that has a hazard in it, as execute returns it. A hang is given three seconds, not sixty."""
+
+    @cache
+    def measured(*how: str) -> Run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, "HANG_SECONDS", 3.0)
+            store = tmp_path_factory.mktemp("store")
+            return pipeline.execute(request_for(hazard, *how), store, SilentObserver(), "a test")
+
+    return lambda how: measured(*SAMPLE if how in SAMPLE else sorted(set(HAZARDS) - set(SAMPLE)))
+
+
+def record_of(run: Run, how: str, precision: str) -> Record:
+    return next(one for one in run.records if one.case.param("how") == how and one.case.precision == precision)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    sampled(SAMPLE, [
+        ("raise", "ZeroDivisionError: division by zero"),
+        ("memory", "out of memory, even alone"),
+        ("exit", "the worker crashed during 'slot': it exited with status 1"),
+        ("segv", "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault"),
+        ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
+        ("signal", "the worker crashed during 'slot': it was ended by signal 40"),
+        ("hang", "no answer to 'slot' within 3 s; the worker was ended (--case-timeout sets the limit)"),
+        ("talk", "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step."),
+        ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
+        ("thread", "ThreadsLeft: a step left 1 running (stayer)"),
+        ("prefetch", "ThreadsLeft: 1 started while preparing still run after the state was given back (stayer)"),
+        ("nan", "its numbers are not finite: some_error is nan"),
+        ("spoil", "after its steps: the parameters are not finite"),
+        ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
+        ("garbage", "the worker's answer to 'slot' could not be read (UnpicklingError: "),
+        ("tensor", "the worker's answer to 'slot' could not be read (UnpicklingError: torch.multiprocessing."),
+        ("dtype", "SwitchesChanged: it left the default dtype at torch.bfloat16 (it was torch.float32): other cases"),
+        ("grad", "SwitchesChanged: it left gradients at False (it was True)"),
+        ("words", "no numerical error: TypeError: error() returned list ['a number']; expected a mapping of names to"),
+        ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
+        ("weaver", "no numerical error: ThreadsLeft: it left 1 running (stayer): they are timed with what comes next"),
+        ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
+    ]),
+)  # fmt: skip
+def test_a_fault_is_a_failed_record_with_its_reason(run_with: Callable[[str], Run], how: str, words: str) -> None:
+    """And the culprit's alone."""
+    record = record_of(run_with(how), how, "bf16")
+    assert record.status is Status.FAILED and words in record.reason
+    assert record.timing is None and (how == "nan") == bool(record.measurements)
+    assert ("Traceback" in record.detail) == (how in RAISING)
+
+
+@pytest.mark.parametrize("how", sampled(SAMPLE, HAZARDS))
+def test_the_other_cases_go_on(run_with: Callable[[str], Run], how: str) -> None:
+    """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
+    run = run_with(how)
+    survivors = [record_of(run, how, "fp32")] + ([record_of(run, how, "bf16")] if how in HARMLESS else [])
+    for record in survivors:
+        assert record.status is Status.OK and not record.reason
+        assert record.timing is not None and record.timing.num_rounds == 2
+        assert record.measurement("some_error") is not None
+    described = record_of(run, how, "fp32")
+    plain = TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
+    if how == "weaver":
+        assert described.statistics == () and "statistics() returned int 5" in described.detail
+    else:
+        assert described.statistics == (plain,) and not described.detail
+
+
+def test_a_crash_while_memory_is_measured_costs_its_number_only(run_with: Callable[[str], Run]) -> None:
+    """What was timed stands, and the record says what is missing. Elsewhere no tensors are a number, too."""
+    run = run_with("shy")
+    shy = record_of(run, "shy", "bf16")
+    assert shy.detail.startswith("no peak memory: the worker crashed during 'memory': it was ended by SIGKILL")
+    assert shy.measurement("peak_memory") is None
+    for record in (record_of(run, "shy", "fp32"), record_of(run, "none", "bf16")):
+        peak = record.measurement("peak_memory")
+        assert peak is not None and peak.samples == (0.0,) and not record.detail
+
+
+@pytest.mark.parametrize("how", sampled(SAMPLE, ["nan", "widow"]))
+def test_the_run_ends_and_is_kept_whole(run_with: Callable[[str], Run], how: str) -> None:
+    """Finished, but not fine: exit code 3."""
+    run = run_with(how)
+    assert run.finished and not run.ok
+    assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
+
+
+def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The table is all there is on stdout; close leaves no child behind."""
+    worker = ProcessWorker(Settings(imports=(hazard,)))
+    assert worker.pid is None
+    with worker:
+        facts = next(one for one in worker.probe() if one.kind == "cpu")
+        assert facts.memory_bytes > 0 and facts.torch
+        case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
+        worker.prepare("talk", case, facts, 60.0)
+        slot = worker.slot("talk", 1, 0, 60.0)
+        assert len(slot.steps) == 1 and slot.wall_seconds > 0
+        with pytest.raises(WorkerFault, match="StepPrinted"):
+            worker.slot("talk", 2, 0, 60.0)
+        with pytest.raises(WorkerFault, match="KeyError") as caught:
+            worker.slot("nobody", 1, 0, 60.0)
+        assert "Traceback" in caught.value.trace and not caught.value.out_of_memory
+        worker.release("talk")
+        worker.release("nobody")
+        assert worker.software()["torch_threads"] == 1
+        pid = worker.pid
+        assert pid is not None
+    worker.close()
+    assert worker.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    shown = capfd.readouterr()
+    assert shown.out == "" and shown.err == ""
+
+
+RAISED = {
+    "leave": "SystemExit: 3",
+    "generator": "GeneratorExit: a close",
+    "base": "BaseException: a base",
+    "mute": "Mute: an exception that has no text",
+    "half": r"ValueError: half a pair: \ud800",
+}
+
+
+@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
+def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker] | type[LocalWorker]) -> None:
+    """And the worker answers what comes next. Only our own Ctrl-C is one."""
+    with kind(Settings(imports=(hazard,))) as worker:
+        facts = worker.probe()[0]
+        for how in (*RAISED, "press"):
+            worker.prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+        pid = worker.pid if isinstance(worker, ProcessWorker) else None
+        for how, words in RAISED.items():
+            with pytest.raises(WorkerFault) as caught:
+                worker.slot(how, 9, 0, 60.0)
+            assert str(caught.value) == words and "Traceback" in caught.value.trace
+        with pytest.raises(KeyboardInterrupt if kind is LocalWorker else WorkerFault, match="a press"):
+            worker.slot("press", 9, 0, 60.0)
+        assert len(worker.slot("mute", 1, 0, 60.0).steps) == 1
+        assert pid == (worker.pid if isinstance(worker, ProcessWorker) else None)
+
+
+def test_release_starts_no_worker() -> None:
+    """One that is gone holds nothing."""
+    worker = ProcessWorker(Settings())
+    worker.release("anything")
+    assert worker.pid is None
+
+
+def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
+    """A broken interpreter is a sentence with its last words, not a hang."""
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    with ProcessWorker(Settings(), str(broken)) as worker, pytest.raises(WorkerLost) as caught:
+        worker.probe()
+    assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
+
+
+@pytest.mark.parametrize(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
+def test_a_worker_that_the_system_does_not_start_is_lost(
+    error: type[OSError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Python there, or no process left to be had: a sentence, and nothing stays open."""
+    if error is BlockingIOError:
+
+        def full(*arguments: object, **options: object) -> None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        monkeypatch.setattr(subprocess, "Popen", full)
+    before = len(list(Path("/dev/fd").iterdir()))
+    with ProcessWorker(Settings(), str(tmp_path / "absent")) as worker, pytest.raises(WorkerLost) as caught:
+        worker.probe()
+    assert "the worker could not be started" in str(caught.value) and words in str(caught.value)
+    assert worker.pid is None and len(list(Path("/dev/fd").iterdir())) <= before
+
+
+PARENT = """
+import sys, time
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.model.raw import Settings
+from fp8bench.model import Case
+from fp8bench.user_code import import_user_modules
+
+how, path = sys.argv[1:]
+worker = ProcessWorker(Settings(imports=(path,)))
+facts = worker.probe()[0]
+worker.prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+print(worker.pid, flush=True)
+if how == "none":
+    time.sleep(60)
+worker.slot("one", 5, 0, 60.0)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that waits to be reaped has."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+
+
+def wait_for(condition: Callable[[], bool], limit: float) -> float:
+    """Seconds until it holds; fails the test if it does not."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit, f"waited {limit} s in vain"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
+@pytest.mark.parametrize(
+    "how",
+    ["none", "hang", "hold", "sleeper"],
+    ids=["idle", "asleep in a step", "holding the lock", "with a process of its own"],
+)
+def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_path: Path, how: str) -> None:
+    """Only the parent is killed, by the signal that nobody can catch."""
+    busy, sleeper = tmp_path / "busy", tmp_path / "sleeper"
+    environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy), "SLEEPER": str(sleeper)}
+    command = [sys.executable, "-c", PARENT, how, hazard]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        if how != "none":
+            wait_for(busy.exists, 60)
+        pids = [pid, int(sleeper.read_text())] if how == "sleeper" else [pid]
+        assert not any(map(gone, pids))
+        parent.kill()
+        parent.wait()
+        try:
+            wait_for(lambda: all(map(gone, pids)), 2.0)
+        finally:
+            for one in pids:
+                if not gone(one):
+                    os.kill(one, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
+@pytest.mark.parametrize("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
+def test_what_a_workload_has_started_ends_with_its_worker(
+    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
+) -> None:
+    """It would run on beside all that comes after it."""
+    sleeper = tmp_path / "sleeper"
+    monkeypatch.setenv("SLEEPER", str(sleeper))
+    with ProcessWorker(Settings(imports=(hazard,))) as worker:
+        case = Case("hazard", (("how", "sleeper"),), "bf16", "cpu")
+        worker.prepare("sleeper", case, worker.probe()[0], 60.0)
+        pid = int(sleeper.read_text())
+        assert not gone(pid)
+        end(worker)
+        wait_for(lambda: gone(pid), 2.0)
+
+
+def test_a_crash_is_seen_although_a_child_lives_on(hazard: str) -> None:
+    """At once, and not as a hang."""
+    with ProcessWorker(Settings(imports=(hazard,))) as worker:
+        worker.prepare("widow", Case("hazard", (("how", "widow"),), "bf16", "cpu"), worker.probe()[0], 60.0)
+        start = time.monotonic()
+        with pytest.raises(WorkerLost, match="crashed during 'slot': it was ended by SIGKILL"):
+            worker.slot("widow", 9, 0, 60.0)
+        assert time.monotonic() - start < 2.0
+
+
+class Interrupting(SilentObserver):
+    """Presses Ctrl-C when the second group is worked on."""
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        if case.param("how") == "raise" and doing == "measuring":
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_the_groups_that_were_done(hazard: str, tmp_path: Path) -> None:
+    """The run comes back unfinished, in memory as in the store."""
+    request = request_for(hazard, "none", "raise", "memory", isolation=False)
+    run = pipeline.execute(request, tmp_path, Interrupting(), "a test")
+    assert not run.finished
+    assert [record.case.param("how") for record in run.records] == ["none", "none"]
+    assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
+
+
+def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
+    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for the step's answer, and starts no new worker to be told so."""
+    busy = tmp_path / "busy"
+    monkeypatch.setenv("BUSY", str(busy))
+    pressed: list[float] = []
+
+    def press() -> None:
+        wait_for(busy.exists, 120)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    run = pipeline.execute(request_for(hazard, "hang", dtypes=("bf16",)), tmp_path, SilentObserver(), "a test")
+    took = time.monotonic() - pressed[0]
+    thread.join()
+    assert not run.finished and run.records == ()
+    assert took < 20, "the step would have slept for 60 s"
+
+
+def test_a_failure_without_isolation_is_a_record_too(hazard: str, tmp_path: Path) -> None:
+    """The same worker code in this process."""
+    run = pipeline.execute(
+        request_for(hazard, "raise", "memory", "none", isolation=False), tmp_path, SilentObserver(), ""
+    )
+    assert run.finished and not run.ok
+    assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
+    assert record_of(run, "memory", "bf16").reason == "out of memory, even alone"
+    assert [record_of(run, how, "fp32").status for how in ("raise", "memory", "none")] == [Status.OK] * 3
+    assert record_of(run, "none", "bf16").status is Status.OK
+
+
+def test_a_local_worker_forgets_its_states_when_restarted() -> None:
+    """As a process would."""
+    worker = LocalWorker(Settings())
+    (facts, *_) = worker.probe()
+    case = Case("gemm", (("m", 4), ("n", 4), ("k", 4), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
+    worker.prepare("one", case, facts, 1.0)
+    assert len(worker.slot("one", 3, 1, 1.0).steps) == 3
+    worker.restart()
+    with pytest.raises(WorkerFault, match="KeyError"):
+        worker.slot("one", 1, 0, 1.0)
+
+
+def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is what the caller gave."""
+    with ProcessWorker(Settings()) as worker:
+        worker.probe()
+        first = worker.pid
+        monkeypatch.setattr(handle, "START_SECONDS", 60.0)
+        with pytest.raises(WorkerHung, match="no answer to 'overheads' within 0 s"):
+            worker.ask(0.0, "overheads", DeviceFacts("cpu", 0, "", 1, ""))
+        assert worker.pid is None
+        assert worker.probe() and worker.pid != first
+
+
+@pytest.mark.parametrize(
+    ("step", "calls", "limit"), [(0.001, 1, 60.0), (2.9, 1, 60.0), (3.1, 1, 62.0), (0.5, 10, 100.0)]
+)
+def test_a_hang_is_max_of_sixty_seconds_and_twenty_steps(step: float, calls: int, limit: float) -> None:
+    """Per step of the slot."""
+    assert Limits().slot(step, calls) == pytest.approx(limit)
+
+
+def test_a_step_nobody_has_timed_is_given_time_for_its_flops() -> None:
+    """At five GFLOP/s, which any device reaches."""
+    assert Limits().first(Work()) == Limits().first(Work(flops=1e9)) == 60.0
+    assert Limits().first(Work(flops=1e12)) == 200.0
+    assert Limits().first(Work(setup_seconds=100)) == 160.0
+    assert Limits().numbers(Work(flops=1e12)) == 800.0
+
+
+def test_a_limit_that_the_user_gave_counts_for_every_request() -> None:
+    """Whatever the work."""
+    limits = Limits(2.5)
+    assert limits.first(Work(flops=1e15)) == limits.slot(100.0, 9) == limits.numbers(Work()) == 2.5
+
+
+def test_the_first_request_must_open_the_bench() -> None:
+    """And a request nobody knows is a fault, not the end."""
+    bench, reply = answer(None, "probe", ())
+    assert bench is None and reply[0] == "fault" and "first request must be 'open'" in reply[2]
+    bench, reply = answer(None, "open", (Settings(),))
+    assert bench is not None and reply == ("ok", None)
+    same, reply = answer(bench, "no_such_request", ())
+    assert same is bench and reply[:2] == ("fault", "AttributeError")

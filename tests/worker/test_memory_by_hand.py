@@ -1,0 +1,309 @@
+"""What a step's memory is made of, on a network small enough to count by hand, and in every suite."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.model import Case, DeviceFacts, MemoryRole, MemoryUse, Request, Scalar, Work
+from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import Phases, Role, Setup, Workload
+from fp8bench.protocols.axes import Axis
+from fp8bench.worker import bench as bench_module
+from fp8bench.worker import memory_pass as remembering
+from fp8bench.worker.bench import Bench
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+R = MemoryRole
+TOKENS, WIDTH, HIDDEN, OUT = 32, 8, 16, 4
+
+
+class Network:
+    """Two layers with ReLU between them, fp32, whose every tensor one can count."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.up = torch.nn.Parameter(torch.randn(WIDTH, HIDDEN))
+        self.down = torch.nn.Parameter(torch.randn(HIDDEN, OUT))
+        self.x, self.pull = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, OUT)
+        self.optimizer = torch.optim.SGD([self.up, self.down], lr=0.1, momentum=0.9, foreach=False)
+        self.fails_at = 0
+        self.steps = 0
+
+    def memory_roles(self) -> Mapping[MemoryRole, object]:
+        return {R.DATA: self.x, R.GRADIENTS: self.pull}
+
+    def step(self, phase: Phases) -> None:
+        """A tensor of a kibibyte passes through in the optimiser's phase, far below the highest point."""
+        self.steps += 1
+        if self.steps == self.fails_at:
+            with phase.gemm:
+                raise MemoryError("planted")
+        with phase.gemm:
+            hidden = self.x @ self.up
+        with phase.elementwise:
+            hidden = hidden.relu()
+        with phase.gemm:
+            y = hidden @ self.down
+        del hidden
+        with phase.elementwise:
+            y.backward(self.pull)
+        with phase.optimizer_step:
+            torch.empty(256)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Told(Workload):
+    """A workload whose state knows its step."""
+
+    name = "told"
+    summary = "what a test says"
+
+    def __init__(self, make: Callable[[Setup], Any]) -> None:
+        self.make = make
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return self.make(setup)
+
+    def step(self, state: Any, phase: Phases) -> None:
+        state.step(phase)
+
+
+Tell = Callable[[Callable[[Setup], Any]], Case]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+    """Makes the bench find a workload of the test's own."""
+
+    def told(make: Callable[[Setup], Any], precision: str = "fp32") -> Case:
+        class Known:
+            get = staticmethod(lambda name: Told(make))
+
+        monkeypatch.setattr(bench_module, "workloads", Known)
+        return Case("told", (), precision, "cpu")
+
+    return told
+
+
+def measured(bench: Bench, case: Case) -> MemoryUse:
+    """What the pass says, which is something, and sums."""
+    use = bench.memory(case, CPU)
+    assert isinstance(use, MemoryUse)
+    assert sum(size for _, size in use.roles) == use.peak == max(one.allocated for one in use.phases)
+    return use
+
+
+def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
+    """The highest point is in ReLU's backward.
+
+    There: weights and momentum; the input; what ReLU keeps, and the output; the gradient that comes in, the one of
+    what ReLU gave, the one that it makes, and that of the second weight. In the optimiser's phase both weights have
+    gradients, and nothing else but the state is left.
+    """
+    use = measured(bench, tell(Network))
+    weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
+    layer, output, second = 4 * TOKENS * HIDDEN, 4 * TOKENS * OUT, 4 * HIDDEN * OUT
+    assert dict(use.roles) == {
+        "weights": weights,
+        "gradients": output + 2 * layer + second,
+        "optimizer": weights,
+        "activations": layer + output,
+        "data": 4 * TOKENS * WIDTH,
+    }
+    state = 2 * weights + 4 * TOKENS * WIDTH + output
+    phases = {one.phase: one.allocated for one in use.phases}
+    assert phases["optimizer_step"] == state + weights + output + 1024  # the output lives as long as the step
+    assert phases["gemm"] == state + layer + output and phases["elementwise"] == use.peak
+    assert list(phases) == ["unattributed", "gemm", "elementwise", "optimizer_step"]
+    assert all(one.reserved is None for one in use.phases) and use.reserved is use.process is None
+
+
+class Casting:
+    """A product with its casts, and nothing that says what its tensors are for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.arithmetic = setup.arithmetic
+        self.x, self.w = torch.randn(TOKENS, WIDTH), torch.randn(HIDDEN, WIDTH)
+
+    def step(self, phase: Phases) -> None:
+        a, b = self.arithmetic.cast(self.x, Role.INPUT), self.arithmetic.cast(self.w, Role.WEIGHT)
+        self.arithmetic.product(a, b, torch.bfloat16)
+
+
+def test_what_is_cast_says_what_it_is(bench: Bench, tell: Tell) -> None:
+    """bf16 copies beside fp32 sources; in fp32 nothing is copied. The product is what passes by."""
+    x, w = TOKENS * WIDTH, HIDDEN * WIDTH
+    use = measured(bench, tell(Casting, "bf16"))
+    known = {"weights": 4 * w, "low_precision_weights": 2 * w, "activations": 4 * x, "low_precision_activations": 2 * x}
+    assert {role: size for role, size in use.roles if role != "workspace"} == known
+    assert dict(use.roles)["workspace"] >= 2 * TOKENS * HIDDEN
+    use = measured(bench, tell(Casting))
+    assert {role for role, _ in use.roles} == {"weights", "activations", "workspace"}
+
+
+class Bare:
+    """Somebody's suite that knows of nothing: a model, its optimiser, no phases."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.batch = torch.randn(16, 64)
+
+    def step(self, phase: Phases) -> None:
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Tell) -> None:
+    """Weights, two moments and a count, gradients; its batch is the state's, for nobody knows what."""
+    use = measured(bench, tell(Bare))
+    found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
+    assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
+    assert found["gradients"] >= weights and found["other"] == 4 * 16 * 64
+    assert [one.phase for one in use.phases] == ["unattributed"]
+
+
+SMALL: dict[str, Mapping[str, str]] = {
+    "gemm": {"shape": "64x48x32"},
+    "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
+    "norm_act": {"tokens": "32", "width": "64"},
+    "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
+    "optimizer": {"width": "64", "tensors": "3"},
+    "cast": {"shape": "64"},
+    "attention": {"sequence": "32", "heads": "2", "head_width": "32"},
+    "conv": {"channels": "8", "batch": "2", "image": "8"},
+    "data": {"record": "256", "batch": "8"},
+    "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
+    "numerics": {"tensor": "outliers", "rows": "64", "columns": "64"},
+}
+TRAINED = {"weights", "gradients", "activations"}
+# What must be there at the highest point in fp32, at the least.
+EXPECTED = {
+    "gemm": {"weights", "activations"}, "mlp": TRAINED, "norm_act": {"activations"}, "accumulate": {"gradients"},
+    "optimizer": {"weights", "gradients", "optimizer"}, "cast": {"activations"},
+    "attention": {"gradients", "activations"}, "conv": TRAINED, "data": {"data"},
+    "transformer": TRAINED | {"optimizer"}, "numerics": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
+    """Next to nothing is left for which nobody has a word; a trained suite's low precision has copies of weights."""
+    axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
+    for group in make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups:
+        for one in group.cases:
+            if one.skip:
+                continue
+            use = measured(bench, one.case)
+            found = dict(use.roles)
+            assert found.get("other", 0) <= 0.01 * use.peak, found
+            if precision == "fp32":
+                assert set(found) >= EXPECTED[name] and not any("low" in role for role in found), found
+            elif name in ("mlp", "transformer", "conv"):
+                assert found["low_precision_weights"] > 0
+
+
+def test_a_step_that_fails_in_the_middle_leaves_nothing(bench: Bench, tell: Tell) -> None:
+    """Neither the profiler nor a phase that is still open; the next one is measured as if nothing had been."""
+
+    def failing(setup: Setup) -> Network:
+        one = Network(setup)
+        one.fails_at = 2
+        return one
+
+    whole = measured(bench, tell(Network))
+    with pytest.raises(MemoryError, match="planted"):
+        bench.memory(tell(failing), CPU)
+    assert not torch.autograd._profiler_enabled()
+    again = measured(bench, tell(Network))
+    assert (again.peak, again.roles, again.phases) == (whole.peak, whole.roles, whole.phases)
+
+
+class Threaded(Network):
+    """Its product up is made by a thread of Python's, in a phase."""
+
+    def step(self, phase: Phases) -> None:
+        def work() -> None:
+            with phase.data_load:
+                torch.empty(100)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        super().step(phase)
+
+
+def test_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
+    """What they allocate is not seen; all else is as it was."""
+    whole, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
+    assert threaded.roles == whole.roles
+
+
+@pytest.mark.parametrize("trouble", ["reset", "mark"])
+def test_the_process_in_the_machines_memory(
+    trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark of the step alone; where nobody can say, that is said and nothing is 0."""
+    case = tell(Network)
+    use = measured(bench, case)
+    assert use.resident is None or use.resident > use.peak
+    assert bool(use.why) == (use.resident is None)
+    nothing = Unavailable("nobody may")
+    monkeypatch.setattr(remembering, "reset_high_water", lambda: nothing if trouble == "reset" else Reading(1, "B", ""))
+    if trouble == "mark":
+        monkeypatch.setattr(remembering, "memory", lambda: {"rss_high_water": nothing})
+    use = measured(bench, case)
+    assert use.resident is None and use.why == "no resident memory: nobody may"
+
+
+def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
+    """By what it writes to; the steps before and after it do not count."""
+
+    class Large:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def step(self, phase: Phases) -> None:
+            torch.ones(self.size, dtype=torch.uint8)
+
+    small, large, again = (measured(bench, tell(lambda _, size=size: Large(size))) for size in (1, 256 << 20, 1))
+    if large.resident is None:
+        pytest.skip(large.why)
+    assert small.resident is not None and again.resident is not None
+    assert large.resident - small.resident > 200 << 20 < large.resident - again.resident
+
+
+def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, tell: Tell) -> None:
+    """Somebody may look at the process meanwhile."""
+    import weakref
+
+    seen: list[weakref.ref[Tensor]] = []
+
+    def noting(setup: Setup) -> Network:
+        one = Network(setup)
+        seen.append(weakref.ref(one.x))
+        return one
+
+    case = tell(noting)
+    bench.memory(case, CPU)
+    assert seen[0]() is None
+    bench.memory(case, CPU, "key")
+    assert seen[1]() is not None
+    assert bench.release("key") == () == bench.release("key")
+    assert seen[1]() is None

@@ -1,0 +1,106 @@
+"""The pass that measures memory as its parent runs it: what the driver counts of the worker, and what faults cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fp8bench.errors import WorkerFault, WorkerHung
+from fp8bench.measure.limits import USUAL
+from fp8bench.measure.passes import CaseOutcome, Passes
+from fp8bench.measure.sensors.meter import Looks, Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.model import DeviceFacts, MemoryUse
+from fp8bench.model.readings import Read, Reading, Unavailable
+from fp8bench.protocols import SilentObserver
+from tests.fakes import FakeWorker, Fault, Script, planned
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+
+
+class Driver(AbsentDevice):
+    """A driver that counts the memory of processes, or says why not; it notes which states still lay there."""
+
+    def __init__(self, worker: FakeWorker, read: Read) -> None:
+        super().__init__("nothing else")
+        self.worker, self.read = worker, read
+        self.asked: list[tuple[int | None, list[str]]] = []
+
+    def process_memory(self, pid: int | None = None) -> Read:
+        self.asked.append((pid, list(self.worker.remembered)))
+        return self.read
+
+
+class Present:
+    """What is not absent: a driver by its questions alone."""
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def remembered(
+    scripts: Mapping[str, Script], read: Read | None, facts: DeviceFacts = CPU
+) -> tuple[list[CaseOutcome], FakeWorker, Driver | None]:
+    """The outcomes of the pass over these modes."""
+    worker = FakeWorker(scripts)
+    driver = None if read is None else Driver(worker, read)
+    device: Looks = AbsentDevice("no driver") if driver is None else Present(driver)  # type: ignore[assignment]
+    outcomes = [CaseOutcome(planned(mode)) for mode in scripts]
+    passes = Passes(worker, {"cpu": facts}, USUAL, SilentObserver())
+    passes.memory(outcomes, Meter((), device))
+    return outcomes, worker, driver
+
+
+def test_the_driver_is_asked_while_the_state_is_there() -> None:
+    """By the worker's number, once a case; then the state is given back."""
+    outcomes, worker, driver = remembered({"fp32": Script(peak=7), "bf16": Script(peak=5)}, Reading(99, "B", "NVML"))
+    assert [one.memory for one in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
+    assert driver is not None and [pid for pid, _ in driver.asked] == [worker.pid] * 2
+    assert [len(states) for _, states in driver.asked] == [1, 1] and worker.remembered == []
+    assert not any(one.detail for one in outcomes)
+
+
+def test_a_driver_that_cannot_say_is_a_reason() -> None:
+    """Beside what else is known; nothing is 0."""
+    (one,), _, _ = remembered({"fp32": Script(peak=7)}, Unavailable("process 5 is not among the 3 that NVML lists"))
+    assert one.memory == MemoryUse(
+        7, why="no memory of the process: process 5 is not among the 3 that NVML lists"
+    )  # fmt: skip
+
+
+def test_without_a_driver_nobody_is_asked_and_nothing_is_kept() -> None:
+    """A processor has none."""
+    (one,), worker, _ = remembered({"fp32": Script(peak=7)}, None)
+    assert one.memory == MemoryUse(7) and worker.remembered == [] and ("release", "?") not in worker.log
+
+
+def test_a_device_that_cannot_count_is_a_reason_too() -> None:
+    """And the driver need not be asked."""
+    (one,), _, driver = remembered({"fp32": Script(peak=None)}, Reading(99, "B", "NVML"))
+    assert one.memory is None and one.detail == "no peak memory: the script has none"
+    assert driver is not None and driver.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [(WorkerFault("OutOfMemoryError", "full", "", out_of_memory=True), 0), (WorkerHung("60 s"), 1)],
+)
+def test_a_fault_costs_one_case(error: Exception, restarts: int) -> None:
+    """The driver is asked of the others."""
+    scripts = {"fp32": Script(peak=7, faults=[Fault("memory", error)]), "bf16": Script(peak=5)}
+    (first, second), worker, driver = remembered(scripts, Reading(99, "B", "NVML"))
+    assert first.memory is None and first.detail == f"no peak memory: {error}"
+    assert second.memory == MemoryUse(5, process=99) and worker.restarts == restarts
+    assert driver is not None and len(driver.asked) == 1
+
+
+@pytest.mark.parametrize(("facts", "peak", "restarts"), [(CPU, 7, 0), (GPU, 7, 1), (GPU, None, 0)])
+def test_no_gpu_is_timed_in_a_process_that_listened(facts: DeviceFacts, peak: int | None, restarts: int) -> None:
+    """The profiler may have left something; where it was never on, the worker lives on."""
+    _, worker, _ = remembered({"fp32": Script(peak=peak)}, None, facts)
+    assert worker.restarts == restarts

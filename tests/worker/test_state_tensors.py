@@ -1,0 +1,142 @@
+"""What a state holds, and what for: states of every make, those that say so themselves and those that say nonsense."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.model import MemoryRole
+from fp8bench.worker import state_tensors as module
+from fp8bench.worker.state_tensors import state_tensors
+
+
+def role(found: Any, tensor: Tensor) -> object:
+    """Of a tensor, 'unheld' if the state does not hold it."""
+    return found.get(tensor.untyped_storage().data_ptr(), "unheld")
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: object) -> None:
+        self.kept = kept
+
+
+def generating(tensor: Tensor) -> Iterator[Tensor]:
+    """A generator that waits with the tensor in its hands."""
+    while True:
+        yield tensor
+
+
+def started(tensor: Tensor) -> Iterator[Tensor]:
+    """One that has begun."""
+    one = generating(tensor)
+    next(one)
+    return one
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x, lambda x: [x], lambda x: {"a": (1, {"b": x})}, lambda x: {x}, lambda x: deque([x]),
+        lambda x: types.SimpleNamespace(deep=[[[x]]]), Slotted, lambda x: (lambda: x), lambda x: partial(max, x),
+        lambda x: Slotted(x).__getattribute__, lambda x: x.clone,
+        lambda x: itertools.cycle([x]), started, lambda x: (x for _ in [0]),
+        lambda x: x[1:].view(-1, 1), lambda x: lambda y=x: y,
+    ],
+)  # fmt: skip
+def test_a_tensor_is_found_wherever_it_is_held(wrap: Callable[[Tensor], object]) -> None:
+    """In containers, objects, closures, arguments, generators; views lie where their base does."""
+    x = torch.empty(10)
+    found = state_tensors(wrap(x))
+    assert role(found, x) is None and len(found) == 1
+
+
+def test_a_state_that_holds_itself_ends() -> None:
+    """And tensors without memory lie nowhere."""
+    state: list[Any] = [torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()]
+    state.append(state)
+    assert state_tensors(state) == {}
+
+
+def test_what_modules_and_optimisers_hold_is_known() -> None:
+    """Weights, their gradients, moments; buffers and inputs are the state's, for nobody knows what."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(5, 3)
+    model(x).sum().backward()
+    optimizer.step()
+    found = state_tensors({"model": model, "optimizer": optimizer, "x": x})
+    for weight in model.parameters():
+        assert role(found, weight) is MemoryRole.WEIGHTS
+        assert weight.grad is not None and role(found, weight.grad) is MemoryRole.GRADIENTS
+        moments = optimizer.state[weight]
+        assert role(found, moments["exp_avg"]) is role(found, moments["exp_avg_sq"]) is MemoryRole.OPTIMIZER
+    assert role(found, model[1].running_mean) is None and role(found, x) is None
+    assert role(state_tensors(optimizer), model[0].weight) is MemoryRole.WEIGHTS
+
+
+def test_a_tensor_that_is_trained_is_a_weight() -> None:
+    """Without a module around it; what was computed from it is none."""
+    w = torch.empty(3, requires_grad=True)
+    y = w * 2
+    found = state_tensors((w, y))
+    assert role(found, w) is MemoryRole.WEIGHTS and role(found, y) is None
+
+
+@dataclass
+class Holder:
+    """A state that says what it holds."""
+
+    said: Any
+    more: list[object] = field(default_factory=list)
+
+    def memory_roles(self) -> Any:
+        return self.said
+
+
+def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> None:
+    """Also about a parameter; a gradient of what it names stays one."""
+    x, y, z = torch.empty(3, requires_grad=True), torch.empty(3), torch.empty(3)
+    x.grad = torch.empty(3)
+    inner = Holder({MemoryRole.OPTIMIZER: [x, y], MemoryRole.DATA: z})
+    found = state_tensors(Holder({MemoryRole.ACTIVATIONS: {"x": x}}, [inner, x]))
+    assert role(found, x) is MemoryRole.ACTIVATIONS and role(found, x.grad) is MemoryRole.GRADIENTS
+    assert role(found, y) is MemoryRole.OPTIMIZER and role(found, z) is MemoryRole.DATA
+
+
+@pytest.mark.parametrize("said", [None, 5, [torch.empty(1)], {"weights": 1, 3: 4}])
+def test_words_that_are_none_are_an_error(said: object) -> None:
+    """That says what was expected."""
+    with pytest.raises(TypeError, match=r"Holder\.memory_roles\(\) returned .*expected a mapping of MemoryRole"):
+        state_tensors(Holder(said))
+
+
+def test_a_huge_state_is_not_looked_through_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near things first; what lies behind a million others is nobody's."""
+    monkeypatch.setattr(module, "MOST_OBJECTS", 100)
+    near, far = torch.empty(3), torch.empty(3)
+    found = state_tensors([near, [[one] for one in range(1000)], [[[far]]]])
+    assert role(found, near) is None and role(found, far) == "unheld"
+
+
+def test_looking_keeps_nothing_alive() -> None:
+    """Neither tensors nor what holds them."""
+    import weakref
+
+    x = torch.empty(3)
+    seen = weakref.ref(x)
+    found = state_tensors([x])
+    del x
+    assert seen() is None and len(found) == 1

@@ -1,0 +1,165 @@
+"""Scales from data in the worker: found once, on a state of their own, for everything that is asked of a case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fp8bench.model import Case, DeviceFacts, LayerScale, Request, StaticScales, Status
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
+from fp8bench.registry import workloads
+from fp8bench.worker.bench import Bench
+from tests.fakes import FakeWorker, Script, arm, broken, planned
+from tests.measure.test_group import measure
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+SMALL = (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("16",)))
+SCALES = (LayerScale("one", "input", 2.0, 224.0, 3),)
+
+
+def case_of(dtype: str = "fp8", suite: str = "transformer", **request: Any) -> Case:
+    """A small case with scales from two steps."""
+    axes = SMALL if suite == "transformer" else (("tokens", ("32",)), ("width", ("32",)), ("hidden", ("32",)))
+    asked = Request(suite, ("fp32", dtype), ("cpu",), axes=axes, **{"static_scales": 2, **request})
+    found = make_plan(asked, (CPU,)).groups[0].cases[1].case
+    assert found.static is not None and (found.precision == dtype or found.precision_map)
+    return found
+
+
+class Recording(RecipeArithmetic):
+    """Current scaling that writes down what it casts."""
+
+    seen: dict[tuple[str, str], float]
+
+    def layer(self, name: str) -> Arithmetic:
+        found = Recording(self.recipe, self.carrier, name)
+        found.seen = self.seen
+        return found
+
+    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+        key = self.name, role.value
+        self.seen[key] = max(self.seen.get(key, 0.0), float(tensor.detach().abs().max()))
+        return super().operand(tensor, role, again)
+
+
+def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], float]:
+    """The largest magnitudes of so many steps with current scales, by layer and role."""
+    setup = bench._setup(replace(case, static=None), CPU)
+    assert isinstance(setup.arithmetic, RecipeArithmetic)
+    recording = Recording(setup.arithmetic.recipe)
+    recording.seen = {}
+    state = workloads.get(case.workload).prepare(replace(setup, arithmetic=recording))
+    for _ in range(steps):
+        workloads.get(case.workload).step(state, SilentPhases())
+    return recording.seen
+
+
+def kept(bench: Bench, case: Case, slots: int = 1) -> tuple[LayerScale, ...]:
+    """The scales of a state after preparing it, which is a step, and so many steps."""
+    bench.prepare("one", case, CPU)
+    try:
+        for _ in range(slots):
+            bench.slot("one", 1, 0)
+        return bench.scales("one")
+    finally:
+        bench.release("one")
+
+
+def test_scales_come_from_the_largest_magnitudes_of_so_many_steps(bench: Bench) -> None:
+    """Of training ones, with micro-batches: every layer but the head, which is bf16; the timed state changes none."""
+    case = case_of()
+    wanted = recorded(bench, case, 2)
+    assert len(wanted) == 8 * 3 and wanted != recorded(bench, case, 1)
+    found = kept(bench, case, slots=3)
+    assert {(one.layer, one.role): one.amax for one in found} == wanted
+    for one in found:
+        largest = 57344.0 if one.role == "gradient" else 448.0
+        assert one.scale == pytest.approx(largest / one.amax, rel=1e-6) and one.renewals == 0
+
+
+def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states, errors, memory and trace need one calibration between them."""
+    case, prepared = case_of("fp8-e4m3"), []
+    inner = type(workloads.get("transformer")).prepare
+
+    def counted(self: Any, setup: Any) -> Any:
+        prepared.append(setup.scales.watching)
+        return inner(self, setup)
+
+    monkeypatch.setattr(type(workloads.get("transformer")), "prepare", counted)
+    bench.calibrate(case, CPU)
+    assert prepared == [True]
+    assert kept(bench, case) == kept(bench, case)
+    bench.error(case, CPU)
+    bench.memory(case, CPU)
+    assert prepared == [True, False, False, False]
+
+
+def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
+    """They differ a little from those of current scales, because data differ from step to step."""
+    case = case_of()
+    static, current = (bench.error(one, CPU)["gradient_error"] for one in (case, replace(case, static=None)))
+    assert static != current and static == pytest.approx(current, rel=0.5)
+    assert static == bench.error(case, CPU)["gradient_error"]
+
+
+def test_delayed_scaling_gives_way(bench: Bench) -> None:
+    """With scales from data it is current scaling's recipe, bit for bit."""
+    errors = [bench.error(case_of(name, "mlp", reference="fp32"), CPU) for name in ("fp8-delayed", "fp8")]
+    assert errors[0] == errors[1]
+
+
+def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
+    """The step that preparing runs counts: of 7 steps the 3rd and the 6th are watched."""
+    found = kept(bench, case_of(refresh_scales=3), slots=6)
+    assert {one.renewals for one in found} == {2}
+    plain = {(one.layer, one.role): one.amax for one in kept(bench, case_of())}
+    assert any(plain[one.layer, one.role] != one.amax for one in found)
+
+
+def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
+    """Without tolerance for any value: some tensors grow over what was found, others never."""
+    found = kept(bench, case_of(saturation_bound=0.0), slots=4)
+    assert any(one.renewals for one in found) and not all(one.renewals for one in found)
+    loose = kept(bench, case_of(saturation_bound=99.0), slots=4)
+    assert not any(one.renewals for one in loose)
+
+
+def test_a_map_decides_which_layers_have_scales_from_data(bench: Bench) -> None:
+    """Those whose own mode has one scale a tensor, in a case whose precision has none."""
+    case = case_of("mxfp8", precision_map=(("blocks.1.attn", "fp8"), ("head", "fp8-e5m2")))
+    assert {one.layer for one in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
+
+
+def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -> None:
+    """Each case that has them, and no other."""
+    static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
+    mode = static.case.mode
+    found, worker = measure({mode: Script(scales=SCALES)}, planned("bf16"), static)
+    assert found[mode].scales == SCALES and found["bf16"].scales == ()
+    assert [entry for entry in worker.log if entry[0] == "calibrate"] == [("calibrate", mode)]
+    assert worker.log.index(("calibrate", mode)) < worker.log.index(("prepare", mode))
+
+
+def test_a_case_that_cannot_be_calibrated_fails_alone() -> None:
+    """With what its workload said."""
+    static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
+    found, _ = measure({static.case.mode: broken("calibrate")}, planned("bf16"), static)
+    failed = found[static.case.mode]
+    assert failed.status is Status.FAILED and "no such thing" in failed.reason and failed.scales == ()
+    assert found["bf16"].status is Status.OK
+
+
+def test_calibrating_may_take_the_time_of_its_steps() -> None:
+    """Of steps that nobody has timed yet."""
+    one, worker = arm("fp8"), FakeWorker({})
+    one.planned = replace(
+        one.planned, case=replace(one.planned.case, static=StaticScales(100)), work=replace(one.planned.work, flops=5e9)
+    )
+    one.prepare(worker)
+    assert dict(worker.limits[::-1])["calibrate"] == 60.0 + 100 * 1.0

@@ -1,0 +1,323 @@
+"""One attempt in a memory that ends, for real: counted by hand, a second way, and until the kernel gives no more."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8bench.devices.cpu import Cpu, data_bytes
+from fp8bench.errors import WorkerFault, WorkerLost
+from fp8bench.measure.capacity import CapacityPass, CapacityRule
+from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.limits import USUAL
+from fp8bench.measure.passes import CaseOutcome
+from fp8bench.model import Capacity, Case, DeviceFacts, PlannedCase, Request, Scalar, Work
+from fp8bench.model.raw import Settings
+from fp8bench.plan.make import make_plan, with_batch
+from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases, Workload
+from fp8bench.protocols.axes import Axis, whole_number
+from fp8bench.registry import precisions, workloads
+from fp8bench.worker.memory_pass import try_batch
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+MIB = 1 << 20
+# What takes the batch's share of MiB, in a suite of a user's own; `how` says what it does from 64 on.
+SUITE = """
+import os, signal, torch
+from fp8bench.suites import Axis, Work, Workload, one_of, whole_number, workloads
+
+@workloads.register("heap")
+class Heap(Workload):
+    name = "heap"
+    summary = "takes memory"
+    batch_axis = "mib"
+    def axes(self, facts):
+        kinds = ("takes", "killed", "crash", "raises")
+        return (Axis("mib", "how much", ("4",), whole_number()), Axis("how", "it ends", ("takes",), one_of(*kinds)))
+    def work(self, params):
+        return Work()
+    def prepare(self, setup):
+        return dict(setup.case.params)
+    def step(self, state, phase):
+        if state["mib"] >= 64 and state["how"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state["mib"] >= 64 and state["how"] == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if state["mib"] >= 64 and state["how"] == "raises":
+            raise ValueError("sixty-four is too many")
+        torch.ones(state["mib"] << 18)
+"""
+
+
+@pytest.fixture(scope="module")
+def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of that suite, known here too."""
+    path = tmp_path_factory.mktemp("suites") / "heap_suite.py"
+    path.write_text(SUITE)
+    before = dict(workloads._leaves)
+    workloads.names()
+    yield path
+    workloads._leaves.clear()
+    workloads._leaves.update(before)
+
+
+@pytest.fixture(scope="module")
+def worker(heap: Path) -> Iterator[ProcessWorker]:
+    with ProcessWorker(Settings(imports=(str(heap),))) as one:
+        yield one
+
+
+@pytest.fixture
+def local() -> Iterator[LocalWorker]:
+    with LocalWorker(Settings()) as one:
+        yield one
+
+
+def planned(suite: str, dtype: str = "fp32", imports: tuple[str, ...] = (), **axes: str) -> PlannedCase:
+    from fp8bench.user_code import import_user_modules
+
+    import_user_modules(imports)
+    request = Request(suite, (dtype,), ("cpu",), axes=tuple((name, (value,)) for name, value in axes.items()))
+    return make_plan(request, (CPU,)).groups[0].cases[0]
+
+
+def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
+    outcome = CaseOutcome(one)
+    CapacityPass(worker, {"cpu": CPU}, USUAL, SilentObserver(), CapacityRule(limit, with_batch)).search([outcome])
+    assert outcome.capacity is not None
+    return outcome.capacity
+
+
+class Storages(TorchDispatchMode):
+    """Another way of counting: every storage that any operation gives or takes, from when it is seen to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.highest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs, made)):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                if storage._cdata not in self.held:
+                    self.held[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.held.pop, storage._cdata, None)
+        self.highest = max(self.highest, sum(self.held.values()))
+        return made
+
+
+def seen(case: Case) -> int:
+    """The most bytes that storages hold at once, from preparing to the end of the second step."""
+    workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+    arithmetic = precision.arithmetic(CPU)
+    gc.collect()
+    with precision.scope(), Storages() as storages:
+        state = workload.prepare(Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale))
+        for _ in range(2):
+            workload.step(state, SilentPhases())
+    return storages.highest
+
+
+@linux
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
+)
+def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, str], local: LocalWorker) -> None:
+    """Both sides of it, without anything of the search."""
+    limit, one = 3 * MIB, planned(name, tokens="16", **axes)
+    found = searched(local, one, limit)
+    assert found.batch is not None and found.batch > 100 and found.beyond == found.batch + 1
+    inside, outside = (with_batch(one, batch, CPU) for batch in (found.batch, found.beyond))
+    assert inside is not None and outside is not None
+    assert seen(inside.case) == found.peak
+    assert seen(inside.case) <= limit < seen(outside.case)
+    assert found.attempts <= 7
+
+
+@pytest.mark.slow
+@linux
+def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: Path) -> None:
+    """Ten times as much as is allowed, again and again: the same process answers, and has lost nothing."""
+    small, large = (planned("heap", imports=(str(heap),), mib=str(size)).case for size in (4, 3000))
+    assert worker.try_batch(small, CPU, 100 * MIB, 60) == 4 * MIB
+    process, resident = worker.pid, resident_bytes(worker)
+    for _ in range(5):
+        with pytest.raises(WorkerFault, match="DefaultCPUAllocator: can't allocate memory") as caught:
+            worker.try_batch(large, CPU, 100 * MIB, 60)
+        assert caught.value.out_of_memory
+        assert worker.try_batch(small, CPU, 100 * MIB, 60) == 4 * MIB
+    assert worker.pid == process and resident_bytes(worker) < resident + 64 * MIB
+    # Without a limit there is none left from before.
+    assert worker.try_batch(planned("heap", mib="600").case, CPU, None, 60) == 600 * MIB
+
+
+def resident_bytes(worker: ProcessWorker) -> int:
+    lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+@linux
+def test_the_largest_of_a_user_s_own_suite(worker: ProcessWorker, heap: Path) -> None:
+    found = searched(worker, planned("heap", imports=(str(heap),)), 50 * MIB + 17)
+    assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 50, 51, 50 * MIB)
+    assert found.why == "tensors need 1.00 MiB more"
+
+
+@linux
+def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: Path) -> None:
+    """As the kernel does it when memory runs out: the search goes on in a fresh one."""
+    found = searched(worker, planned("heap", imports=(str(heap),), how="killed"), 64 * MIB)
+    assert (found.batch, found.beyond) == (63, 64)
+    assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
+
+
+@linux
+@pytest.mark.parametrize(("how", "word"), [("crash", "SIGSEGV"), ("raises", "sixty-four is too many")])
+def test_what_fails_otherwise_ends_it(how: str, word: str, worker: ProcessWorker, heap: Path) -> None:
+    """The next case finds a worker that works."""
+    found = searched(worker, planned("heap", imports=(str(heap),), how=how), 64 * MIB)
+    assert found.batch is None and word in found.why
+    assert worker.try_batch(planned("heap", mib="4").case, CPU, 100 * MIB, 60) == 4 * MIB
+
+
+@pytest.mark.slow
+@linux
+def test_a_killed_worker_is_told_from_one_that_crashed(worker: ProcessWorker, heap: Path) -> None:
+    for how, killed in (("killed", True), ("crash", False)):
+        with pytest.raises(WorkerLost) as caught:
+            worker.try_batch(planned("heap", imports=(str(heap),), how=how, mib="64").case, CPU, None, 60)
+        assert caught.value.killed is killed
+
+
+@linux
+def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
+    """After a success and after a failure."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with Cpu().memory_limited(0, MIB):
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < data_bytes() + 300 * MIB
+        with pytest.raises(RuntimeError) as caught:
+            torch.ones(1 << 28)
+    assert Cpu().is_out_of_memory(caught.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with pytest.raises(RuntimeError, match="can't allocate"), Cpu().memory_limited(0, MIB):
+        torch.ones(1 << 28)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    torch.ones(1 << 26)
+
+
+class Told(Workload):
+    """A workload made of what a test says."""
+
+    name = "told"
+    summary = "what a test says"
+
+    def __init__(self, prepare: Callable[[], Any], step: Callable[[Any], None]) -> None:
+        self._prepare = prepare
+        self._step = step
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("n", "a number", ("1",), whole_number()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return self._prepare()
+
+    def step(self, state: Any, phase: Phases) -> None:
+        self._step(state)
+
+
+def setup() -> Setup:
+    arithmetic = precisions.get("fp32").arithmetic(CPU)
+    return Setup(Case("told", (), "fp32", "cpu"), CPU, 0, arithmetic, arithmetic, {})
+
+
+@linux
+def test_preparing_counts_and_both_steps_do() -> None:
+    """The highest point lies where it lies."""
+
+    def rough() -> dict[str, Any]:
+        torch.empty(5000)
+        return {"weights": torch.empty(10)}
+
+    def first(state: dict[str, Any]) -> None:
+        if "moments" not in state:
+            state["moments"] = torch.empty(100)
+            torch.empty(7000)
+        torch.empty(6950)
+
+    def peak(prepare: Callable[[], Any], step: Callable[[Any], None]) -> int | None:
+        return try_batch(Told(prepare, step), setup, Cpu(), 0, 1 << 30)
+
+    assert peak(rough, lambda state: None) == 4 * 5000
+    assert peak(rough, first) == 4 * (10 + 100 + 7000)
+    assert peak(lambda: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
+
+
+def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is prepared."""
+
+    def never() -> Any:
+        raise AssertionError("it was prepared")
+
+    blind = Cpu()
+    monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
+    with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
+        try_batch(Told(never, never), setup, blind, 0, 1 << 30)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
+        try_batch(Told(never, never), setup, Cpu(), 0, 1 << 30)
+
+
+def test_without_a_limit_nobody_has_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind, steps = Cpu(), list[int]()
+    monkeypatch.setattr(blind, "memory_meter", lambda index: "nobody")
+    assert try_batch(Told(dict, lambda state: steps.append(1)), setup, blind, 0, None) is None
+    assert len(steps) == 2
+
+
+def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next pass would count under two."""
+    stopped: list[int] = []
+    device = Cpu()
+    meter = device.memory_meter(0)
+    assert not isinstance(meter, str)
+    inner = meter.stop
+    monkeypatch.setattr(meter, "stop", lambda: stopped.append(1) or inner())
+    monkeypatch.setattr(device, "memory_meter", lambda index: meter)
+
+    def step(state: Any) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        try_batch(Told(dict, step), setup, device, 0, None)
+    assert stopped == [1] and gc.isenabled()
+    assert try_batch(Told(dict, lambda state: None), setup, Cpu(), 0, None) == 0
+
+
+def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:
+    """In a state of their own, with a book that the two steps go on with."""
+    request = Request("mlp", ("fp32", "fp8"), ("cpu",), axes=(("tokens", ("32",)), ("gated", ("no",))), static_scales=2)
+    case = make_plan(request, (CPU,)).groups[0].cases[1].case
+    assert case.static is not None
+    plain = local.try_batch(replace(case, static=None), CPU, None, 60)
+    taken = local.try_batch(case, CPU, None, 60)
+    assert plain is not None and taken is not None and abs(taken - plain) < 0.2 * plain
