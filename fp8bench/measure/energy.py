@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
@@ -110,14 +110,11 @@ class EnergyPass:
 
 def _kept(energy: Energy, steps: int) -> EnergyWindow:
     watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    kept = EnergyWindow(steps, energy.seconds, energy.joules, energy.intervals, energy.uncertainty)
-    throttle = watched.get("throttle")
-    return replace(
-        kept,
-        sm_clock=watched.get("sm_clock"),
-        temperature=watched.get("temperature"),
-        throttle=None if throttle is None else int(throttle),
-    )
+    throttle, stretch = watched.get("throttle"), energy.stretch
+    return EnergyWindow(
+        steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
+        watched.get("temperature"), None if throttle is None else int(throttle),
+    )  # fmt: skip
 
 
 def _watts(idle: Energy | Unavailable) -> float | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.sensors.meter import Looks, Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
 from fp8bench.model import (
     Capacity,
     Case,

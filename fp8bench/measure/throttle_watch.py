@@ -8,14 +8,12 @@ held the clocks back) is read before and after the whole session.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
-from statistics import median
+from collections.abc import Callable
 
-from fp8bench.measure.sensors.meter import Looks
+from fp8bench.measure.sensors.energy import SUMMARIES
+from fp8bench.measure.sensors.nvml import Looks
 from fp8bench.model import DeviceWatch
-from fp8bench.model.readings import Reading, Readings, Unavailable, grown
+from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 
 # A look takes the driver up to milliseconds, in which the device idles.
 _EVERY = 0.25
@@ -47,32 +45,14 @@ class Watch:
         """What there was to be seen of one arm; after `end`."""
         looks = self._looks.get(key, [])
         held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
-        throttle = _known(looks, "throttle")
-        clocks, temperatures = _known(looks, "sm_clock"), _known(looks, "temperature")
-        memory = _known(looks, "memory_clock")
+        known = {
+            name: [read.number for look in looks if isinstance(read := look[of], Reading)]
+            for name, (of, _) in SUMMARIES.items()
+        }
         return DeviceWatch(
             looks=len(looks),
             seconds=self._seconds,
-            throttle=reduce(or_, map(int, throttle)) if throttle else None,
             held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
-            sm_clock=median(clocks) if clocks else None,
-            sm_clock_lowest=min(clocks, default=None),
-            memory_clock=median(memory) if memory else None,
-            temperature=max(temperatures, default=None),
-            why=_missing([*looks, self._counted]),
+            why="; ".join(reasons_of(*looks, self._counted)),
+            **{name: how(known[name]) if known[name] else None for name, (_, how) in SUMMARIES.items()},
         )
-
-
-def _known(looks: Sequence[Readings], name: str) -> list[float]:
-    """What the looks say of one value, as far as they do."""
-    return [read.number for look in looks if isinstance(read := look[name], Reading)]
-
-
-def _missing(readings: Sequence[Readings]) -> str:
-    """What could not be read, by reason; '' if everything could."""
-    names: dict[str, list[str]] = {}
-    for one in readings:
-        for name, read in one.items():
-            if isinstance(read, Unavailable):
-                names.setdefault(read.reason, []).append(name)
-    return "; ".join(f"{', '.join(dict.fromkeys(found))}: {reason}" for reason, found in names.items())

@@ -55,6 +55,16 @@ def attempt(read: Callable[[], Reading]) -> Read:
         return Unavailable(failure.reason)
 
 
+def reasons_of(*said: Readings) -> list[str]:
+    """Why there are values missing, by reason: 'ecc, mig: not supported'."""
+    names: dict[str, dict[str, None]] = {}
+    for readings in said:
+        for name, read in readings.items():
+            if isinstance(read, Unavailable):
+                names.setdefault(read.reason, {})[name] = None
+    return [f"{', '.join(missing)}: {reason}" for reason, missing in names.items()]
+
+
 def first_of(*reads: Callable[[], Reading]) -> Reading:
     """The first of several ways that works; raises with all their reasons if none does."""
     reasons = []

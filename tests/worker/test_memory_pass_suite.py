@@ -9,10 +9,10 @@ import pytest
 from fp8bench.errors import WorkerFault, WorkerHung
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import CaseOutcome, Passes
-from fp8bench.measure.sensors.meter import Looks, Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
 from fp8bench.model import DeviceFacts, MemoryUse
-from fp8bench.model.readings import Read, Reading, Unavailable
+from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver
 from tests.fakes import FakeWorker, Fault, Script, planned
 
@@ -20,11 +20,10 @@ CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
 
 
-class Driver(AbsentDevice):
+class Driver(Looks):
     """A driver that counts the memory of processes, or says why not; it notes which states still lay there."""
 
     def __init__(self, worker: FakeWorker, read: Read) -> None:
-        super().__init__("nothing else")
         self.worker, self.read = worker, read
         self.asked: list[tuple[int | None, list[str]]] = []
 
@@ -32,15 +31,8 @@ class Driver(AbsentDevice):
         self.asked.append((pid, list(self.worker.remembered)))
         return self.read
 
-
-class Present:
-    """What is not absent: a driver by its questions alone."""
-
-    def __init__(self, inner: Driver) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
+    def _read(self, wanted: object) -> Readings:
+        return {}
 
 
 def remembered(
@@ -49,10 +41,9 @@ def remembered(
     """The outcomes of the pass over these modes."""
     worker = FakeWorker(scripts)
     driver = None if read is None else Driver(worker, read)
-    device: Looks = AbsentDevice("no driver") if driver is None else Present(driver)  # type: ignore[assignment]
     outcomes = [CaseOutcome(planned(mode)) for mode in scripts]
     passes = Passes(worker, {"cpu": facts}, USUAL, SilentObserver())
-    passes.memory(outcomes, Meter((), device))
+    passes.memory(outcomes, Meter((), driver or AbsentDevice("no driver")))
     return outcomes, worker, driver
 
 

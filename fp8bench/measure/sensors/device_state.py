@@ -6,7 +6,8 @@ bytes. None is not known; '<key> unknown' says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from fp8bench import units
 from fp8bench.measure.sensors.meter import Meter
@@ -15,13 +16,45 @@ from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
-from fp8bench.model.readings import NoReading, Readings, Unavailable
+from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 
 # Of what the driver says that does not change while a run lasts; names of devices are known already.
 _FACTS = (
     "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
     "memory_clock_max", "persistence", "ecc", "mig",
 )  # fmt: skip
+
+# What the doctor tells, line by line: of each value that is known.
+_TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
+    "driver": {
+        "driver": lambda known: str(known["driver"]),
+        "cuda_driver": lambda known: f"CUDA up to {known['cuda_driver']}",
+        "uuid": lambda known: str(known["uuid"]),
+        "pci": lambda known: f"PCI {known['pci']}",
+    },
+    "settings": {
+        "power_cap": lambda known: _power_cap(known["power_cap"], known.get("power_cap_default")),
+        "sm_clock_max": lambda known: f"SM clock up to {units.count(known['sm_clock_max'], 'Hz')}",
+        "ecc": lambda known: f"ECC {known['ecc']}",
+        "mig": lambda known: f"MIG {known['mig']}",
+        "persistence": lambda known: f"persistence mode {known['persistence']}",
+    },
+    "now": {
+        "power": lambda known: f"{known['power']:.0f} W",
+        "sm_clock": lambda known: f"SM clock {units.count(known['sm_clock'], 'Hz')}",
+        "temperature": lambda known: f"{known['temperature']:g} degC",
+        "memory_used": lambda known: f"{units.size(known['memory_used'])} used",
+        "throttle": lambda known: f"clocks {_held(', '.join(reasons_in(known['throttle'])))}",
+    },
+}
+
+
+def _power_cap(watts: float, default: float | None) -> str:
+    return f"power cap {watts:g} W" + (f" of {default:g} W" if default not in (None, watts) else "")
+
+
+def _held(by: str) -> str:
+    return f"held back by {by}" if by else "not held back"
 
 
 def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
@@ -30,7 +63,7 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         read = {name: one for name, one in meter.device.facts().items() if name in _FACTS}
         found = {name: None if isinstance(one, Unavailable) else one.value for name, one in read.items()}
-        found["unknown"] = "; ".join(_reasons(read)) or None
+        found["unknown"] = "; ".join(reasons_of(read)) or None
     found["energy_source"] = meter.kind.value
     found["energy_period"] = _period(meter)
     found["energy_call"] = meter.call_seconds
@@ -41,12 +74,12 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
 def device_lines(meter: Meter) -> Iterator[str]:
     """Driver, limits, modes and how the device is just now; then where its energy comes from, or why it has none."""
     if not isinstance(meter.device, AbsentDevice):
-        facts, state = _values(meter.device.facts()), _values(meter.device.state())
-        yield f"driver    {_joined(_driver(facts))}"
-        yield f"settings  {_joined(_settings(facts))}"
-        yield f"now       {_joined(_now(state))}"
-        reasons = _reasons({**meter.device.facts(), **meter.device.state()})
-        if reasons:
+        facts, state = meter.device.facts(), meter.device.state()
+        known = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
+        for title, words in _TOLD.items():
+            parts = [say(known) for name, say in words.items() if name in known]
+            yield f"{title:10}{', '.join(parts) or 'not known'}"
+        if reasons := reasons_of(facts, state):
             yield f"unknown   {'; '.join(reasons)}"
     yield f"energy    {energy_source(meter)}"
 
@@ -81,57 +114,3 @@ def energy_source(meter: Meter) -> str:
 def _period(meter: Meter) -> float | None:
     source = meter.source
     return source.rhythm.period if source is not None and source.rhythm is not None else None
-
-
-def _reasons(readings: Readings) -> list[str]:
-    """'ecc, mig: not supported', by reason."""
-    names: dict[str, list[str]] = {}
-    for name, read in readings.items():
-        if isinstance(read, Unavailable):
-            names.setdefault(read.reason, []).append(name)
-    return [f"{', '.join(found)}: {reason}" for reason, found in names.items()]
-
-
-def _values(readings: Readings) -> dict[str, Scalar]:
-    return {name: read.value for name, read in readings.items() if not isinstance(read, Unavailable)}
-
-
-def _joined(parts: Iterator[str]) -> str:
-    return ", ".join(parts) or "not known"
-
-
-def _driver(facts: Mapping[str, Scalar]) -> Iterator[str]:
-    if "driver" in facts:
-        yield str(facts["driver"])
-    if "cuda_driver" in facts:
-        yield f"CUDA up to {facts['cuda_driver']}"
-    if "uuid" in facts:
-        yield str(facts["uuid"])
-    if "pci" in facts:
-        yield f"PCI {facts['pci']}"
-
-
-def _settings(facts: Mapping[str, Scalar]) -> Iterator[str]:
-    cap, default = facts.get("power_cap"), facts.get("power_cap_default")
-    if cap is not None:
-        of = f" of {default:g} W" if default is not None and default != cap else ""
-        yield f"power cap {cap:g} W{of}"
-    if "sm_clock_max" in facts:
-        yield f"SM clock up to {units.count(float(facts['sm_clock_max']), 'Hz')}"
-    for name, words in (("ecc", "ECC"), ("mig", "MIG"), ("persistence", "persistence mode")):
-        if name in facts:
-            yield f"{words} {facts[name]}"
-
-
-def _now(state: Mapping[str, Scalar]) -> Iterator[str]:
-    if "power" in state:
-        yield f"{state['power']:.0f} W"
-    if "sm_clock" in state:
-        yield f"SM clock {units.count(float(state['sm_clock']), 'Hz')}"
-    if "temperature" in state:
-        yield f"{state['temperature']:g} degC"
-    if "memory_used" in state:
-        yield f"{units.size(float(state['memory_used']))} used"
-    if "throttle" in state:
-        held = reasons_in(int(state["throttle"]))
-        yield f"clocks held back by {', '.join(held)}" if held else "clocks not held back"

@@ -11,22 +11,16 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from statistics import median
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from fp8bench.measure.sensors.mean_power import mean_power, slope
+from fp8bench.measure.sensors.mean_power import Stretch, mean_power, slope
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import Clock, silence
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
-
-def _union(numbers: Sequence[float]) -> float:
-    return reduce(or_, (int(number) for number in numbers))
-
-
-# Name -> of which value, and what of its looks.
-_SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
-    "throttle": ("throttle", _union),
+# Name -> of which value, and what of its looks: all throttle reasons, the median and lowest clocks, the highest heat.
+SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
+    "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),
     "sm_clock_lowest": ("sm_clock", min),
     "memory_clock": ("memory_clock", median),
@@ -35,11 +29,8 @@ _SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
 
 
 def watched(looks: Sequence[Readings]) -> Readings:
-    """All throttle reasons of the window, the median and lowest clocks, the highest temperature.
-
-    A value that failed in one look is unavailable: what it was then may have been what matters.
-    """
-    return {name: _summary([look[of] for look in looks], how) for name, (of, how) in _SUMMARIES.items()}
+    """What looks come to. A value that failed in one is unavailable: what it was then may have been what matters."""
+    return {name: _summary([look[of] for look in looks], how) for name, (of, how) in SUMMARIES.items()}
 
 
 def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> Read:
@@ -54,24 +45,22 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a window of `seconds`: the mean power of the stretch in which it was measured, times that length.
+    """The energy of a window of `seconds`: the mean power of the `stretch` that was measured, times that length.
 
-    With a counter the stretch lies between two ticks, `intervals` apart, and its `counted_joules` are exact whatever
-    the power did; `uncertainty` is the share by which its length, and so `watts`, can be off. With a sensor it lies
-    between two readings, and `uncertainty` is None: nobody knows. `watched` has the device's state meanwhile;
-    `sampler_seconds` is the processor time that `polls` looks took.
+    `watched` has the device's state meanwhile; `sampler_seconds` is the processor time that `polls` looks took.
     """
 
     source: SourceKind
-    watts: float
+    stretch: Stretch
     seconds: float
-    intervals: int
-    counted_joules: float
-    counted_seconds: float
-    uncertainty: float | None
     watched: Readings
     polls: int
     sampler_seconds: float
+
+    @property
+    def watts(self) -> float:
+        """The mean power."""
+        return self.stretch.watts
 
     @property
     def joules(self) -> float:
@@ -106,31 +95,24 @@ class Window:
         self._start = self._clock.now()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         seconds = self._clock.now() - self._start
         try:
             if not self._sampler.stop(self._timeout):
                 self._hung(silence("the energy source", self._timeout))
                 raise NoReading(silence("the energy source", self._timeout))
             self._sampler.check()
-            self.energy = self._measured(seconds)
+            self.energy = Energy(
+                self._source.kind, self._stretch(), seconds, watched(self._sampler.looks), self._sampler.polls,
+                self._sampler.cpu_seconds,
+            )  # fmt: skip
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
-    def _measured(self, seconds: float) -> Energy:
-        sampler, kind = self._sampler, self._source.kind
-        looks = (watched(sampler.looks), sampler.polls, sampler.cpu_seconds)
+    def _stretch(self) -> Stretch:
         if self._source.counts:
-            by_ticks = slope(sampler.ticks)
-            return Energy(
-                kind, by_ticks.watts, seconds, by_ticks.intervals, by_ticks.joules, by_ticks.seconds,
-                by_ticks.uncertainty, *looks,
-            )  # fmt: skip
-        mean = mean_power(sampler.samples, sampler.begun, self._source.settle)
-        joules = mean.watts * mean.seconds
-        return Energy(kind, mean.watts, seconds, mean.samples - 1, joules, mean.seconds, None, *looks)
+            return slope(self._sampler.ticks)
+        return mean_power(self._sampler.samples, self._sampler.begun, self._source.settle)
 
 
 class NoWindow:

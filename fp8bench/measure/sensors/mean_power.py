@@ -42,16 +42,17 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Slope:
-    """The counter between two ticks: `joules` is exact, `seconds` as exact as the ticks' instants are.
+class Stretch:
+    """What was measured of a window: `intervals` between the ticks of a counter, or between readings of a sensor.
 
-    `uncertainty` is the share by which `seconds`, and so `watts`, can be off at most.
+    With a counter `joules` are exact whatever the power did, and `uncertainty` is the share by which `seconds`, and so
+    `watts`, can be off at most. With a sensor it is None: nobody knows.
     """
 
     joules: float
     seconds: float
     intervals: int
-    uncertainty: float
+    uncertainty: float | None = None
 
     @property
     def watts(self) -> float:
@@ -68,7 +69,7 @@ class Rhythm:
     longest: float
 
 
-def slope(ticks: Sequence[Tick]) -> Slope:
+def slope(ticks: Sequence[Tick]) -> Stretch:
     """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
     if len(ticks) <= INTERVALS:
         seen = max(0, len(ticks) - 1)
@@ -76,12 +77,12 @@ def slope(ticks: Sequence[Tick]) -> Slope:
     first, last = _ends(ticks)
     start, end = ticks[first], ticks[last]
     seconds = end.at - start.at
-    return Slope(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
+    return Stretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
 
 
 def resolved(ticks: Sequence[Tick]) -> bool:
     """Whether there are enough ticks for a number, and their instants are sharp enough."""
-    return len(ticks) > INTERVALS and slope(ticks).uncertainty <= RESOLVED
+    return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= RESOLVED
 
 
 def rhythm(ticks: Sequence[Tick]) -> Rhythm:
@@ -115,22 +116,13 @@ class PowerSample:
     watts: float
 
 
-@dataclass(frozen=True)
-class MeanPower:
-    """The mean over `seconds`, from `samples` readings."""
-
-    watts: float
-    seconds: float
-    samples: int
-
-
 def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> bool:
     """Whether there is enough for a mean."""
     counted = _counted(samples, start, settle)
     return len(counted) >= FEWEST and counted[-1].at - counted[0].at >= SHORTEST
 
 
-def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> MeanPower:
+def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> Stretch:
     """The trapezoid rule over what comes `settle` seconds after `start` or later; raises NoReading with too little.
 
     `settle` is what the sensor averages over: an earlier reading is about the time before.
@@ -143,8 +135,7 @@ def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> M
             f"{FEWEST} over {SHORTEST:g} s are needed" + (f" after {settle:g} s of settling" if settle else "")
         )
     joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(counted))
-    seconds = counted[-1].at - counted[0].at
-    return MeanPower(joules / seconds, seconds, len(counted))
+    return Stretch(joules, counted[-1].at - counted[0].at, len(counted) - 1)
 
 
 def _counted(samples: Sequence[PowerSample], start: float, settle: float) -> Sequence[PowerSample]:

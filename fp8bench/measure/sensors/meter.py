@@ -6,20 +6,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors import rapl
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
-from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
+from fp8bench.measure.sensors.nvml import AbsentDevice, Looks, NvmlDevice
 from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
 from fp8bench.measure.sensors.nvml_match import Identity
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, silence
 from fp8bench.model import DeviceFacts
-from fp8bench.model.readings import NoReading, Read, Readings, Unavailable
+from fp8bench.model.readings import NoReading, Unavailable
 
 # A window that has not enough after so many seconds never will.
 CAP = 5.0
@@ -29,24 +28,6 @@ _CALIBRATION = 2.5
 _TICKS = 7
 _FEWEST_TICKS = 3
 _FEWEST_SAMPLES = 3
-
-
-class Looks(Protocol):
-    """What can be asked of a device beside its energy; nvml.NvmlDevice says what each of them means."""
-
-    def facts(self) -> Readings: ...
-
-    def state(self) -> Readings: ...
-
-    def violations(self) -> Readings: ...
-
-    def process_memory(self, pid: int | None = None) -> Read: ...
-
-    def glance(self) -> Readings: ...
-
-    def restless(self) -> Readings: ...
-
-    def close(self) -> None: ...
 
 
 class Meter:
@@ -104,9 +85,7 @@ class Meter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _silent(self, why: str) -> None:
@@ -193,9 +172,9 @@ def nvml_meter(
         why = f"{device.shared_by} MIG instances share the GPU, and its energy is known as a whole only"
         return Meter((), device, why, clock)
     sources = (
-        Source(SourceKind.COUNTER, lambda: queries.energy(device.ask).number),
+        Source(SourceKind.COUNTER, lambda: queries.ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: queries.instant_power(device.ask).number),
-        Source(SourceKind.AVERAGE, lambda: queries.average_power(device.ask).number, settle=_AVERAGED),
+        Source(SourceKind.AVERAGE, lambda: queries.AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
     return Meter(sources, device, "", clock, library.timeout, library.give_up)
 
@@ -228,9 +207,7 @@ class Meters:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for meter in self._opened.values():
             meter.close()
         self._opened.clear()

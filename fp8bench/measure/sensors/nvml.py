@@ -6,6 +6,7 @@ Every bundle of calls is waited for no longer than the timeout, and each value c
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,25 +17,8 @@ from fp8bench.measure.sensors.nvml_queries import About, Query
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
 
 
-class NvmlDevice:
-    """The device that a CUDA device is. NVML stays initialised until `close`; the handle is fetched once.
-
-    Of a MIG instance NVML knows the memory; power, energy, clocks and temperature are the whole device's.
-    """
-
-    def __init__(self, identity: Identity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY) -> None:
-        """Raises NoReading where NVML does not work or does not know the device."""
-        self.library = library
-        library.open()
-        try:
-            self.match, self.handle, self._part = library.bounded(lambda: self._find(identity, environ))
-        except NoReading:
-            library.close()
-            raise
-
-    def close(self) -> None:
-        """Lets NVML go."""
-        self.library.close()
+class Looks(ABC):
+    """What can be asked of a device beside its energy; each value comes, or says why it does not."""
 
     def facts(self) -> Readings:
         """What does not change while a run lasts: name, driver, limits, modes."""
@@ -59,6 +43,45 @@ class NvmlDevice:
 
     def restless(self) -> Readings:
         """The same, read in the calling thread, which must be one that may hang."""
+        return self._read(queries.RESTLESS)
+
+    def close(self) -> None:
+        """Lets the device go."""
+
+    @abstractmethod
+    def _read(self, wanted: tuple[Query, ...]) -> Readings: ...
+
+
+class AbsentDevice(Looks):
+    """Answers every question with the same reason."""
+
+    def __init__(self, why: str) -> None:
+        self._why = Unavailable(why)
+
+    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+        return {query.name: self._why for query in wanted}
+
+
+class NvmlDevice(Looks):
+    """The device that a CUDA device is. NVML stays initialised until `close`; the handle is fetched once.
+
+    Of a MIG instance NVML knows the memory; power, energy, clocks and temperature are the whole device's.
+    """
+
+    def __init__(self, identity: Identity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY) -> None:
+        """Raises NoReading where NVML does not work or does not know the device."""
+        self.library = library
+        library.open()
+        try:
+            self.match, self.handle, self._part = library.bounded(lambda: self._find(identity, environ))
+        except NoReading:
+            library.close()
+            raise
+
+    def close(self) -> None:
+        self.library.close()
+
+    def restless(self) -> Readings:
         return {query.name: self._attempt(query) for query in queries.RESTLESS}
 
     @property
@@ -148,34 +171,3 @@ def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
         names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
         found.append(Instance(*(call(name, one) for name in names)))
     return found
-
-
-class AbsentDevice:
-    """Answers every question with the same reason."""
-
-    def __init__(self, why: str) -> None:
-        self._why = Unavailable(why)
-
-    def facts(self) -> Readings:
-        return self._all(queries.FACTS)
-
-    def state(self) -> Readings:
-        return self._all(queries.STATE)
-
-    def violations(self) -> Readings:
-        return self._all(queries.VIOLATIONS)
-
-    def glance(self) -> Readings:
-        return self._all(queries.RESTLESS)
-
-    def restless(self) -> Readings:
-        return self._all(queries.RESTLESS)
-
-    def process_memory(self, pid: int | None = None) -> Read:
-        return self._why
-
-    def close(self) -> None:
-        return None
-
-    def _all(self, wanted: tuple[Query, ...]) -> Readings:
-        return {query.name: self._why for query in wanted}

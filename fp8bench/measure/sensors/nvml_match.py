@@ -54,6 +54,16 @@ class Match:
     device: Listed
     instance: Instance | None = None
 
+    def is_named(self, word: str) -> bool:
+        """Whether its UUID begins with a word; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
+        one = self.instance
+        older = f"MIG-{self.device.uuid}/{one.gpu_instance}/{one.compute_instance}".lower() if one else ""
+        return self.uuid.lower().startswith(word.lower()) or older == word.lower()
+
+    @property
+    def uuid(self) -> str:
+        return (self.instance or self.device).uuid
+
 
 def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
     """Which device it is; raises NoReading where that cannot be said."""
@@ -79,13 +89,12 @@ def _digits(uuid: str) -> str:
 
 def _by_uuid(uuid: str, devices: Sequence[Listed]) -> Match | None:
     wanted = _digits(uuid)
-    for device in devices if wanted else ():
-        if _digits(device.uuid) == wanted:
-            return Match(device)
-        for instance in device.instances:
-            if _digits(instance.uuid) == wanted:
-                return Match(device, instance)
-    return None
+    return next((one for one in _all(devices) if wanted and _digits(one.uuid) == wanted), None)
+
+
+def _all(devices: Sequence[Listed]) -> list[Match]:
+    """Every device, and each of its instances."""
+    return [Match(device, instance) for device in devices for instance in (None, *device.instances)]
 
 
 def _address(pci: str) -> tuple[int, ...] | None:
@@ -135,13 +144,7 @@ def _visible_word(index: int, environ: Mapping[str, str]) -> str | None:
 
 
 def _named(word: str, devices: Sequence[Listed]) -> Match:
-    """The device or instance whose name begins with a word; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
-    matches = [Match(device) for device in devices if device.uuid.lower().startswith(word.lower())]
-    for device in devices:
-        for one in device.instances:
-            older = f"MIG-{device.uuid}/{one.gpu_instance}/{one.compute_instance}"
-            if one.uuid.lower().startswith(word.lower()) or older.lower() == word.lower():
-                matches.append(Match(device, one))
+    matches = [one for one in _all(devices) if one.is_named(word)]
     if len(matches) != 1:
         raise NoReading(f"{VISIBLE} names {word!r}, and NVML lists {len(matches)} such devices")
     return matches[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from fp8bench.measure.sensors.nvml_library import reason
@@ -13,6 +14,8 @@ from fp8bench.model.readings import NoReading, Reading, first_of, positive
 
 # A call of pynvml about one device: the function's name, then the arguments behind the handle.
 Ask = Callable[..., Any]
+# How a value is read.
+Way = Callable[[Ask], Reading]
 
 _MEGA = 1e6
 _MILLI = 1e-3
@@ -36,31 +39,8 @@ class Query:
     """One value."""
 
     name: str
-    read: Callable[[Ask], Reading]
+    read: Way
     about: About = About.DEVICE
-
-
-def energy(ask: Ask) -> Reading:
-    """What the device has taken since its driver was loaded, in steps of the counter's period."""
-    return positive(ask(ENERGY) * _MILLI, "J", ENERGY)
-
-
-def instant_power(ask: Ask) -> Reading:
-    """The power just now."""
-    return positive(field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
-
-
-def average_power(ask: Ask) -> Reading:
-    """The power over the last second on current devices; just now on A100 and older."""
-    return positive(ask("nvmlDeviceGetPowerUsage") * _MILLI, "W", "nvmlDeviceGetPowerUsage")
-
-
-def throttle(ask: Ask) -> Reading:
-    """The mask of reasons; 0 is no reason."""
-    return first_of(
-        lambda: _plain("nvmlDeviceGetCurrentClocksEventReasons", "mask")(ask),
-        lambda: _plain("nvmlDeviceGetCurrentClocksThrottleReasons", "mask")(ask),
-    )
 
 
 def field(ask: Ask, number: int) -> float:
@@ -74,54 +54,37 @@ def field(ask: Ask, number: int) -> float:
     return float(getattr(value.value, kinds[value.valueType]))
 
 
-ENERGY = "nvmlDeviceGetTotalEnergyConsumption"
+def _said(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
+    """A value as NVML says it, or what it is `of` the answer."""
+    return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
-def _plain(function: str, unit: str, *arguments: Any) -> Callable[[Ask], Reading]:
-    """A value as NVML says it."""
-    return lambda ask: Reading(ask(function, *arguments), unit, function)
-
-
-def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Callable[[Ask], Reading]:
+def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Way:
     """A quantity that is never 0, in our unit."""
     return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
 
 
-def _switch(function: str, read: Callable[[Any], Any] = lambda answer: answer) -> Callable[[Ask], Reading]:
+def _first_of(*reads: Way) -> Way:
+    """The first of several ways that works."""
+    return lambda ask: first_of(*(partial(read, ask) for read in reads))
+
+
+def _switch(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
     """'on' or 'off'."""
-    return lambda ask: Reading("on" if read(ask(function)) else "off", "", function)
+    return _said(function, "", of=lambda answer: "on" if of(answer) else "off")
 
 
-def _cuda_driver(ask: Ask) -> Reading:
+def _version(number: int) -> str:
     """The newest CUDA that the driver knows: 12080 is '12.8'."""
-    function = "nvmlSystemGetCudaDriverVersion"
-    major, minor = divmod(ask(function), 1000)
-    return Reading(f"{major}.{minor // 10}", "", function)
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _temperature(ask: Ask) -> Reading:
-    """Of the chip; the older function is to go."""
-    return first_of(
-        lambda: _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP)(ask),
-        lambda: _plain("nvmlDeviceGetTemperature", "degC", _CHIP)(ask),
-    )
-
-
-def _pci(ask: Ask) -> Reading:
-    return Reading(ask("nvmlDeviceGetPciInfo").busId, "", "nvmlDeviceGetPciInfo")
-
-
-def _share(part: str) -> Callable[[Ask], Reading]:
-    function = "nvmlDeviceGetUtilizationRates"
-    return lambda ask: Reading(getattr(ask(function), part) / 100, "share", function)
-
-
-def _memory(part: str) -> Callable[[Ask], Reading]:
+def _memory(part: str) -> Way:
     """The device's memory: the newer function tells what the driver keeps for itself apart, the older counts it in."""
     old, new = "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"
-    return lambda ask: first_of(
-        lambda: Reading(getattr(ask(old, _MEMORY_V2), part), "B", new),
-        lambda: Reading(getattr(ask(old), part), "B", old),
+    return _first_of(
+        lambda ask: Reading(getattr(ask(old, _MEMORY_V2), part), "B", new),
+        _said(old, "B", of=lambda memory: getattr(memory, part)),
     )
 
 
@@ -130,17 +93,12 @@ def process_memory(pid: int) -> Query:
 
     Not by pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
     """
-    newest, older = "nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"
-    return Query(
-        "process_memory",
-        lambda ask: first_of(
-            lambda: _memory_of(pid, ask(newest), newest),
-            lambda: _memory_of(pid, ask(older), older),
-        ),
-    )
+    functions = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+    ways = (_said(function, "B", of=partial(_memory_of, pid)) for function in functions)
+    return Query("process_memory", _first_of(*ways))
 
 
-def _memory_of(pid: int, processes: Sequence[Any], function: str) -> Reading:
+def _memory_of(pid: int, processes: Sequence[Any]) -> int:
     used = [process.usedGpuMemory for process in processes if process.pid == pid]
     if not used:
         raise NoReading(
@@ -149,25 +107,24 @@ def _memory_of(pid: int, processes: Sequence[Any], function: str) -> Reading:
         )
     if not used[0]:
         raise NoReading("the driver does not report the memory of single processes")
-    return Reading(used[0], "B", function)
+    return int(used[0])
 
 
-def _violation(one: consumed.Violation) -> Callable[[Ask], Reading]:
+def _violation(one: consumed.Violation) -> Way:
     """Seconds since the driver was loaded; 0 is a count."""
     if one.field is not None:
         number = one.field
         return lambda ask: Reading(field(ask, number) * _NANO, "s", f"field {number}")
-    function = "nvmlDeviceGetViolationStatus"
-    return lambda ask: Reading(ask(function, one.policy).violationTime * _NANO, "s", function)
+    return _said("nvmlDeviceGetViolationStatus", "s", one.policy, of=lambda status: status.violationTime * _NANO)
 
 
 FACTS: tuple[Query, ...] = (
-    Query("driver", _plain("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
-    Query("cuda_driver", _cuda_driver, About.SYSTEM),
-    Query("name", _plain("nvmlDeviceGetName", ""), About.PART),
-    Query("uuid", _plain("nvmlDeviceGetUUID", ""), About.PART),
-    Query("pci", _pci),
-    Query("vbios", _plain("nvmlDeviceGetVbiosVersion", "")),
+    Query("driver", _said("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
+    Query("cuda_driver", _said("nvmlSystemGetCudaDriverVersion", "", of=_version), About.SYSTEM),
+    Query("name", _said("nvmlDeviceGetName", ""), About.PART),
+    Query("uuid", _said("nvmlDeviceGetUUID", ""), About.PART),
+    Query("pci", _said("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
+    Query("vbios", _said("nvmlDeviceGetVbiosVersion", "")),
     Query("power_cap", _scaled("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
     Query("power_cap_set", _scaled("nvmlDeviceGetPowerManagementLimit", _MILLI, "W")),
     Query("power_cap_default", _scaled("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
@@ -179,22 +136,36 @@ FACTS: tuple[Query, ...] = (
     Query("memory_total", _memory("total"), About.PART),
 )
 
-POWER = Query("power", lambda ask: first_of(lambda: instant_power(ask), lambda: average_power(ask)))
-SM_CLOCK = Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM))
-MEMORY_CLOCK = Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK))
-TEMPERATURE = Query("temperature", _temperature)
-THROTTLE = Query("throttle", throttle)
+# What the device has taken since its driver was loaded, in steps of the counter's period.
+ENERGY = _scaled("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
+# The power over the last second on current devices; just now on A100 and older.
+AVERAGE_POWER = _scaled("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
+
+def instant_power(ask: Ask) -> Reading:
+    """The power just now."""
+    return positive(field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
+
+
+# What is looked at now and then within a window. Not the power: the energy is measured anyway.
+RESTLESS: tuple[Query, ...] = (
+    Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
+    Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
+    # Of the chip; the older function is to go.
+    Query("temperature", _first_of(
+        _said("nvmlDeviceGetTemperatureV", "degC", _CHIP), _said("nvmlDeviceGetTemperature", "degC", _CHIP)
+    )),
+    # A mask; 0 is no reason.
+    Query("throttle", _first_of(
+        _said("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
+        _said("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
+    )),
+)  # fmt: skip
 STATE: tuple[Query, ...] = (
-    POWER,
-    SM_CLOCK,
-    MEMORY_CLOCK,
-    TEMPERATURE,
-    THROTTLE,
-    Query("use", _share("gpu")),
-    Query("memory_use", _share("memory")),
+    Query("power", _first_of(instant_power, AVERAGE_POWER)),
+    *RESTLESS,
+    Query("use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
+    Query("memory_use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
     Query("memory_used", _memory("used"), About.PART),
 )
-# What is looked at now and then within a window. Not the power: the energy is measured anyway.
-RESTLESS: tuple[Query, ...] = (SM_CLOCK, MEMORY_CLOCK, TEMPERATURE, THROTTLE)
 VIOLATIONS: tuple[Query, ...] = tuple(Query(one.name, _violation(one)) for one in consumed.VIOLATIONS)

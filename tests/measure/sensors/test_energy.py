@@ -63,9 +63,9 @@ def test_constant_power_within_one_per_cent(
         energy, start, end = measured(meter, clock)
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
         assert energy.seconds == pytest.approx(end - start)
-        assert energy.intervals >= INTERVALS
-        assert energy.uncertainty is not None and energy.uncertainty <= 0.005
-        assert abs(energy.watts / 300 - 1) <= energy.uncertainty + 1e-9
+        assert energy.stretch.intervals >= INTERVALS
+        assert energy.stretch.uncertainty is not None and energy.stretch.uncertainty <= 0.005
+        assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 1e-9
 
 
 def test_the_period_is_measured(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -87,9 +87,9 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.03)
         # Where the ticks were nobody says; they were somewhere, whole periods apart and within the window.
         first = (int(start * 10) + 1) / 10
-        truth = nvml.joules(first, first + round(energy.counted_seconds, 1))
-        assert energy.counted_joules == pytest.approx(truth, rel=1e-4)
-        assert energy.watts * round(energy.counted_seconds, 1) == pytest.approx(truth, rel=0.02)
+        truth = nvml.joules(first, first + round(energy.stretch.seconds, 1))
+        assert energy.stretch.joules == pytest.approx(truth, rel=1e-4)
+        assert energy.watts * round(energy.stretch.seconds, 1) == pytest.approx(truth, rel=0.02)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -105,7 +105,7 @@ def test_never_a_number_from_fewer_than_ten_intervals(
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
     if isinstance(energy, Energy):
-        assert energy.intervals >= INTERVALS and end - start > 1.0
+        assert energy.stretch.intervals >= INTERVALS and end - start > 1.0
     else:
         assert energy.reason.startswith("not measurable: ")
         assert end - start < 1.2
@@ -140,8 +140,8 @@ def test_a_counter_that_has_become_slower(
     nvml.state.device[0].period_ns = after * 1_000_000
     for _ in range(5):
         energy, start, end = measured(meter, clock)
-        assert energy.uncertainty is not None
-        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.uncertainty + 1e-6)
+        assert energy.stretch.uncertainty is not None
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.stretch.uncertainty + 1e-6)
 
 
 def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -155,9 +155,9 @@ def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opene
         device.period_ns = 40_000_000
         clock.wait(lambda: clock.now() >= start + 2.0)
         end = clock.now()
-    assert isinstance(window.energy, Energy) and window.energy.uncertainty is not None
-    assert window.energy.counted_seconds < 1.75
-    assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.uncertainty + 1e-6)
+    assert isinstance(window.energy, Energy) and window.energy.stretch.uncertainty is not None
+    assert window.energy.stretch.seconds < 1.75
+    assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.stretch.uncertainty + 1e-6)
 
 
 def test_idle_power(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -215,7 +215,7 @@ def test_without_a_counter_power_is_integrated(
     assert [refused for refused, _ in meter.refused] == list(SourceKind)[: len(failing) + 1 : 2] or len(failing) == 2
     assert "counter: this device or its driver does not support it" in meter.why
     energy, start, end = measured(meter, clock)
-    assert (energy.source, energy.uncertainty) == (kind, None)
+    assert (energy.source, energy.stretch.uncertainty) == (kind, None)
     assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.05)
     assert end - start < 3.0
 
@@ -368,8 +368,8 @@ def test_in_real_time(nvml: Simulation) -> None:
         while not window.enough:
             sum(range(1000))
     energy = window.energy
-    assert isinstance(energy, Energy) and energy.uncertainty is not None
+    assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
     # How the clock of the host and the counter's steps lie to each other is the machine's affair.
-    assert abs(energy.watts / 300 - 1) <= energy.uncertainty + 0.005
+    assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
     assert 0 < energy.sampler_seconds < energy.seconds
     assert meter.call_seconds is not None and 0 < meter.call_seconds < 0.1

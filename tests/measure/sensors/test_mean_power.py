@@ -93,7 +93,7 @@ def test_the_mean_is_by_time() -> None:
     """A power that rises evenly has the mean of its ends, however unevenly one looks."""
     uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
     found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven], 0.0, 0.0)
-    assert (found.watts, found.seconds, found.samples) == (pytest.approx(150), pytest.approx(1.0), 11)
+    assert (found.watts, found.seconds, found.intervals) == (pytest.approx(150), pytest.approx(1.0), 10)
 
 
 def test_what_is_about_the_time_before_does_not_count() -> None:
