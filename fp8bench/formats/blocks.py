@@ -113,7 +113,7 @@ def _bits(value: float) -> int:
     return int.from_bytes(struct.pack(">f", value))
 
 
-RECTANGLE_DIMENSIONS = 4
+_RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
 
@@ -163,7 +163,7 @@ def block_elements(
 
 def block_amax(magnitudes: Lanes) -> Tensor:
     """The largest of each block, reduced dimensions kept; NaN where one is among them."""
-    inside = (1, 3) if magnitudes[0].dim() == RECTANGLE_DIMENSIONS else (1,)
+    inside = (1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,)
     return reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)
 
 

@@ -109,6 +109,13 @@ def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> S
     return refused(f"{words} needs compute capability {_shown(first)}; this device has {_shown(have)}")
 
 
+def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support) -> Support:
+    """The one that is said of the device's vendor, of processors as of one."""
+    if is_cpu(facts):
+        return cpu
+    return amd if is_amd(facts) else nvidia if is_nvidia(facts) else unknown_kind(facts, words)
+
+
 def unknown_kind(facts: DeviceFacts, words: str) -> Support:
     """Refused: fp8bench knows nothing of that format on devices of that kind."""
     return refused(f"{words} is not known to work on {facts.kind} devices")

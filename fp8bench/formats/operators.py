@@ -1,8 +1,8 @@
 """Quantisers as operators of torch's: each family is one, which runs as one kernel once that has been compiled.
 
-`values` and `round_to` are what scaled.py and quantise.py have by those names, bit for bit. A call never compiles:
-until `compile_kernels` has been called for what is `wanted`, it runs as many operations. To a compiler around it and
-to a dispatch mode a call is one operator, whichever way it runs.
+`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until `compile_kernels` has been
+called for what is `wanted`, it runs as many operations. To a compiler around it and to a dispatch mode a call is one
+operator, whichever way it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _SCHEMA = (
     "(Tensor x, Tensor(a!) out, str fmt, str overflow, int rows, int columns, str scale_format, str rounding, "
     "Tensor? scale, Tensor? seed) -> ()"
 )
-_SCALE = 6  # behind x and out
 FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 """The operators' names: without scaling, and with float32 scales of a tensor, row or block, e8m0 and e4m3 ones."""
 
@@ -55,10 +54,6 @@ class _Kernels:
                 self.wanted[kernel] = None
         return None
 
-    def forget(self) -> None:
-        with self._lock:
-            self.wanted.clear()
-
     def compile(self, kernel: Kernel) -> None:
         if kernel in self.ready:
             return
@@ -78,40 +73,21 @@ _KERNELS = _Kernels()
 def values(
     x: Tensor,
     fmt: Format,
-    scaling: Scaling | None,
+    scaling: Scaling | None = None,
     *,
+    overflow: Overflow = Overflow.SATURATE,
     seed: Tensor | None = None,
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What scaled.values gives. Without `out` the result lies in memory as x does."""
+    """What scaled.values gives, or quantise.round_to without scaling, whose `overflow` is for it alone.
+
+    Without `out` the result lies in memory as x does.
+    """
     check_input(x)
     check_scaling(fmt, scaling, scale)
-    return _quantised(x, fmt, scaling, Overflow.SATURATE, seed, scale, out)
-
-
-def round_to(
-    x: Tensor,
-    fmt: Format,
-    out: Tensor | None = None,
-    *,
-    overflow: Overflow = Overflow.SATURATE,
-    seed: Tensor | None = None,
-) -> Tensor:
-    """What quantise.round_to gives. Without `out` the result lies in memory as x does."""
-    check_input(x)
-    return _quantised(x, fmt, None, checked_overflow(fmt, overflow), seed, None, out)
-
-
-def _quantised(
-    x: Tensor,
-    fmt: Format,
-    scaling: Scaling | None,
-    overflow: Overflow,
-    seed: Tensor | None,
-    scale: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+    if overflow is not Overflow.SATURATE:
+        overflow = checked_overflow(fmt, overflow)
     if seed is not None:
         check_seed(seed)
     if out is None:
@@ -130,7 +106,7 @@ def wanted() -> tuple[Kernel, ...]:
 
 def forget_wanted() -> None:
     """Want nothing, until calls ask again: whoever compiles asks for what runs from here on."""
-    _KERNELS.forget()
+    _KERNELS.wanted.clear()
 
 
 def compile_kernels(kernels: Iterable[Kernel]) -> None:
@@ -155,18 +131,6 @@ def eager_calls() -> int:
 def fused_calls() -> int:
     """How many calls have run as one kernel."""
     return _KERNELS.fused
-
-
-def moved_bytes(operator: torch._ops.OpOverload, x: Tensor, out: Tensor, *others: object) -> int:
-    """Bytes that a call of an operator reads and writes, given as it is called.
-
-    Every pass over a tensor counts: a factor that is not given takes one of its own. What is copied because it lies
-    in an odd way does not count, nor do scales.
-    """
-    scale = others[_SCALE]
-    family = str(operator).split(".")[1]  # fp8bench.mx.default
-    current = family == "nvfp4" or (family in ("tensor", "row") and scale is None)
-    return x.nbytes * (2 if current else 1) + out.nbytes
 
 
 def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:

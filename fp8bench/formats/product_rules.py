@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.hardware import B200, H100, MI300X, MI350X, DeviceClass
+from fp8bench.formats.hardware import ADA, B200, H100, MI300X, MI350X, DeviceClass
 from fp8bench.formats.recipes import Treatment
 from fp8bench.formats.scaled_products import FNUZ, FP8, MX, Objection, Product, RuleSource, Scheme, Sides, uneven
 
-ADA = (8, 9)
 BLACKWELL = (10, 0)
 
 

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.blocks import (
-    RECTANGLE_DIMENSIONS,
-    block_elements,
-    block_values,
-    float_factor,
-    nvfp4_tensor_scale,
-)
-from fp8bench.formats.codes import decode, encode, pack, unpack
+from fp8bench.formats.blocks import block_elements, block_values, float_factor, nvfp4_tensor_scale
+from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, check_output, round_to
 from fp8bench.formats.random_bits import random_bits
@@ -41,16 +35,6 @@ class Scaled:
     fmt: Format
     scaling: Scaling | None
     shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Of codes and scales together."""
-        parts = (self.codes, self.scales, self.tensor_scale)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
-
-    def codes_as(self, dtype: torch.dtype) -> Tensor:
-        """The same codes as a dtype of torch's that has their bits: float8_e4m3fn, float4_e2m1fn_x2 ..."""
-        return self.codes.view(dtype)
 
 
 def values(
@@ -100,7 +84,7 @@ def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
 def quantise(
     x: Tensor, fmt: Format, scaling: Scaling | None, *, seed: Tensor | None = None, scale: Tensor | None = None
 ) -> Scaled:
-    """`x` as it is stored; dequantised it is what `values` makes of it, bit for bit.
+    """`x` as it is stored: element times scale is what `values` makes of it, bit for bit.
 
     UsageError for a NaN where neither the format nor the scale has a code for it. What is stored for a block whose
     scale is NaN is zeros.
@@ -119,26 +103,6 @@ def quantise(
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
     return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
-
-
-def dequantise(scaled: Scaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that were stored, as float32 rounded to `dtype`."""
-    shape, scaling, scales = scaled.shape, scaled.scaling, scaled.scales
-    codes = unpack(scaled.codes, scaled.fmt, shape[-1] if shape else 1).reshape(shape)
-    elements = decode(codes, scaled.fmt, checked=False)
-    if scaling is None or scales is None:
-        return elements.to(dtype)
-    if _whole(scaling):
-        return (elements * scales.view(*shape[:-1], 1) if scaling.rows and shape else elements * scales.view(())).to(
-            dtype
-        )
-    if scaling.scale is not None:
-        scales = decode(scales, scaling.scale, checked=False)
-    if scaled.tensor_scale is not None:
-        scales = scales * scaled.tensor_scale
-    blocks = _blocks(elements, scaling)
-    by_block = (-1, 1) if blocks.dim() != RECTANGLE_DIMENSIONS else (blocks.shape[0], 1, blocks.shape[2], 1)
-    return _unblocked(blocks * scales.view(by_block), shape, scaling).to(dtype)
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
 from fp8bench.formats.product_rules import missing, objections, te_objections
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scaled_products import OUTPUTS, Objection, Product
-from fp8bench.nn.recipe_precision import RecipePrecision
+from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions

@@ -36,20 +36,13 @@ class PlainArithmetic(Arithmetic):
 class EmulatedArithmetic(Arithmetic):
     """Values rounded by `quantise` and multiplied in float32: right in numbers, and its speed means nothing."""
 
-    def __init__(
-        self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False, elements: Quantise | None = None
-    ) -> None:
-        """`elements` rounds to the elements' grid alone, where `quantise` scales too."""
+    def __init__(self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False) -> None:
         self.carrier = carrier
         self.keeps_source = keeps_source
         self._quantise = quantise
-        self._elements = elements or quantise
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(self._quantise(tensor, role))
-
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(self._elements(tensor, role))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return values_product(a.data, b.data, dtype)

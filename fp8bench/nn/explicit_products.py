@@ -40,11 +40,6 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     return _times(pad(x.detach(), (0, -x.shape[-1] % SIZE)), _matrix(seed, x.device))
 
 
-def rotated_back(rotated: Tensor, seed: int, columns: int) -> Tensor:
-    """What was rotated with that seed, but for float32's rounding, without the filling: `columns` elements a row."""
-    return _times(rotated.detach(), _matrix(seed, rotated.device).t())[..., :columns].contiguous()
-
-
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
     runs = x.reshape(x.numel() // SIZE, SIZE)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)

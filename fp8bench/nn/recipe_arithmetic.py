@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8bench.formats.codes import torch_codes
-from fp8bench.formats.operators import round_to, values
+from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import factor
 from fp8bench.nn.explicit_products import rotated, short_product
@@ -90,7 +90,7 @@ class RecipeArithmetic(Arithmetic):
         return in_dtype(short_product(a.data, b.data, self.recipe.accumulator), dtype)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(round_to(tensor, self.treatments[role].fmt))
+        return Operand(values(tensor, self.treatments[role].fmt))
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         """`tensor` as its role's treatment says; `again` repeats the cast before it."""

@@ -8,7 +8,7 @@ from fp8bench.formats.grids import E4M3, E8M0, FORMATS, Format
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision
+from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, RecipePrecision
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 

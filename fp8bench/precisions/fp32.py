@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from fp8bench.formats import hardware
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.protocols import Arithmetic, Precision
+from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.registry import precisions
 
 
 @precisions.register("fp32")
-class Fp32(Precision):
+class Fp32(PlainPrecision):
     """IEEE single precision, products included: TF32 is switched off."""
 
     name = "fp32"
     summary = "IEEE float32 for every tensor and product, TF32 off."
     rank = 0
+    dtype = "float32"
 
     def support(self, facts: DeviceFacts) -> Support:
         return hardware.native("float32 products, TF32 off")
-
-    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
-
-        return PlainArithmetic(torch.float32)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.recipes import Recipe, Treatment, by_role
-from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.nn.recipe_precision import (
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.nn.shared_precisions import (
     ACCUMULATOR,
     HIGH_WEIGHT_GRADIENT,
     RecipePrecision,
@@ -29,5 +29,4 @@ class Fp8(RecipePrecision):
     options = (formats_option("hybrid"), float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
 
     def made(self) -> Recipe:
-        scaling = Scaling(0, 0, rounding=self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in by_role(str(self.chosen["formats"])))
+        return self.alike(self.formats, 0, 0)

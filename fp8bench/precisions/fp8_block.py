@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
+from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
 from fp8bench.registry import precisions
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.recipes import LONGEST_HISTORY, MOST_MARGIN, Amax, Delayed, Recipe, Treatment, by_role
+from fp8bench.formats.recipes import LONGEST_HISTORY, MOST_MARGIN, Amax, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, formats_option
+from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, formats_option
 from fp8bench.protocols.axes import Option, one_of, whole_number
 from fp8bench.registry import precisions
 
@@ -34,5 +34,4 @@ class Fp8Delayed(RecipePrecision):
     def made(self) -> Recipe:
         history, margin, interval = (int(self.chosen[name]) for name in ("history", "margin", "interval"))
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        formats = by_role(str(self.chosen["formats"]))
-        return self.recipe_of((Treatment(fmt, TENSOR) for fmt in formats), delayed)
+        return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)

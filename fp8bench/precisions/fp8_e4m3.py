@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
 from fp8bench.registry import precisions
 
 
@@ -21,4 +21,4 @@ class Fp8E4M3(RecipePrecision):
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
 
     def made(self) -> Recipe:
-        return self.recipe_of([Treatment(E4M3, Scaling(0, 0, rounding=self.scale))] * 3)
+        return self.alike((E4M3, E4M3, E4M3), 0, 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E5M2
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.nn.recipe_precision import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
 from fp8bench.registry import precisions
 
 
@@ -20,4 +20,4 @@ class Fp8E5M2(RecipePrecision):
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
 
     def made(self) -> Recipe:
-        return self.recipe_of([Treatment(E5M2, Scaling(0, 0, rounding=self.scale))] * 3)
+        return self.alike((E5M2, E5M2, E5M2), 0, 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.recipes import Recipe, Treatment, by_role
-from fp8bench.formats.scalings import ScaleRounding, Scaling
-from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option, formats_option
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option, formats_option
 from fp8bench.registry import precisions
 
 
@@ -23,5 +23,4 @@ class Fp8Rowwise(RecipePrecision):
     options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT)
 
     def made(self) -> Recipe:
-        scaling = Scaling(1, 0, rounding=self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in by_role(str(self.chosen["formats"])))
+        return self.alike(self.formats, 1, 0)

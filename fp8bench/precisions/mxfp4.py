@@ -5,11 +5,11 @@ from __future__ import annotations
 from fp8bench.formats.grids import E2M1, E8M0
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scalings import Scaling
-from fp8bench.nn.recipe_precision import (
+from fp8bench.nn.shared_precisions import (
     HIGH_WEIGHT_GRADIENT,
+    MX_SCALE,
     RecipePrecision,
     hadamard_option,
-    mx_scale_option,
     stochastic_option,
 )
 from fp8bench.registry import precisions
@@ -26,7 +26,7 @@ class MxFp4(RecipePrecision):
     )
     rank = 70
     words = "MXFP4"
-    options = (mx_scale_option(), stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
+    options = (MX_SCALE, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
 
     def made(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E2M3, E3M2, E8M0
-from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.formats.scalings import Scaling
-from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, mx_scale_option
+from fp8bench.formats.recipes import Recipe
+from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, MX_SCALE, RecipePrecision
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
@@ -26,9 +25,8 @@ class MxFp6(RecipePrecision):
     options = (
         Option("formats", "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients", "e3m2",
                one_of(*_FORMATS), ("format",)),
-        mx_scale_option(), HIGH_WEIGHT_GRADIENT,
+        MX_SCALE, HIGH_WEIGHT_GRADIENT,
     )  # fmt: skip
 
     def made(self) -> Recipe:
-        scaling = Scaling(1, 32, E8M0, self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in _FORMATS[str(self.chosen["formats"])])
+        return self.alike(_FORMATS[str(self.chosen["formats"])], 1, 32, E8M0)

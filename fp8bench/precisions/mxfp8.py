@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E8M0
-from fp8bench.formats.recipes import Recipe, Treatment, by_role
-from fp8bench.formats.scalings import Scaling
-from fp8bench.nn.recipe_precision import HIGH_WEIGHT_GRADIENT, RecipePrecision, formats_option, mx_scale_option
+from fp8bench.formats.recipes import Recipe
+from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, MX_SCALE, RecipePrecision, formats_option
 from fp8bench.registry import precisions
 
 
@@ -20,8 +19,7 @@ class MxFp8(RecipePrecision):
     )
     rank = 50
     words = "MXFP8"
-    options = (mx_scale_option(), formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
+    options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
 
     def made(self) -> Recipe:
-        scaling = Scaling(1, 32, E8M0, self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in by_role(str(self.chosen["formats"])))
+        return self.alike(self.formats, 1, 32, E8M0)

@@ -58,10 +58,10 @@ def tried(device: str) -> str:
     """Whether a quantiser compiles for a device, in words: a small one is, from torch's cache if it was before."""
     import torch
 
-    from fp8bench.formats.operators import round_to
+    from fp8bench.formats.operators import values
 
     forget_waiting()
-    round_to(torch.ones(64, device=device), E4M3)
+    values(torch.ones(64, device=device), E4M3)
     begun = time.perf_counter()
     compile_waiting()
     seconds = time.perf_counter() - begun

@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.jobs.shapes import USUAL_MODES, examine, modes_of, shapes_of_model
 from fp8bench.model import DeviceFacts, Level, Scalar
-from fp8bench.nn.recipe_precision import RecipePrecision
+from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.registry import precisions, workloads
 

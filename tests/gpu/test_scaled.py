@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
-from fp8bench.formats.scaled import dequantise, quantise, values
+from fp8bench.formats.scaled import quantise, values
 from fp8bench.formats.scalings import (
     BLOCK,
     BLOCK_POWER_OF_TWO,
@@ -21,6 +21,7 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.nn.explicit_products import rotated
 from tests.formats.scaling_definitions import a_million, differing
+from tests.formats.test_scaled import dequantised
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +47,7 @@ def test_the_same_bits_as_on_the_cpu(fmt: Format, scaling: Scaling) -> None:
                 assert torch.equal(stored.codes.cpu(), wanted.codes)
                 assert stored.scales is not None and wanted.scales is not None
                 assert torch.equal(stored.scales.cpu(), wanted.scales)
-                assert differing(dequantise(stored), left) == 0
+                assert differing(dequantised(stored), left) == 0
 
 
 def test_turned_the_same() -> None:

@@ -99,7 +99,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.nn.layer_workload", frozenset()),
     ("fp8bench.nn.support", frozenset()),
     ("fp8bench.nn.sizes", frozenset()),
-    ("fp8bench.nn.recipe_precision", frozenset()),
+    ("fp8bench.nn.shared_precisions", frozenset()),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )

@@ -16,6 +16,7 @@ from fp8bench import pipeline
 from fp8bench.errors import StoreError, UsageError, WorkerError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Request
+from fp8bench.model.raw import Settings
 from fp8bench.plan import corpus
 from fp8bench.plan.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
 from fp8bench.plan.make import make_plan

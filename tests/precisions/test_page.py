@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.recipe_precision import RecipePrecision
+from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.registry import precisions
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_text()

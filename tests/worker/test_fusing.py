@@ -55,19 +55,19 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
     eager = bench.slot("key", 2, 1)
     assert (eager.eager_quantisers, eager.fused_quantisers) == (6, 0)
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    before = operators.round_to(x, E4M3)
+    before = operators.values(x, E4M3)
 
     bench.compile_quantisers("key")
     assert bench.quantisers()[1] == ""
     compiled = bench.slot("key", 2, 1)
     assert (compiled.eager_quantisers, compiled.fused_quantisers) == (0, 6)
-    assert torch.equal(operators.round_to(x, E4M3).view(torch.int32), before.view(torch.int32))
+    assert torch.equal(operators.values(x, E4M3).view(torch.int32), before.view(torch.int32))
 
 
 def test_what_passes_ask_for_is_not_compiled(bench: Bench) -> None:
     """A state asks anew with every step; the pass that measures errors has nobody who waits."""
     bench.error(Case("gemm", GEMM, MODE, "cpu"), CPU)
-    operators.round_to(torch.ones(8), E5M2)
+    operators.values(torch.ones(8), E5M2)
     assert bench.quantisers()[0] == 2
     prepare(bench)
     assert bench.quantisers()[0] == 1

@@ -79,13 +79,8 @@ class Step:
         return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _LEVEL)
 
 
-def steps_of(values: Values) -> tuple[Step, ...]:
-    """The steps of one series, in order."""
-    return steps_of_many([values])[0]
-
-
 def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
-    """The steps of each series; much faster than one by one.
+    """The steps of each series, in order; much faster than one by one.
 
     `deviations` are what a cut is worth: with fewer of them more is found, and more that is none.
     """

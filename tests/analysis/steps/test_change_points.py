@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of, steps_of_many
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, Values, steps_of_many
 from suites.change_points import flat
 
 
@@ -18,6 +18,11 @@ def noisy(seed: int, series: int, count: int = 60) -> Floats:
     """Flat series with Gaussian noise of 2%."""
     found: Floats = np.exp(0.02 * np.random.default_rng(seed).normal(size=(series, count)))
     return found
+
+
+def steps_of(values: Values) -> tuple[Step, ...]:
+    """The steps of one series."""
+    return steps_of_many([values])[0]
 
 
 def test_a_step_of_5_percent_is_found_soon() -> None:

@@ -54,8 +54,7 @@ def test_a_skip_says_its_reason_once() -> None:
 def test_an_emulation_is_right_in_numbers_and_has_no_speed() -> None:
     (sentence,) = emulations(made(transformer()))
     assert sentence == (
-        "fp8 is emulated on this CPU: its numbers are right (gradient_error 4.7e-02), its time says nothing "
-        "about speed"
+        "fp8 is emulated on this CPU: its numbers are right (gradient_error 4.7e-02), its time says nothing about speed"
     )
 
 
@@ -77,8 +76,7 @@ def test_what_is_not_finite_is_not_called_right() -> None:
 def test_many_emulated_precisions_share_a_sentence() -> None:
     (sentence,) = emulations(of(*(emulated(one) for one in ("fp8", "mxfp8", "nvfp4"))))
     assert sentence == (
-        "fp8, mxfp8 and nvfp4 are emulated on this CPU: their numbers are right, their times say nothing about "
-        "speed"
+        "fp8, mxfp8 and nvfp4 are emulated on this CPU: their numbers are right, their times say nothing about speed"
     )
 
 

@@ -1,4 +1,4 @@
-"""What precisions that are recipes share: usual options, where they are native, their arithmetic.
+"""What precisions share: those of torch's own dtypes their arithmetic, those that are recipes their options, too.
 
 No torch here: plans read it.
 """
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
+from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import recipe_support
-from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment, by_role
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
@@ -24,6 +25,11 @@ HIGH_WEIGHT_GRADIENT = Option(
 ACCUMULATOR = Option(
     "accumulator", "fp32, short: 14 bits as Hopper sums, or promoted: short, added to fp32 every 128 elements",
     "fp32", one_of(*Accumulator),
+)  # fmt: skip
+MX_SCALE = Option(
+    "scale", "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power",
+    ScaleRounding.RCEIL.value,
+    one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
 )  # fmt: skip
 
 
@@ -39,13 +45,6 @@ def float_scale_option(default: ScaleRounding) -> Option:
     return Option("scale", words, default.value, one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO))
 
 
-def mx_scale_option() -> Option:
-    """How MX scales are rounded."""
-    words = "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power"
-    known = (ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL)
-    return Option("scale", words, ScaleRounding.RCEIL.value, one_of(*known))
-
-
 def stochastic_option(default: str) -> Option:
     """Whether gradients are rounded at random."""
     return Option("stochastic", "on: gradients are rounded stochastically", default, one_of("on", "off"))
@@ -55,6 +54,19 @@ def hadamard_option(default: str) -> Option:
     """Whether the weight gradient's operands are rotated."""
     words = "on: the weight gradient's operands are rotated by random Hadamard matrices of 16"
     return Option("hadamard", words, default, one_of("on", "off"))
+
+
+class PlainPrecision(Precision):
+    """One of torch's own dtypes, of that name, for every tensor and product."""
+
+    dtype: ClassVar[str]
+
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+
+        return PlainArithmetic(getattr(torch, self.dtype))
 
 
 class RecipePrecision(Precision):
@@ -105,6 +117,16 @@ class RecipePrecision(Precision):
             high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
             accumulator=Accumulator(str(self.chosen.get("accumulator", Accumulator.FP32))),
         )  # fmt: skip
+
+    def alike(self, formats: Iterable[Format], rows: int, columns: int, kept: Format | None = None) -> Recipe:
+        """The recipe that has one scaling for every role: a scale in the format `kept` for so many elements."""
+        scaling = Scaling(rows, columns, kept, self.scale)
+        return self.recipe_of(Treatment(fmt, scaling) for fmt in formats)
+
+    @property
+    def formats(self) -> tuple[Format, Format, Format]:
+        """What was chosen for inputs, weights and gradients."""
+        return by_role(str(self.chosen["formats"]))
 
     @property
     def scale(self) -> ScaleRounding:
