@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,21 @@ Say = Callable[..., tuple[int, str, str]]
 def environment(**more: str) -> dict[str, str]:
     """That of a process that is to find this checkout, with more variables."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def unfolded(err: str) -> str:
+    """What was said on stderr, each sentence in one line, as where there is no terminal that it would have to fit."""
+    return re.sub(r"\n {4}", " ", err)
+
+
+def unfolding(fp8bench: Say, *command: str) -> Say:
+    """A command, run with more words; what it says on stderr is unfolded."""
+
+    def say(*words: str) -> tuple[int, str, str]:
+        code, out, err = fp8bench(*command, *words)
+        return code, out, unfolded(err)
+
+    return say
 
 
 def git(folder: Path, *words: str) -> str:

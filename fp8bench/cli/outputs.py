@@ -96,7 +96,7 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
     return Wanted(pages if given.get("report", True) else None, given.get("tensorboard"), given.get("wandb"))
 
 
-def print_run(run: Run, arguments: argparse.Namespace, report_comes: bool = False) -> None:
+def print_run(run: Run, arguments: argparse.Namespace) -> None:
     """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
     from fp8bench.analysis.findings import findings
     from fp8bench.report.data.run import as_csv
@@ -106,12 +106,12 @@ def print_run(run: Run, arguments: argparse.Namespace, report_comes: bool = Fals
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     with write_outputs({"--csv": (arguments.csv, rows)}, again):
         try:
-            say(rows if arguments.csv == "-" else _text(run, found, arguments.json, arguments.explain, report_comes))
+            say(rows if arguments.csv == "-" else _text(run, found, arguments.json, arguments.explain))
         except NotPrinted as error:
             raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
-def _text(run: Run, found: Mapping[str, Finding], in_json: bool, explain: bool, report_comes: bool) -> str:
+def _text(run: Run, found: Mapping[str, Finding], in_json: bool, explain: bool) -> str:
     if in_json:
         from fp8bench.report.data.run import as_json
 
@@ -119,7 +119,7 @@ def _text(run: Run, found: Mapping[str, Finding], in_json: bool, explain: bool, 
     from fp8bench.jobs.report_files import place_of_report
     from fp8bench.report.terminal.run import render
 
-    return render(run, found, report=place_of_report(run, report_comes), **stdout_look(explain))
+    return render(run, found, report=place_of_report(run), **stdout_look(explain))
 
 
 def print_duel(duel: Duel, as_json: bool = False, explain: bool = False) -> None:

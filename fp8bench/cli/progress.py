@@ -15,7 +15,7 @@ from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.outputs import print_duel
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Status
 from fp8bench.model.duel import Duel
@@ -39,7 +39,7 @@ class LiveLine:
     @property
     def room(self) -> int:
         """So many columns may be used: a full last one would wrap on some terminals."""
-        return max(0, columns_of(self._stream) - 1) if self._stream is not None else 0
+        return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
         """That text, cut where the terminal ends."""
@@ -220,14 +220,6 @@ def _shorten(text: str, room: int) -> str:
     kept = max(0, room - 3)
     tail = kept // 2
     return f"{text[: kept - tail]}...{text[len(text) - tail :]}"
-
-
-def columns_of(stream: TextIO) -> int:
-    """How wide a terminal is, as far as it says so."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or _FALLBACK_COLUMNS
-    except (OSError, ValueError, AttributeError):
-        return _FALLBACK_COLUMNS
 
 
 def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:

@@ -7,8 +7,10 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from fp8bench.errors import NotPrinted
+from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
 
 def make_usable() -> None:
@@ -34,10 +36,23 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """One line on stderr, if anybody takes it."""
+    """A sentence on stderr, if anybody takes it: as wide as COLUMNS or its terminal says; in a file it is one line."""
+    wanted = os.environ.get("COLUMNS", "")
+    width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
+    lines = f"fp8bench: {text}".splitlines()
+    if width:
+        lines = [part for line in lines for part in wrap(line, max(width, MIN_WIDTH), hang=INDENT * 2)]
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"fp8bench: {text}\n")
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
+
+
+def columns_of(stream: TextIO | None) -> int:
+    """How wide a terminal is, as far as it says so; else 0."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def silence() -> None:

@@ -83,11 +83,11 @@ def typed_from_here(page: Path) -> str:
         return str(page)
 
 
-def place_of_report(run: Run, comes: bool = False) -> str:
-    """Where the report of a stored run is, or will be if it `comes` next; '' for none."""
+def place_of_report(run: Run) -> str:
+    """Where the report of a stored run is; '' for none."""
     store = store_of(Path(run.path)) if run.path else None
     page = folder_of([run], store) / PAGE if store is not None else None
-    return typed_from_here(page) if page is not None and (comes or page.is_file()) else ""
+    return typed_from_here(page) if page is not None and page.is_file() else ""
 
 
 def folder_of(runs: Sequence[Run], store: Path) -> Path:

@@ -21,6 +21,7 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
+from tests.commands import unfolded
 from tests.counts import counts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
@@ -66,9 +67,9 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
         assert main(["suite", *words, "--config", "my.yaml"]) == 2
         shown = capsys.readouterr()
         assert not shown.out
-        assert shown.err.startswith("fp8bench: ") and shown.err.endswith(".\n") and shown.err.count("\n") == 1
-        assert len(shown.err) < 1000
-        return shown.err.removeprefix("fp8bench: ").rstrip("\n")
+        err = unfolded(shown.err)
+        assert err.startswith("fp8bench: ") and err.endswith(".\n") and err.count("\n") == 1 and len(err) < 1000
+        return err.removeprefix("fp8bench: ").rstrip("\n")
 
     return refuse
 
@@ -266,7 +267,7 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
     """What the command line says of it, but for the place."""
     for option, value in (("rounds", "x"), ("budget", "-1"), ("set", "shape"), ("dtypes", ","), ("seed", "-1")):
         main(["suite", "gemm", f"--{option}={value}"])
-        typed = capsys.readouterr().err.partition(f"--{option}: ")[2].partition(". See")[0]
+        typed = unfolded(capsys.readouterr().err).partition(f"--{option}: ")[2].partition(". See")[0]
         assert typed and typed in refused(f"{option}: '{value}'", "gemm")
 
 
@@ -275,7 +276,7 @@ def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.Captur
     """Missing, a folder, too long a name, without end, below a file."""
     (here / "file").write_text("seed: 1")
     assert main(["suite", "gemm", "--config", path]) == 2
-    shown = capsys.readouterr().err
+    shown = unfolded(capsys.readouterr().err)
     assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
     assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
 
@@ -285,7 +286,7 @@ def test_an_empty_path_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]
     (here / "my.yaml").write_text("store: ''")
     for path in ("", "my.yaml"):
         assert main(["suite", "gemm", "--config", path]) == 2
-        shown = capsys.readouterr().err
+        shown = unfolded(capsys.readouterr().err)
         assert "an empty text is no path" in shown and shown.count("\n") == 1
     assert not (here / "runs").exists()
 
@@ -398,10 +399,9 @@ def test_broken_files_through_the_door(asked: Asked, capsys: pytest.CaptureFixtu
     for _ in range(100):
         Path("my.yaml").write_bytes(_mutated(dice))
         codes.append(main(["suite", "--config", "my.yaml"]))
-        shown = capsys.readouterr()
-        assert re.fullmatch(
-            r"fp8bench: .*\.\n" if codes[-1] == 2 else r"fp8bench: history: .*\n(fp8bench: report: .*\n)?", shown.err
-        ), shown.err
+        err = unfolded(capsys.readouterr().err)
+        expected = r"fp8bench: .*\.\n" if codes[-1] == 2 else r"fp8bench: history: .*\n(fp8bench: report: .*\n)?"
+        assert re.fullmatch(expected, err), err
     assert set(codes) == {2, 3}  # 3: the stand-in measures nothing
 
 
@@ -479,7 +479,7 @@ def test_a_key_without_effect_is_named(name: str, asked: Asked, capsys: pytest.C
     """With its file, its line and why; the run goes on."""
     text, words, unused = UNUSED[name]
     dtypes = asked(text, *words)[0].dtypes
-    shown = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    shown = [line for line in unfolded(capsys.readouterr().err).splitlines() if "has no effect" in line]
     assert len(shown) == len(unused)
     for line, (number, (key, why)) in zip(shown, unused.items(), strict=True):
         assert line.startswith(f"fp8bench: my.yaml:{number}: {key} has no effect: ") and why in line

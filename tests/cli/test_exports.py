@@ -17,6 +17,7 @@ from fp8bench.jobs import after_run
 from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.read import load_run, run_files
+from tests.commands import unfolded
 
 GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")
 
@@ -62,7 +63,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     words, sentence = REFUSED[case]
     assert main([*GEMM, *words]) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert sentence in unfolded(shown.err) and unfolded(shown.err).count("\n") == 1 and not shown.out
     assert {one.name for one in here.iterdir()} <= {"file", ".fp8bench"} and not list(run_files(here / ".fp8bench"))
 
 
@@ -145,7 +146,7 @@ def test_what_fails_after_the_measuring_fails_no_run(
     monkeypatch.setattr(outputs, "check_wandb", lambda: None)
     monkeypatch.setattr(after_run, "send_to_wandb", no_network)
     assert main([*GEMM, "--tensorboard", "board", "--wandb"]) == 0
-    told = capsys.readouterr().err
+    told = unfolded(capsys.readouterr().err)
     run = the_run(here)
     assert f"`fp8bench show {run.id} --tensorboard DIR` writes it again" in told
     assert "wandb: not sent (ConnectionError: no network). The run is kept" in told
@@ -179,7 +180,7 @@ def test_an_interrupt_of_the_sending_leaves_the_run(
     monkeypatch.setattr(outputs, "check_wandb", lambda: None)
     monkeypatch.setattr(after_run, "send_to_wandb", interrupted)
     assert main([*GEMM, "--wandb"]) == 130
-    assert "takes --tensorboard and --wandb too" in capsys.readouterr().err
+    assert "takes --tensorboard and --wandb too" in unfolded(capsys.readouterr().err)
     assert the_run(here).finished
 
 

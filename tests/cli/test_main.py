@@ -30,6 +30,7 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.read import load_run, run_files
 from fp8bench.store.runs.write import start_run
+from tests.commands import unfolded
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 QUICK = ("--set", "shape=64", "--quick")
@@ -321,27 +322,45 @@ def test_bad_input_is_one_sentence_and_code_2(
     words, sentence = REFUSED[name]
     assert main(words) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err
-    assert shown.err.startswith("fp8bench: ") and shown.err.count("\n") == 1 and shown.err.endswith(".\n")
-    assert not shown.out and "Traceback" not in shown.err
+    err = unfolded(shown.err)
+    assert sentence in err
+    assert err.startswith("fp8bench: ") and err.count("\n") == 1 and err.endswith(".\n")
+    assert not shown.out and "Traceback" not in err
     assert not list(run_files(store))
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "160"])
+def test_sentences_on_stderr_end_where_the_terminal_does(
+    columns: str, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As COLUMNS has it, with all their words; without it, and without a terminal, they stand in one line."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17"]) == 2
+    folded = capsys.readouterr().err
+    assert folded.count("\n") > 1 and max(map(len, folded.splitlines())) <= int(columns)
+    monkeypatch.delenv("COLUMNS")
+    assert main(["suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17"]) == 2
+    assert capsys.readouterr().err == unfolded(folded)
 
 
 def test_hidden_names_are_not_offered(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The self-test's own suite is nobody's choice; the names that are known are those that `list` names."""
     assert main(["suite", "nothing_like_it"]) == 2
-    known = capsys.readouterr().err.partition("Known: ")[2].split(", ")
+    known = unfolded(capsys.readouterr().err).partition("Known: ")[2].split(", ")
     assert "gemm" in known and not [name for name in known if name.startswith("_")]
     assert main(["list", "suites"]) == 0
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("_")]
 
 
 def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same."""
+    """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same.
+
+    The report is named where it is written: it is not there yet when the table is printed.
+    """
     assert main(["suite", "gemm", *QUICK, "--no-isolation"]) == 0
     table = capsys.readouterr()
     (path,) = run_files(store)
-    assert table.err == f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n"
+    assert unfolded(table.err) == f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n"
     run = load_run(path)
     assert run.finished and run.ok and not run.troubles
     assert {record.case.precision: record.status for record in run.records} == dict.fromkeys(
@@ -352,7 +371,9 @@ def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[
         assert word in table.out
     for words in (["show", "last"], ["show", run.id], ["show", path.stem], ["show", str(path.relative_to(Path.cwd()))]):
         assert main(words) == 0
-        assert capsys.readouterr().out == table.out
+        *shown, last = capsys.readouterr().out.splitlines()
+        assert [*shown, f"  stored in {path.relative_to(Path.cwd())}"] == table.out.splitlines()
+        assert last == f"  report: .fp8bench/reports/{path.stem}/report.html"
 
 
 def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -364,7 +385,7 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": package},
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, NO_HISTORY)
+    assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
     (path,) = run_files(tmp_path / ".fp8bench")
     run = load_run(path)
     assert run.finished and {record.case.precision for record in run.records} == {"fp32", "fp8", "bf16"}
@@ -503,7 +524,7 @@ def test_other_ends(
     """Each with its code and a sentence."""
     monkeypatch.setattr(pipeline, "execute", executing(outcome))
     assert main(["suite", "gemm"]) == code
-    assert capsys.readouterr().err.startswith(sentence)
+    assert unfolded(capsys.readouterr().err).startswith(sentence)
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
@@ -522,6 +543,7 @@ _SHOW_MUCH = """
 import sys
 from fp8bench.cli import main as cli
 from fp8bench.report.terminal import run as text
+from tests.commands import unfolded
 text.render = lambda *given, **named: "line\\n" * 100_000
 sys.exit(cli.main(["show", "last", "--store", sys.argv[1]]))
 """

@@ -16,6 +16,7 @@ from fp8bench.formats import scaled
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.scalings import MX, NVFP4, TENSOR
+from tests.commands import unfolded
 
 # What stands behind --dtypes, and what the sentence must say.
 MODES = [
@@ -65,7 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(list(words)) == 2
     shown = capsys.readouterr()
     assert not shown.out
-    (line,) = shown.err.splitlines()
+    (line,) = unfolded(shown.err).splitlines()
     return line
 
 

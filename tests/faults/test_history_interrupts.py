@@ -13,7 +13,7 @@ import pytest
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.files import locked
 from fp8bench.store.runs.read import load_run, run_files
-from tests.commands import git
+from tests.commands import git, unfolded
 from tests.counts import sampled
 from tests.kept import results_files
 
@@ -45,7 +45,7 @@ def ended(folder: Path, *words: str) -> tuple[int, str]:
     with started(folder, *words) as process:
         out, err = process.communicate(timeout=240)
     assert out.startswith("gemm ")
-    return process.returncode, err
+    return process.returncode, unfolded(err)
 
 
 def waits_for_the_lock(process: subprocess.Popen[str], lock: Path) -> bool:
@@ -88,7 +88,7 @@ def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: si
         out, err = process.communicate(timeout=240)
     (path,) = run_files(store)
     assert process.returncode == 130 and out.startswith("gemm ")
-    assert err == (
+    assert unfolded(err) == (
         f"fp8bench: history: interrupted while asv's view was brought up to date; the run is kept in "
         f"{path.relative_to(repository)}, and `fp8bench history rebuild` makes the view again\n"
     )

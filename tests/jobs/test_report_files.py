@@ -73,6 +73,7 @@ def test_a_page_is_shown_in_the_browser(
     """Without one it is no failure: the page's address is said."""
     asked: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: asked.append(address) or there)
+    monkeypatch.setenv("COLUMNS", "300")
     run = kept(store)
     assert main(["report", run.id, "--open"]) == 0
     out, err = capsys.readouterr()

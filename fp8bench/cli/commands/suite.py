@@ -179,7 +179,7 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
 
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
-        print_run(run, arguments, report_comes=arguments.report and run.finished)
+        print_run(run, arguments)
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
     finally:  # nor is a stdout that takes nothing a reason for a hole in the history

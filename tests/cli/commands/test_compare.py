@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,14 @@ import pytest
 from fp8bench.errors import RunNotFound
 from fp8bench.model import Environment, Run
 from fp8bench.store.find_runs import runs_meant
-from tests.commands import Say, git
+from tests.commands import Say, git, unfolding
 from tests.histories import commit, history, keep, records, run_at, tree
 
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
     """Run `compare`."""
-    return partial(fp8bench, "compare")
+    return unfolding(fp8bench, "compare")
 
 
 def with_facts(run: Run, **facts: object) -> Run:

@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from fp8bench.analysis.gate.judging import SecondLook
 from fp8bench.jobs.gate import stored_runs as sides_source
 from fp8bench.model import Run, Scalar, Status
 from fp8bench.store.runs.read import run_files
-from tests.commands import PROGRAM, Say, environment, git
+from tests.commands import PROGRAM, Say, environment, git, unfolding
 from tests.counts import SLOW
 from tests.histories import commit, history, keep, records, run_at, tree
 
@@ -57,7 +56,7 @@ RULES = '"*fp32":\n  time: ignore\n'
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
     """Run `gate`."""
-    return partial(fp8bench, "gate")
+    return unfolding(fp8bench, "gate")
 
 
 def test_nothing_is_worse(store: Path, say: Say) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ from fp8bench.store.asv.view import results_of
 from fp8bench.store.interpreters import environments_of
 from fp8bench.store.runs.read import run_files
 from fp8bench.store.runs.write import lock_run
-from tests.commands import Say, git
+from tests.commands import Say, git, unfolding
 from tests.histories import PYTHON, commit, history, keep, records, run_at, tree
 
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
     """Run a command of history's."""
-    return partial(fp8bench, "history")
+    return unfolding(fp8bench, "history")
 
 
 def test_history_alone_prints_its_help(say: Say) -> None:

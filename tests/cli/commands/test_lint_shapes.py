@@ -18,6 +18,7 @@ from fp8bench.formats.hardware import CLASSES
 from fp8bench.jobs.shapes import examine, modes_of, shapes_of_model
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.report.terminal.shapes import render
+from tests.commands import unfolded
 
 REFUSED = """\
 gpt2 with 8192 tokens: 15 products of 5 layers, as torch's scaled_mm takes them
@@ -55,7 +56,7 @@ Not taken as they are by any of these devices, in fp8, fp8-rowwise, mxfp8: head 
 def lint(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = main(["lint-shapes", *words])
     shown = capsys.readouterr()
-    return code, shown.out, shown.err
+    return code, shown.out, unfolded(shown.err)
 
 
 def test_a_head_that_is_refused_is_told_with_reasons_and_padding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fp8bench.model import Request, Status
 from fp8bench.store.acks import acks_of
-from tests.commands import Say
+from tests.commands import Say, unfolding
 from tests.histories import PYTHON, commit, history, keep, records, run_at, tree
 
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
@@ -22,7 +21,7 @@ WOBBLE = [1 + 2e-3 * ((number * 7919) % 101 - 50) / 50 for number in range(60)]
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
     """Run a command of history's."""
-    return partial(fp8bench, "history")
+    return unfolding(fp8bench, "history")
 
 
 def times(*pieces: tuple[int, float]) -> list[float]:

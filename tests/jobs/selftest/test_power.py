@@ -27,6 +27,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.registry import workloads
+from tests.commands import unfolded
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL = ("selftest", "--power", "--trials", "1", "--operation", "small")
@@ -196,5 +197,5 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path, capsys: pyt
     """Below a file nothing can be written, not even by root."""
     (tmp_path / "file").write_text("")
     assert main([*SMALL, "--json", str(tmp_path / "file" / "power.json")]) == 2
-    err = capsys.readouterr().err
+    err = unfolded(capsys.readouterr().err)
     assert "--json " in err and "cannot be written (" in err
