@@ -7,46 +7,23 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-_INTERRUPT = signal.SIGINT
 # What `timeout`, service managers and CI send, and what a closing terminal sends.
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextmanager
-def ends_are_interrupts() -> Iterator[None]:
+def ends_are_interrupts() -> AbstractContextManager[None]:
     """In the body, being asked to end is like Ctrl-C: what was measured is kept and shown. Ignored signals stay so."""
-    if not _main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _ENDS}
-    for number, handler in before.items():
-        if handler is signal.SIG_DFL:
-            signal.signal(number, _raise)
-    try:
-        yield
-    finally:
-        _restore(before)
+    return _handled_by(signal.default_int_handler, _ENDS, lambda old: old is signal.SIG_DFL)
 
 
 @contextmanager
 def only_once() -> Iterator[None]:
     """In the body the first interrupt counts and later ones do nothing: whoever presses twice wants no less."""
-    if not _main_thread():
-        yield
-        return
     struck: list[int] = []
 
     def strike(number: int, frame: FrameType | None) -> None:
@@ -54,52 +31,40 @@ def only_once() -> Iterator[None]:
         if len(struck) == 1:
             raise KeyboardInterrupt
 
-    before = _handled_by(strike)
-    try:
+    with _handled_by(strike):
         yield
-    finally:
-        _restore(before)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
     """An interrupt in the body strikes after it: what is begun there is finished."""
-    if not _main_thread():
-        yield
-        return
     noted: list[int] = []
-    before = _handled_by(lambda number, frame: noted.append(number))
-    try:
+    with _handled_by(lambda number, frame: noted.append(number)):
         yield
-    finally:
-        _restore(before)
     if noted:
         raise KeyboardInterrupt
 
 
-@contextmanager
-def ignored() -> Iterator[None]:
+def ignored() -> AbstractContextManager[None]:
     """Interrupts in the body do nothing: there was one already, and what it asked for is being done."""
-    if not _main_thread():
-        yield
-        return
-    before = _handled_by(signal.SIG_IGN)
+    return _handled_by(signal.SIG_IGN)
+
+
+@contextmanager
+def _handled_by(
+    handler: Any,
+    numbers: Iterable[signal.Signals] = (signal.SIGINT, *_ENDS),
+    replaces: Callable[[Any], bool] = lambda old: old is not signal.SIG_IGN,
+) -> Iterator[None]:
+    """In the body the handler is that of the signals whose own one it replaces: not of those that are ignored."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if main else {}
+    for number, old in before.items():
+        if replaces(old):
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        _restore(before)
-
-
-def _handled_by(handler: Any) -> dict[signal.Signals, Any]:
-    """Set the handler for all of them but those that are ignored already; returns what was there."""
-    before = {number: signal.getsignal(number) for number in (_INTERRUPT, *_ENDS)}
-    for number, old in before.items():
-        if old is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    return before
-
-
-def _restore(before: dict[signal.Signals, Any]) -> None:
-    for number, handler in before.items():
-        if handler is not None:  # one that was not set from Python cannot be set back from it
-            signal.signal(number, handler)
+        for number, old in before.items():
+            if old is not None:  # one that was not set from Python cannot be set back from it
+                signal.signal(number, old)

@@ -18,6 +18,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import NotKept, StoreError, UsageError
+from fp8bench.files import check_folder
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.energy import energy_rule_for
@@ -44,7 +45,6 @@ from fp8bench.plan.make import (
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.store.files import check_folder
 from fp8bench.store.runs.read import load_run, missing_groups, store_of
 from fp8bench.store.runs.write import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.user_code import import_user_modules

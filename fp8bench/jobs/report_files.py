@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import write_whole
 from fp8bench.jobs.report_history import past_of
 from fp8bench.model import Run
 from fp8bench.report.data.run import all_as_csv
@@ -17,7 +18,6 @@ from fp8bench.report.material import material_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import page_of
-from fp8bench.store.files import write_whole
 from fp8bench.store.runs.read import load_named, store_of
 
 PAGE = "report.html"

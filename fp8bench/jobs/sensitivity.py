@@ -12,6 +12,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.sensitivity import By, Study, Trial, map_of
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
+from fp8bench.files import write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker
@@ -83,8 +84,7 @@ def kept(study: Study, store: Path) -> Study:
     stamp = study.started.replace("-", "").replace(":", "").replace("+0000", "Z")
     path = store / "sensitivity" / f"{stamp}-{secrets.token_hex(4)}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_json(study), encoding="utf-8")
+        write_whole(path, as_json(study))
     except OSError as error:
         raise StoreError(
             f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.files import name_of
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meter
@@ -37,7 +38,6 @@ from fp8bench.model import (
 )
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
-from fp8bench.store.files import name_of
 from fp8bench.units import unit_of
 
 OUT_OF_MEMORY = "out of memory, even alone"

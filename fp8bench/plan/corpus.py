@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import secrets
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import write_whole
 
 MOST_BYTES = 8 << 20
 LEAST_BYTES = 64 << 10
@@ -111,10 +111,7 @@ def _tokens(text: bytes) -> bytes:
 
 
 def _write(path: Path, text: bytes) -> None:
-    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")  # process ids repeat among containers
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(_tokens(text))
-        partial.replace(path)  # in one step: another run may be reading or making the same file
+        write_whole(path, _tokens(text), sync=False)  # another run may be reading or making the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

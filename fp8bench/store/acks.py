@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import StoreError
+from fp8bench.files import LOCK_SECONDS, append, end_line, lock
 from fp8bench.model import Ack
 from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.store.files import LOCK_SECONDS, append, end_line, lock
 
 VERSION = 1
 

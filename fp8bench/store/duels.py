@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.files import LineWriter
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.duel import CaseResult, Duel, Session
-from fp8bench.store.files import LineWriter
 from fp8bench.store.runs.read import unsound
 
 # Words of older files.

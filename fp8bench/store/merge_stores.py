@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8bench.errors import StoreError
+from fp8bench.files import append, is_locked, locked, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.results import Taken, merge_folders
 from fp8bench.store.asv.view import define, results_of, write_place
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
-from fp8bench.store.files import append, is_locked, locked, write_whole
 from fp8bench.store.index.history import read_and_keep
 from fp8bench.store.interpreters import (
     Renamings,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
+from fp8bench.files import PARTIAL, is_locked
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
 from fp8bench.store.asv.results import ResultsFile, load_results
-from fp8bench.store.files import PARTIAL, is_locked
 from fp8bench.store.interpreters import environments_of, load_renamings
 from fp8bench.store.runs.read import closed_folders, load_run, missing_groups, run_files
 from fp8bench.store.runs.write import file_name

@@ -5,15 +5,15 @@ In the layout of TensorBoard's profiler plugin, gzipped: the same file opens in 
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from fp8bench.files import write_whole
 from fp8bench.profiler import quiet
 from fp8bench.protocols import Markers, Phases
 from fp8bench.worker.trace_operators import RANGE, STEP, mended
@@ -97,18 +97,4 @@ def _exported(profile: Any) -> dict[str, Any]:
 def write(trace: Mapping[str, Any], file: Path) -> None:
     """The trace under that name, whole or not at all."""
     text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
-    part = file.with_name(file.name + ".part")
-    with _removed_if_not_whole(part):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
-        part.replace(file)
-
-
-@contextlib.contextmanager
-def _removed_if_not_whole(part: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    write_whole(file, gzip.compress(text.encode(), compresslevel=6, mtime=0), sync=False)

@@ -19,11 +19,11 @@ from asv.results import Results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8bench.files import locked
 from fp8bench.model import Request, Run
 from fp8bench.store.asv.results import load_results
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
-from fp8bench.store.files import locked
 from fp8bench.store.series import METHOD
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.files import locked
 from fp8bench.store.asv.view import results_of, update_view
-from fp8bench.store.files import locked
 from fp8bench.store.runs.read import load_run, run_files
 from tests.commands import git, unfolded
 from tests.counts import sampled

@@ -158,23 +158,6 @@ def test_a_name_that_is_no_text_stands_on_one_line(tmp_path: Path) -> None:
     assert made.identity.encode()
 
 
-def test_two_processes_of_one_number_write_two_files(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Containers that share a store have the same process ids."""
-    names = []
-    write_bytes = Path.write_bytes
-
-    def noted(self: Path, content: bytes) -> int:
-        names.append(self.name)
-        return write_bytes(self, content)
-
-    monkeypatch.setattr(Path, "write_bytes", noted)
-    for _ in range(2):
-        Path(prepare_corpus(str(text), tmp_path / "data").path).unlink()
-    assert len(set(names)) == 2
-
-
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
     """It opens like a file on some systems."""
     with pytest.raises(UsageError, match="cannot be read"):

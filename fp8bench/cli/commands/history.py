@@ -15,6 +15,7 @@ from fp8bench.cli.outputs import in_store, options_of, stdout_look
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
+from fp8bench.files import is_locked
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.history import (
     render_course,
@@ -26,7 +27,6 @@ from fp8bench.report.terminal.history import (
     run_row,
 )
 from fp8bench.store.commit_runs import UNREADABLE
-from fp8bench.store.files import is_locked
 from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.read import closed_folders, load_run, run_files
 from fp8bench.store.series import tracked_by

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import is_locked, lock
 from fp8bench.interrupts import ignored
-from fp8bench.store.files import is_locked, lock
 from fp8bench.store.find_runs import commit_named
 
 PREFIX = "fp8bench-duel-"

@@ -21,6 +21,7 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, decided
 from fp8bench.errors import StoreError, UnknownName
+from fp8bench.files import write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -276,8 +277,7 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
         ],
     }  # fmt: skip
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=None, separators=(",", ":")) + "\n")
+        write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
     except OSError as error:
         raise StoreError(
             f"--json {path} cannot be written ({error.strerror}). Name a file in a folder you may write."

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from fp8bench.analysis.metric import STEP, TIME, Metric, Rank, Reference
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import check_folder, safe, write_whole
 from fp8bench.model import Finding, Record, Run, Scalar, Status
-from fp8bench.store.files import check_folder, safe, write_whole
 
 _FORMAT = "brain.Event:2"
 _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}

@@ -20,9 +20,9 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
+from fp8bench.files import write_whole
 from fp8bench.model import Scalar
 from fp8bench.store.asv.rows import are_params
-from fp8bench.store.files import write_whole
 
 _PAUSE_SECONDS = 0.02
 # A file that was changed so long ago is no longer being written.

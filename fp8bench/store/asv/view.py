@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
+from fp8bench.files import LOCK_SECONDS, locked, sweep
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.store.asv.files import (
     Definition,
@@ -29,7 +30,6 @@ from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell
 from fp8bench.store.commit_runs import Place, TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
-from fp8bench.store.files import LOCK_SECONDS, locked, sweep
 from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.points import merged
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8bench import files
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store import files
 from fp8bench.store.commit_runs import CommitRuns, by_place
 from fp8bench.store.index.tables import ROW, Table, placed, table_of
 from fp8bench.store.interpreters import Renamings

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import StoreError
+from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
 from fp8bench.model import Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.store.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
 from fp8bench.store.runs.read import run_files, store_of
 
 _HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}

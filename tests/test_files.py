@@ -17,11 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8bench import files
 from fp8bench.errors import AsvFileError, StoreError, UsageError
-from fp8bench.model import Case
-from fp8bench.store import files
-from fp8bench.store.asv.files import write_object
-from fp8bench.store.files import (
+from fp8bench.files import (
     LineWriter,
     check_folder,
     end_line,
@@ -35,6 +33,8 @@ from fp8bench.store.files import (
     try_writing,
     write_whole,
 )
+from fp8bench.model import Case
+from fp8bench.store.asv.files import write_object
 from tests.store.asv.test_files import read_only as read_only
 
 OLD = '{"a": 1, "version": 2}'
@@ -54,7 +54,7 @@ except StoreError as error:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fp8bench.store import files
+from fp8bench import files
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 files.write_whole(Path(sys.argv[1]), "new")
 """
@@ -62,7 +62,7 @@ MERGING = """
 import sys
 from pathlib import Path
 from fp8bench.errors import AsvFileAbsent
-from fp8bench.store.files import locked
+from fp8bench.files import locked
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import Row
 from dataclasses import replace
