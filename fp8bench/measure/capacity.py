@@ -120,22 +120,20 @@ class CapacityRule:
     with_batch: WithBatch
 
 
+@dataclass(frozen=True)
 class CapacityPass:
     """Runs cases with other batches, and writes down in the outcomes which was the largest."""
 
-    def __init__(
-        self, worker: Worker, facts: Mapping[str, DeviceFacts], limits: Limits, observer: Observer, rule: CapacityRule
-    ) -> None:
-        self._worker = worker
-        self._facts = facts
-        self._limits = limits
-        self._observer = observer
-        self._rule = rule
+    _worker: Worker
+    _facts: Mapping[str, DeviceFacts]
+    _limits: Limits
+    _observer: Observer
+    _rule: CapacityRule
 
     def search(self, outcomes: Sequence[CaseOutcome]) -> None:
         """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
-            outcome.capacity = self._searched(outcome.planned)
+            outcome.note(capacity=self._searched(outcome.planned))
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 

@@ -81,9 +81,8 @@ class GroupMeasurement:
             passes.statistics(reference)
         passes.memory(self._alive(), self._meter)
         if self._method.capacity is not None:
-            searching = CapacityPass(
-                self._worker, self._facts, self._method.limits, self._observer, self._method.capacity
-            )
+            limits, rule = self._method.limits, self._method.capacity
+            searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             searching.search([one for one in self._outcomes if one.may_fit])
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
@@ -91,10 +90,10 @@ class GroupMeasurement:
 
     def _unpair(self) -> None:
         """The reference failed by its numbers: where not all shared a session, nobody shared rounds with the next."""
-        if all(one.paired and one.paired_with is None for one in self._outcomes):
+        if all(one.draft.paired and one.draft.paired_with is None for one in self._outcomes):
             return
         for one in self._outcomes:
-            one.paired, one.paired_with, one.control = False, None, None
+            one.note(paired=False, paired_with=None, control=None)
 
     def _alive(self) -> list[CaseOutcome]:
         return [one for one in self._outcomes if one.planned.runs and not one.failure]
@@ -142,11 +141,11 @@ class GroupMeasurement:
             case = outcome.planned.case
             return Arm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
 
-        control = leader is not None and with_control and leader.planned.support.level is Level.NATIVE
+        control = leader and with_control and leader.planned.support.level is Level.NATIVE
         return Session(
-            arm(leader) if leader is not None else None,
-            arm(leader, "'") if leader is not None and control else None,
-            [arm(one) for one in candidates],
+            arm(leader) if leader else None,
+            arm(leader, "'") if leader and control else None,
+            list(map(arm, candidates)),
         )
 
     def _measure_session(
@@ -163,22 +162,21 @@ class GroupMeasurement:
         stopped = session.run(
             self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
-            after=watch.look if watch is not None else None,
+            after=watch.look if watch else None,
         )  # fmt: skip
-        if watch is not None:
+        if watch:
             watch.end()
         session.check(self._worker)
         reference = session.reference.timing() if session.reference else None
         control = session.control.timing() if session.control else None
-        shared = leader is None or leader.timing is None
-        if leader is not None and leader.timing is None:
-            leader.timing, leader.control, leader.stopped = reference, control, stopped
-            leader.scales = session.reference.scales if session.reference else ()
+        # A session of its own has reference samples that belong to this comparison.
+        own = {"paired_with": reference, "control": control} if leader and leader.draft.timing else {}
+        if leader and session.reference and not own:
+            leader.note(timing=reference, control=control, stopped=stopped, scales=session.reference.scales)
         for outcome, arm in zip(candidates, session.candidates, strict=True):
-            outcome.timing, outcome.stopped, outcome.scales = arm.timing(), stopped, arm.scales
-            outcome.paired = leader is not None
-            if not shared:  # a session of its own: its reference samples belong to this comparison
-                outcome.paired_with, outcome.control = reference, control
+            outcome.note(
+                timing=arm.timing(), stopped=stopped, scales=arm.scales, paired=leader is not None, **own
+            )  # fmt: skip
         self._look_beside(session, leader, candidates, watch)
 
     def _watch(self, session: Session) -> Watch | None:
@@ -193,21 +191,21 @@ class GroupMeasurement:
     ) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
         measured = list(zip(candidates, session.candidates, strict=True))
-        if leader is not None and session.reference is not None:
+        if leader and session.reference:
             measured.insert(0, (leader, session.reference))
         for outcome, arm in measured:
-            if watch is not None and outcome.watch is None:
-                outcome.watch = watch.seen(arm.key)
+            if watch and not outcome.draft.watch:
+                outcome.note(watch=watch.seen(arm.key))
         if self._meter is None or self._method.energy is None:
             return
-        due = [(outcome, arm) for outcome, arm in measured if outcome.energy is None]
+        due = [(outcome, arm) for outcome, arm in measured if outcome.draft.energy is None]
         windows = EnergyPass(
             self._meter, self._method.energy, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring energy", share),
         )  # fmt: skip
         found = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
-            outcome.energy = found[arm.key]
+            outcome.note(energy=found[arm.key])
 
     def _smaller(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]
@@ -220,7 +218,7 @@ class GroupMeasurement:
         if with_control:
             return [(leader, False, candidates)]
         if candidates:
-            return [(leader, False, [])] * (leader.timing is None) + [(None, False, candidates)]
+            return [(leader, False, [])] * (leader.draft.timing is None) + [(None, False, candidates)]
         return []
 
     def _fail(self, failed: ArmFailed) -> None:
@@ -228,8 +226,7 @@ class GroupMeasurement:
         cause = failed.cause
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        outcome.failure = OUT_OF_MEMORY if exhausted(cause) else str(cause)
-        outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
+        outcome.fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
 
     def _release(self, session: Session) -> ArmFailed | None:
         """Give the states back; what a case leaves running spoils everything that comes after it in that process."""

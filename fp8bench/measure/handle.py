@@ -94,7 +94,7 @@ class Worker(ABC):
         """Prepare a case and run two steps in so many bytes; those of its tensors at the highest point."""
         return cast("int | None", self.ask(limit, "try_batch", case, facts, memory_limit))
 
-    def trace(self, case: Case, facts: DeviceFacts, file: Path, limit: float) -> tuple[OperatorTime, ...]:
+    def trace(self, case: Case, facts: DeviceFacts, limit: float, file: Path) -> tuple[OperatorTime, ...]:
         return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int, limit: float) -> tuple[float, ...]:

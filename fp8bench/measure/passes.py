@@ -6,10 +6,12 @@ Numerical errors, what the data are, memory, traces.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.files import name_of
@@ -17,58 +19,33 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
-from fp8bench.model import (
-    Capacity,
-    Case,
-    DeviceFacts,
-    DeviceWatch,
-    EnergyUse,
-    LayerScale,
-    Level,
-    Measurement,
-    MemoryUse,
-    OperatorTime,
-    PlannedCase,
-    Provenance,
-    Record,
-    Run,
-    Status,
-    TensorStatistics,
-    Timing,
-)
+from fp8bench.model import Case, DeviceFacts, Level, Measurement, MemoryUse, PlannedCase, Record, Run, Status
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
 from fp8bench.units import unit_of
 
 OUT_OF_MEMORY = "out of memory, even alone"
+T = TypeVar("T")
 
 
 @dataclass
 class CaseOutcome:
-    """A record in the making. `failure` is the reason of a case that failed, '' while it is alive."""
+    """A record in the making, and the reason of a case that failed: '' while it is alive."""
 
     planned: PlannedCase
-    timing: Timing | None = None
-    control: Timing | None = None
-    paired_with: Timing | None = None
-    paired: bool = True
-    stopped: str = ""
     failure: str = ""
-    detail: str = ""
-    measurements: list[Measurement] = field(default_factory=list)
-    statistics: tuple[TensorStatistics, ...] = ()
-    trace: str = ""
-    operators: tuple[OperatorTime, ...] = ()
-    scales: tuple[LayerScale, ...] = ()
-    energy: EnergyUse | None = None
-    watch: DeviceWatch | None = None
-    capacity: Capacity | None = None
-    memory: MemoryUse | None = None
+    draft: Record = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draft = Record(self.planned.case, self.planned.support, Status.OK, self.planned.work)
+
+    def note(self, **known: Any) -> None:
+        """Something has come to be known of it."""
+        self.draft = replace(self.draft, **known)
 
     def forget(self) -> None:
         """Whatever was measured beside others, which begins again."""
-        self.timing = self.control = self.paired_with = self.energy = self.watch = None
-        self.paired, self.stopped = True, ""
+        self.note(timing=None, control=None, paired_with=None, paired=True, stopped="", energy=None, watch=None)
 
     @property
     def may_fit(self) -> bool:
@@ -77,35 +54,17 @@ class CaseOutcome:
 
     def record(self, is_reference: bool, left_out: str = "") -> Record:
         """What became of the case; `left_out` says why it was not measured. Of one that failed no times are kept."""
-        reason = left_out or self.failure
-        timed = self if not reason else CaseOutcome(self.planned)
-        return Record(
-            case=self.planned.case,
-            support=self.planned.support,
-            status=Status.SKIPPED if left_out else Status.FAILED if reason else Status.OK,
-            work=self.planned.work,
-            is_reference=is_reference,
-            reason=reason,
-            detail=self.detail,
-            timing=timed.timing,
-            control=self.control,
-            paired_with=self.paired_with,
-            paired=self.paired,
-            measurements=tuple(self.measurements),
-            stopped=self.stopped,
-            statistics=self.statistics,
-            trace=self.trace,
-            operators=self.operators,
-            scales=timed.scales,
-            energy=timed.energy,
-            watch=timed.watch,
-            memory=self.memory,
-            capacity=self.capacity,
-        )
+        status = Status.SKIPPED if left_out else Status.FAILED if self.failure else Status.OK
+        draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
+        return draft if status is Status.OK else replace(draft, timing=None, scales=(), energy=None, watch=None)
+
+    def fail(self, why: str, cause: WorkerError) -> None:
+        self.failure = why
+        self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "")
 
     def lacks(self, why: str) -> None:
         """Something about it could not be had, which does not fail it."""
-        self.detail = "; ".join(filter(None, (self.detail, why)))
+        self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
 
 
 def exhausted(cause: WorkerError) -> bool:
@@ -142,14 +101,14 @@ def trace_folder(run: Run) -> TraceFolder | None:
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
 
 
+@dataclass(frozen=True)
 class Passes:
     """Asks the worker, and writes down in the outcomes what it says, or why it says nothing."""
 
-    def __init__(self, worker: Worker, facts: Mapping[str, DeviceFacts], limits: Limits, observer: Observer) -> None:
-        self._worker = worker
-        self._facts = facts
-        self._limits = limits
-        self._observer = observer
+    _worker: Worker
+    _facts: Mapping[str, DeviceFacts]
+    _limits: Limits
+    _observer: Observer
 
     def errors(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Numerical errors of every case. Whose numbers cannot be had fails.
@@ -167,22 +126,17 @@ class Passes:
                     outcome.lacks(why)
                     continue
                 self._worker.restart()
-                outcome.failure = why
-                outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
+                outcome.fail(why, cause)
                 continue
             outcome.failure = _not_finite(errors)
-            outcome.measurements += [
-                Measurement(name, unit_of(name), (value,), Provenance.MEASURED) for name, value in errors.items()
-            ]
+            found = (Measurement(name, unit_of(name), (value,)) for name, value in errors.items())
+            outcome.note(measurements=(*outcome.draft.measurements, *found))
 
     def statistics(self, reference: CaseOutcome) -> None:
         """What the data are, asked of one case; they describe those of all, so that they do not fail that one."""
-        case = reference.planned.case
-        try:
-            limit = self._limits.numbers(reference.planned.work)
-            reference.statistics = self._worker.statistics(case, self._facts[case.device], limit)
-        except WorkerError as cause:
-            self._missed(reference, f"no statistics of the data: {cause}", cause)
+        statistics = self._asked(reference, "statistics of the data", self._worker.statistics)
+        if statistics is not None:
+            reference.note(statistics=statistics)
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
         """Memory at the highest point of a step; a case without it stands all the same.
@@ -190,25 +144,24 @@ class Passes:
         The driver's count of the worker's process comes from the meter, where there is a driver.
         """
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
+
+        def ask(case: Case, facts: DeviceFacts, limit: float) -> MemoryUse | str:
+            if device is None:
+                return self._worker.memory(case, facts, limit)
+            key = f"memory of {case.id}"
+            found = self._seen_from_outside(self._worker.memory(case, facts, limit, key), device)
+            self._worker.release(key)
+            return found
+
         for outcome in outcomes:
-            case = outcome.planned.case
-            self._observer.working(case, "measuring memory", 1.0)
-            key = f"memory of {case.id}" if device is not None else ""
-            limit = self._limits.numbers(outcome.planned.work)
-            try:
-                found = self._worker.memory(case, self._facts[case.device], limit, key)
-                if device is not None:
-                    found = self._seen_from_outside(found, device)
-                    self._worker.release(key)
-            except WorkerError as cause:
-                self._missed(outcome, f"no peak memory: {cause}", cause)
-                continue
+            self._observer.working(outcome.planned.case, "measuring memory", 1.0)
+            found = self._asked(outcome, "peak memory", ask)
             if isinstance(found, str):
                 outcome.lacks(f"no peak memory: {found}")
-                continue
-            outcome.memory = found
-            outcome.measurements.append(Measurement("peak_memory", "B", (float(found.peak),), description=_PEAK_MEMORY))
-        if any(one.memory is not None and self._facts[one.planned.case.device].accelerated for one in outcomes):
+            elif found is not None:
+                peak = Measurement("peak_memory", "B", (float(found.peak),), description=_PEAK_MEMORY)
+                outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
+        if any(one.draft.memory and self._facts[one.planned.case.device].accelerated for one in outcomes):
             self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
@@ -216,13 +169,10 @@ class Passes:
         for outcome in outcomes:
             case = outcome.planned.case
             self._observer.working(case, "recording a trace", 1.0)
-            name, limit = folder.file_of(case), self._limits.numbers(outcome.planned.work)
-            try:
-                outcome.operators = self._worker.trace(case, self._facts[case.device], folder.path / name, limit)
-            except WorkerError as cause:
-                self._missed(outcome, f"no trace: {cause}", cause)
-                continue
-            outcome.trace = name
+            name = folder.file_of(case)
+            operators = self._asked(outcome, "trace", partial(self._worker.trace, file=folder.path / name))
+            if operators is not None:
+                outcome.note(trace=name, operators=operators)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
             self._worker.restart()
@@ -237,10 +187,16 @@ class Passes:
             return replace(found, process=int(read.number))
         return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
 
-    def _missed(self, outcome: CaseOutcome, why: str, cause: WorkerError) -> None:
-        if not exhausted(cause):
-            self._worker.restart()
-        outcome.lacks(why)
+    def _asked(self, outcome: CaseOutcome, what: str, ask: Callable[[Case, DeviceFacts, float], T]) -> T | None:
+        """What the worker answers, None where it does not: the case stands all the same, with the reason."""
+        case = outcome.planned.case
+        try:
+            return ask(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+        except WorkerError as cause:
+            if not exhausted(cause):
+                self._worker.restart()
+            outcome.lacks(f"no {what}: {cause}")
+            return None
 
 
 def _not_finite(errors: Mapping[str, float]) -> str:

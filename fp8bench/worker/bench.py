@@ -8,81 +8,47 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
-from fp8bench.model.raw import RawSlot, RawStep, Settings
-from fp8bench.model.readings import Read, Reading, grown
-from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, Setup, SilentPhases, Stamper, Workload
+from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of, wrong_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
-from fp8bench.worker.host_counters import counters
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
+from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.worker.step_guards import apart, aside, silent_step, still_running, threads
+from fp8bench.worker.step_guards import apart, aside, still_running, threads
 from fp8bench.worker.switches import unchanged
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 
 
-def _known(read: Read) -> float | None:
-    return read.number if isinstance(read, Reading) else None
-
-
-@dataclass
-class _Prepared:
-    workload: Workload
-    precision: Precision
+class _Kept(NamedTuple):
     device: Device
-    index: int
     state: Any
-    clock: PhaseClock
-    stamper: Stamper
-    started: frozenset[Thread]
-    scales: ScaleBook | None
-
-    @property
-    def begin(self) -> Callable[[], None]:
-        """What comes before a timed step: nothing of it is timed but the clock's own start."""
-        book, clock = self.scales, self.clock
-        if book is None:
-            return clock.begin
-
-        def begin() -> None:
-            book.begin_step()
-            clock.begin()
-
-        return begin
-
-
-class _Pass(NamedTuple):
-    """What a pass apart from any timing works with; the setup is made anew each time it is asked for."""
-
-    workload: Workload
-    device: Device
-    setup: Callable[[], Setup]
+    started: frozenset[Thread] = frozenset()
 
 
 class Bench:
-    """States by key, and what can be asked of them."""
+    """States by key, and what can be asked of them. `_kept` are those of a pass that are looked at from outside."""
 
     def __init__(self, settings: Settings) -> None:
         import torch
 
         self._settings = settings
-        self._prepared: dict[str, _Prepared] = {}
-        self._kept: dict[str, tuple[Device, Any]] = {}
+        self._prepared: dict[str, Prepared] = {}
+        self._kept: dict[str, _Kept] = {}
         self._calibrations = Calibrations()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
@@ -104,6 +70,7 @@ class Bench:
         """torch's build and the switches that change what it measures."""
         import torch
 
+        gpu, matmul, cudnn = torch.cuda.is_available(), torch.backends.cuda.matmul, torch.backends.cudnn
         return {
             "torch": str(torch.__version__),
             "torch_git": torch.version.git_version,
@@ -112,15 +79,9 @@ class Bench:
             "torch_interop_threads": torch.get_num_interop_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "cudnn": torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-            if torch.cuda.is_available()
-            else None,
-            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-            if torch.cuda.is_available()
-            else None,
-            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-            if torch.cuda.is_available()
-            else None,
+            "cudnn": cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
+            "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction if gpu else None,
+            "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction if gpu else None,
         }
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
@@ -142,20 +103,20 @@ class Bench:
         with unchanged(), aside(), precision.scope():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
-            step(workload, state, setup, SilentPhases())
+            step(workload, state, setup.scales, SilentPhases())
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = PhaseClock(stamper)
         started = threads() - before
-        self._prepared[key] = _Prepared(
+        self._prepared[key] = Prepared(
             workload, precision, device, facts.index, state, clock, stamper, started, setup.scales
         )  # fmt: skip
         gc.collect()
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
-        with self._apart(case, facts) as untimed:
-            untimed.setup()
+        with self._apart(case, facts) as (_, _, setup):
+            setup()
         gc.collect()
 
     def quantisers(self) -> tuple[int, str]:
@@ -170,79 +131,32 @@ class Bench:
 
     def compile_quantisers(self, key: str) -> None:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
-        prepared = self._prepared[key]
-        prepared.device.select(prepared.index)
+        prepared = self._selected(key)
         before = threads()
         with unchanged(), aside(), prepared.precision.scope():
             fusing.compile_waiting()
-            if prepared.scales is not None:
-                prepared.scales.begin_step()
-            prepared.workload.step(prepared.state, SilentPhases())
+            step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
         still_running(threads() - before)  # what compiling has started may end before anything is timed
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
-        prepared = self._prepared[key]
-        prepared.device.select(prepared.index)
-        clock, begin, timed, state = prepared.clock, prepared.begin, prepared.workload.step, prepared.state
-        marks = []
-        eager, fused = fusing.calls()
-        gc_was_on = gc.isenabled()
-        gc.disable()
-        try:
-            with unchanged(), silent_step(), prepared.precision.scope():
-                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
-                for _ in range(discard):
-                    begin()
-                    timed(state, clock)
-                    clock.end()
-                prepared.device.synchronise(prepared.index)
-                cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
-                for _ in range(calls):
-                    begin()
-                    timed(state, clock)
-                    marks.append(clock.end())
-                host = time.perf_counter() - wall
-                prepared.device.synchronise(prepared.index)
-                wall, thread, cpu = (
-                    time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
-                )  # fmt: skip
-                counted = grown(before, counters())
-        finally:
-            if gc_was_on:
-                gc.enable()
-        steps = tuple(RawStep(tuple(codes), tuple(prepared.stamper.intervals_ns(stamps))) for codes, stamps in marks)
-        prepared.stamper.recycle()
-        eager_now, fused_now = fusing.calls()
-        preemptions = _known(counted["preemptions"])
-        return RawSlot(
-            steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
-            None if preemptions is None else int(preemptions), _known(counted["steal"]),
-        )  # fmt: skip
+        return self._selected(key).slot(calls, discard)
 
     def loop(self, key: str, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
-        prepared = self._prepared[key]
-        prepared.device.select(prepared.index)
-        silent = SilentPhases()
-        with unchanged(), silent_step(), prepared.precision.scope():
-            for _ in range(steps):
-                if prepared.scales is not None:
-                    prepared.scales.begin_step()
-                prepared.workload.step(prepared.state, silent)
-            prepared.device.synchronise(prepared.index)
+        self._selected(key).loop(steps)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         """The workload's numerical errors for one case."""
-        with self._apart(case, facts) as untimed:
-            return errors_of(untimed.workload.error(untimed.setup()))
+        with self._apart(case, facts) as (workload, _, setup):
+            return errors_of(workload.error(setup()))
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         """The values that one case works on."""
-        with self._apart(case, facts) as untimed:
-            return statistics_of(untimed.workload.statistics(untimed.setup()))
+        with self._apart(case, facts) as (workload, _, setup):
+            return statistics_of(workload.statistics(setup()))
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
         """What a step's memory is made of at its highest point, or why nobody can say.
@@ -250,13 +164,12 @@ class Bench:
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
-            measured = memory_of_step(workload, setup, device, facts.index)
-        if isinstance(measured, str):
-            return measured
+            use, state = memory_of_step(workload, setup, device, facts.index)
+        if isinstance(use, str):
+            return use
         if key:
-            self._kept[key] = device, measured.state
-        use = measured.use
-        del measured
+            self._kept[key] = _Kept(device, state)
+        del state
         gc.collect(1)
         device.empty_cache()
         return use
@@ -268,25 +181,25 @@ class Bench:
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
         """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""
-        with self._apart(case, facts) as untimed:
-            setup = untimed.setup()
-            state = untimed.workload.prepare(setup)
-            trace = record(partial(step, untimed.workload, state, setup), facts.kind)
+        with self._apart(case, facts) as (workload, device, make_setup):
+            setup = make_setup()
+            state = workload.prepare(setup)
+            trace = record(partial(step, workload, state, setup.scales), facts.kind)
             del state
             gc.collect()
-        untimed.device.empty_cache()
+        device.empty_cache()
         write(trace, Path(file))
         return operators_of(trace["traceEvents"])
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
         """The losses of a case's first training steps, from that draw of its weights."""
-        with self._apart(case, facts) as untimed:
-            return losses_of(untimed.workload.losses(replace(untimed.setup(), draw=draw), steps))
+        with self._apart(case, facts) as (workload, _, setup):
+            return losses_of(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
         """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
-        with self._apart(case, facts) as untimed:
-            return gradient_error_of(untimed.workload.gradient_error(untimed.setup(), self._setup(reference, facts)))
+        with self._apart(case, facts) as (workload, _, setup):
+            return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def check(self, key: str) -> str:
         """What is wrong with a state after its steps; '' if nothing is."""
@@ -301,18 +214,11 @@ class Bench:
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            device = kept[0]
-            del kept
-            gc.collect()
-            device.empty_cache()
+        held = self._kept.pop(key, None) or self._prepared.pop(key, None)
+        if held is None:
             return ()
-        prepared = self._prepared.pop(key, None)
-        if prepared is None:
-            return ()
-        device, started = prepared.device, prepared.started
-        del prepared
+        device, started = held.device, held.started
+        del held
         gc.collect()
         device.empty_cache()
         return tuple(still_running(started))
@@ -340,50 +246,50 @@ class Bench:
         finally:
             self.release(key)
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether any device calls that exception an exhausted memory."""
-        return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())
-
     def recover(self) -> None:
         """Give back what an aborted request may have left behind."""
         gc.collect()
-        for kind in devices.names():
-            if kind in {prepared.device.kind for prepared in self._prepared.values()}:
-                devices.get(kind).empty_cache()
+        for kind in {prepared.device.kind for prepared in self._prepared.values()}:
+            devices.get(kind).empty_cache()
+
+    def _selected(self, key: str) -> Prepared:
+        prepared = self._prepared[key]
+        prepared.device.select(prepared.index)
+        return prepared
 
     @contextmanager
-    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[_Pass]:
-        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed."""
+    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
+        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed.
+
+        What it works with; the setup is made anew each time it is asked for.
+        """
         device, workload = devices.get(facts.kind), workloads.get(case.workload)
         device.select(facts.index)
         with unchanged(), apart(), precisions.get(case.precision).scope():
-            yield _Pass(workload, device, partial(self._setup, case, facts))
+            yield workload, device, partial(self._setup, case, facts)
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
         arithmetic = precision.arithmetic(facts)
-        layers: Mapping[str, Arithmetic] = {
-            kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map
-        }
+        layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
-        settings = self._settings
-        setup = Setup(case, facts, settings.seed, arithmetic, high, layers, precision.loss_scale, settings.corpus)
+        seed, corpus = self._settings.seed, self._settings.corpus
+        setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
         return self._calibrations.applied(workloads.get(case.workload), setup)
 
 
 def described(error: BaseException, bench: Bench | None) -> tuple[str, str, str, bool]:
-    """Its kind, its text, its traceback, and whether a device calls it an exhausted memory."""
+    """Its kind, its text, its traceback, and whether any device calls it an exhausted memory."""
+    kinds = devices.names() if bench is not None else ()
     try:
-        text, exhausted = str(error), bench is not None and bench.is_out_of_memory(error)
+        text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text
         text, exhausted = "an exception that has no text", False
-    trace = "".join(traceback.format_exception(error))
-    return type(error).__name__, writable(text), writable(trace), exhausted
-
-
-def writable(text: str) -> str:
-    """The text with what no encoding can write (half a surrogate pair) spelled out."""
-    return str(text.encode("utf-8", "backslashreplace"), "utf-8")
+    # What no encoding can write (half a surrogate pair) is spelled out.
+    text, trace = (
+        said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
+    )
+    return type(error).__name__, text, trace, exhausted
 
 
 def recovered(bench: Bench | None) -> None:

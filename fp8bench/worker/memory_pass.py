@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
@@ -19,25 +18,17 @@ from fp8bench.worker.static_scales import step
 _DISAGREE = "torch's profiler saw more allocated than its allocator counts"
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """What a case takes, and its state, which somebody else may want to look at from outside."""
-
-    use: MemoryUse
-    state: Any
-
-
 def memory_of_step(
     workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int
-) -> MeasuredMemory | str:
-    """The memory of a step, or why nobody can say; then nothing was prepared.
+) -> tuple[MemoryUse | str, Any]:
+    """The memory of a step and the state; or why nobody can say, and no state.
 
     The second step of a state is looked at: what the first one makes and keeps is there by then. Whatever counts makes
     a step slower, so the state is used for nothing else.
     """
     meter = device.memory_meter(index)
     if isinstance(meter, str):
-        return meter
+        return meter, None
     with collected_by_hand():
         setup = listening(make_setup(), meter.say)
         gc.collect(0)
@@ -46,23 +37,19 @@ def memory_of_step(
         course = None
         try:
             state = workload.prepare(setup)
-            step(workload, state, setup, SilentPhases())
+            step(workload, state, setup.scales, SilentPhases())
             gc.collect(0)  # the youngest only: all that has been made since the start
             before = state_tensors(state)
-            resident = _watched_step(workload, state, setup, meter)
+            resident = reset_high_water()
+            meter.mark()
+            step(workload, state, setup.scales, listening_phases(meter.enter))
+            if isinstance(resident, Reading):
+                resident = memory()["rss_high_water"]
         finally:
             course = meter.stop()
         if course is None:
-            return "torch's profiler recorded nothing"
-        return MeasuredMemory(_use(course, before, state_tensors(state), resident), state)
-
-
-def _watched_step(workload: Workload, state: Any, setup: Setup, meter: MemoryMeter) -> Read:
-    """One step under the meter; the most that the process had in the machine's memory meanwhile."""
-    began = reset_high_water()
-    meter.mark()
-    step(workload, state, setup, listening_phases(meter.enter))
-    return memory()["rss_high_water"] if isinstance(began, Reading) else began
+            return "torch's profiler recorded nothing", None
+        return _use(course, before, state_tensors(state), resident), state
 
 
 def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
@@ -153,7 +140,7 @@ def try_batch(
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
         raise CannotLimit(f"a limit needs a counter: {meter}")
-    ended: AbstractContextManager[None] = nullcontext() if limit is None else device.memory_limited(index, limit)
+    ended = nullcontext() if limit is None else device.memory_limited(index, limit)
     with collected_by_hand():
         gc.collect(1)  # cycles that hold tensors of the attempt before
         device.empty_cache()  # what lies there would count as taken
@@ -189,4 +176,4 @@ def _two_steps(workload: Workload, setup: Setup) -> None:
     """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
     state = workload.prepare(setup)
     for _ in range(2):
-        step(workload, state, setup, SilentPhases())
+        step(workload, state, setup.scales, SilentPhases())

@@ -22,16 +22,15 @@ class Calibrations:
         name = setup.case.id
         if name not in self._known:
             book = ScaleBook(rule)
-            calibrating = replace(setup, scales=book)
-            state = workload.prepare(calibrating)
+            state = workload.prepare(replace(setup, scales=book))
             for _ in range(rule.batches):
-                step(workload, state, calibrating, SilentPhases())
+                step(workload, state, book, SilentPhases())
             self._known[name] = {(one.layer, one.role): one.amax for one in book.states()}
         return replace(setup, scales=ScaleBook(rule, self._known[name]))
 
 
-def step(workload: Workload, state: Any, setup: Setup, phase: Phases) -> None:
-    """One step of a state that was prepared from that setup, whose book is told of it."""
-    if setup.scales is not None:
-        setup.scales.begin_step()
+def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> None:
+    """One step of a state; the book of its scales, if it has one, is told of it."""
+    if scales is not None:
+        scales.begin_step()
     workload.step(state, phase)

@@ -75,8 +75,8 @@ def search(
     outcome = CaseOutcome(one)
     rule = CapacityRule(limit, with_batch)
     CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
-    assert outcome.capacity is not None
-    return outcome.capacity
+    assert outcome.draft.capacity is not None
+    return outcome.draft.capacity
 
 
 def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:

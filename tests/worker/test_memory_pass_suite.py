@@ -50,16 +50,16 @@ def remembered(
 def test_the_driver_is_asked_while_the_state_is_there() -> None:
     """By the worker's number, once a case; then the state is given back."""
     outcomes, worker, driver = remembered({"fp32": Script(peak=7), "bf16": Script(peak=5)}, Reading(99, "B", "NVML"))
-    assert [one.memory for one in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
+    assert [one.draft.memory for one in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
     assert driver is not None and [pid for pid, _ in driver.asked] == [worker.pid] * 2
     assert [len(states) for _, states in driver.asked] == [1, 1] and worker.remembered == []
-    assert not any(one.detail for one in outcomes)
+    assert not any(one.draft.detail for one in outcomes)
 
 
 def test_a_driver_that_cannot_say_is_a_reason() -> None:
     """Beside what else is known; nothing is 0."""
     (one,), _, _ = remembered({"fp32": Script(peak=7)}, Unavailable("process 5 is not among the 3 that NVML lists"))
-    assert one.memory == MemoryUse(
+    assert one.draft.memory == MemoryUse(
         7, why="no memory of the process: process 5 is not among the 3 that NVML lists"
     )  # fmt: skip
 
@@ -67,13 +67,13 @@ def test_a_driver_that_cannot_say_is_a_reason() -> None:
 def test_without_a_driver_nobody_is_asked_and_nothing_is_kept() -> None:
     """A processor has none."""
     (one,), worker, _ = remembered({"fp32": Script(peak=7)}, None)
-    assert one.memory == MemoryUse(7) and worker.remembered == [] and ("release", "?") not in worker.log
+    assert one.draft.memory == MemoryUse(7) and worker.remembered == [] and ("release", "?") not in worker.log
 
 
 def test_a_device_that_cannot_count_is_a_reason_too() -> None:
     """And the driver need not be asked."""
     (one,), _, driver = remembered({"fp32": Script(peak=None)}, Reading(99, "B", "NVML"))
-    assert one.memory is None and one.detail == "no peak memory: the script has none"
+    assert one.draft.memory is None and one.draft.detail == "no peak memory: the script has none"
     assert driver is not None and driver.asked == []
 
 
@@ -85,8 +85,8 @@ def test_a_fault_costs_one_case(error: Exception, restarts: int) -> None:
     """The driver is asked of the others."""
     scripts = {"fp32": Script(peak=7, faults=[Fault("memory", error)]), "bf16": Script(peak=5)}
     (first, second), worker, driver = remembered(scripts, Reading(99, "B", "NVML"))
-    assert first.memory is None and first.detail == f"no peak memory: {error}"
-    assert second.memory == MemoryUse(5, process=99) and worker.restarts == restarts
+    assert first.draft.memory is None and first.draft.detail == f"no peak memory: {error}"
+    assert second.draft.memory == MemoryUse(5, process=99) and worker.restarts == restarts
     assert driver is not None and len(driver.asked) == 1
 
 

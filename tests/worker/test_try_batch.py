@@ -96,8 +96,8 @@ def planned(suite: str, dtype: str = "fp32", imports: tuple[str, ...] = (), **ax
 def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     outcome = CaseOutcome(one)
     CapacityPass(worker, {"cpu": CPU}, USUAL, SilentObserver(), CapacityRule(limit, with_batch)).search([outcome])
-    assert outcome.capacity is not None
-    return outcome.capacity
+    assert outcome.draft.capacity is not None
+    return outcome.draft.capacity
 
 
 class Storages(TorchDispatchMode):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from fp8bench.errors import WorkerFault
 from fp8bench.jobs.duel.side_workers import PROCESSES, SideWorkers
 from fp8bench.jobs.duel.turns import Entry, EntryFailed, Turns
 from fp8bench.measure.limits import Limits
@@ -48,7 +47,8 @@ def begin_case(case: str, pair: tuple[SideWorkers, SideWorkers]) -> CaseProgress
     """A case that is about to be measured, or the reason why it is not."""
     before, after = (CaseOutcome(side.cases[case]) for side in pair)
     left_out = _unfit(pair, (before.planned, after.planned))
-    before.paired = after.paired = not left_out
+    for outcome in (before, after):
+        outcome.note(paired=not left_out)
     return CaseProgress(before, after, left_out)
 
 
@@ -138,5 +138,4 @@ def _fail(one: CaseProgress, failed: EntryFailed) -> None:
     cause = failed.cause
     if not exhausted(cause):
         failed.entry.worker.restart()
-    outcome.failure = "out of memory beside the other side" if exhausted(cause) else str(cause)
-    outcome.detail = cause.trace if isinstance(cause, WorkerFault) else ""
+    outcome.fail("out of memory beside the other side" if exhausted(cause) else str(cause), cause)

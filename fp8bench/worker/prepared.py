@@ -1,0 +1,99 @@
+"""A case that is ready to be timed: its state, the clock that its steps write into, and slots of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.model.readings import Read, Reading, grown
+from fp8bench.protocols import Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
+from fp8bench.worker import fusing
+from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.host_counters import counters
+from fp8bench.worker.step_guards import silent_step
+from fp8bench.worker.switches import unchanged
+
+
+@dataclass
+class Prepared:
+    """`started` are the threads that preparing it has left running."""
+
+    workload: Workload
+    precision: Precision
+    device: Device
+    index: int
+    state: Any
+    clock: PhaseClock
+    stamper: Stamper
+    started: frozenset[Thread]
+    scales: ScaleBook | None
+
+    @property
+    def begin(self) -> Callable[[], None]:
+        """What comes before a timed step: nothing of it is timed but the clock's own start."""
+        book, clock = self.scales, self.clock
+        if book is None:
+            return clock.begin
+
+        def begin() -> None:
+            book.begin_step()
+            clock.begin()
+
+        return begin
+
+    def slot(self, calls: int, discard: int) -> RawSlot:
+        """Run `discard` calls and then `calls` timed ones, back to back."""
+        clock, begin, timed, state = self.clock, self.begin, self.workload.step, self.state
+        marks = []
+        eager, fused = fusing.calls()
+        gc_was_on = gc.isenabled()
+        gc.disable()
+        try:
+            with unchanged(), silent_step(), self.precision.scope():
+                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
+                for _ in range(discard):
+                    begin()
+                    timed(state, clock)
+                    clock.end()
+                self.device.synchronise(self.index)
+                cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
+                for _ in range(calls):
+                    begin()
+                    timed(state, clock)
+                    marks.append(clock.end())
+                host = time.perf_counter() - wall
+                self.device.synchronise(self.index)
+                wall, thread, cpu = (
+                    time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
+                )  # fmt: skip
+                counted = grown(before, counters())
+        finally:
+            if gc_was_on:
+                gc.enable()
+        steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
+        self.stamper.recycle()
+        eager_now, fused_now = fusing.calls()
+        preemptions = _known(counted["preemptions"])
+        return RawSlot(
+            steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
+            None if preemptions is None else int(preemptions), _known(counted["steal"]),
+        )  # fmt: skip
+
+    def loop(self, steps: int) -> None:
+        """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
+        silent = SilentPhases()
+        with unchanged(), silent_step(), self.precision.scope():
+            for _ in range(steps):
+                if self.scales is not None:
+                    self.scales.begin_step()
+                self.workload.step(self.state, silent)
+            self.device.synchronise(self.index)
+
+
+def _known(read: Read) -> float | None:
+    return read.number if isinstance(read, Reading) else None
