@@ -17,7 +17,7 @@ from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import resume as go_on
-from fp8bench.plan.make import files_of
+from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
 from fp8bench.report.data.frames import RunFrames

@@ -33,12 +33,12 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.model import DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
+from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import (
     check_names,
     has_reference_added,
     make_plan,
-    reads_corpus,
     searched_for_batches,
     with_batch,
 )

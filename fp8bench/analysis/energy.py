@@ -6,14 +6,16 @@ the time is an estimate.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record, Work
+from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 
 # Fewer windows on either side say nothing of how far windows of the same code lie apart.
@@ -86,7 +88,7 @@ class EnergyRatio:
     why: str = ""
 
 
-# The names of counts of work, and how many of them a figure is told for.
+# The names of counts of work, the most telling first, and how many of them a figure is told for.
 _PER: tuple[tuple[str, str, float], ...] = (("token", "tokens", 1.0), ("tflop", "flops", 1e12), ("gb", "bytes", 1e9))
 
 
@@ -110,7 +112,8 @@ def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | N
         uncertainty,
         statistics.median(clocks) if clocks else None,
         max((one.temperature for one in windows if one.temperature is not None), default=None),
-        tuple(_per(gross.middle, record.work)),
+        tuple((name, gross.middle * many / getattr(record.work, count)) for name, count, many in _PER
+              if getattr(record.work, count)),
         tuple(_phases(gross.middle, finding)),
     )  # fmt: skip
 
@@ -133,10 +136,10 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     own, base = energy_figures(record, None), energy_figures(reference, None)
     if own is None or base is None or own.source != base.source:
         return None
-    (first, second), known = _widened(own, base)
+    first, second = (one.gross.widened(one.uncertainty or 0.0) for one in (own, base))
     low, high = first.low / second.high, first.high / second.low if second.low > 0 else math.inf
     point = own.gross.middle / base.gross.middle
-    why = _why_unclear(record, own, base, known, frozenset(labels))
+    why = _why_unclear(record, own, base, frozenset(labels))
     apart = max(second.low - first.high, first.low - second.high)
     if not why and apart <= max(first.width, second.width):
         why = "their windows lie too close together"
@@ -144,9 +147,9 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     return EnergyRatio(point, low, high, demand, why)
 
 
-def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, known: bool, labels: frozenset[Label]) -> str:
+def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
     """Why nothing can be said as a fact, whatever the windows are; '' if it can."""
-    if not known:
+    if None in (own.uncertainty, base.uncertainty):
         return "it is unknown how far its power sensor can be off"
     fewest = min(len(own.windows), len(base.windows))
     if fewest < LEAST_WINDOWS:
@@ -156,20 +159,12 @@ def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, known:
     return ", ".join(label for label in Label if label in labels & _DOUBTS)
 
 
-def _widened(own: EnergyFigures, base: EnergyFigures) -> tuple[tuple[Range, Range], bool]:
-    """Both ranges with their uncertainties, and whether these are known."""
-    first, second = own.gross.widened(own.uncertainty or 0.0), base.gross.widened(base.uncertainty or 0.0)
-    return (first, second), own.uncertainty is not None and base.uncertainty is not None
-
-
 def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
     """The windows that are numbers: runs are read from files, too."""
     found = use.windows if use is not None else ()
-    return tuple(one for one in found if one.steps > 0 and _sane(one.seconds) and _sane(one.joules))
-
-
-def _sane(number: float) -> bool:
-    return 1e-30 < number < 1e30
+    return tuple(
+        one for one in found if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
+    )
 
 
 def _range(values: Sequence[float]) -> Range:
@@ -188,23 +183,13 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tupl
         missing = " and ".join(when for when, watts in ends if watts not in idles)
         return None, None, use.why or f"the idle power {missing} its windows was not measured"
     idle = statistics.fmean(idles)
-    low, middle, high = ([_beyond(one, watts) for one in windows] for watts in (max(idles), idle, min(idles)))
+    low, middle, high = (
+        [(one.joules - watts * one.seconds) / one.steps for one in windows] for watts in (max(idles), idle, min(idles))
+    )
     net = Range(statistics.median(middle), min(low), max(high))
     if net.low <= unsure:
         return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
     return idle, net, ""
-
-
-def _beyond(window: EnergyWindow, watts: float) -> float:
-    return (window.joules - watts * window.seconds) / window.steps
-
-
-def _per(joules: float, work: Work) -> Iterable[tuple[str, float]]:
-    """By each count that applies, the most telling first."""
-    for name, count, many in _PER:
-        done = getattr(work, count)
-        if done:
-            yield name, joules * many / done
 
 
 def _phases(joules: float, finding: Finding | None) -> Iterable[tuple[str, float]]:
@@ -242,25 +227,11 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     worst = max(window.uncertainty or 0.0 for window in windows)
     if worst > MOST_UNCERTAIN:
         yield f"a window is sure to +-{units.percent(worst)} only"
-    yield from _disagreement(windows)
-    held = [name for name in reasons_in(_seen(windows)) if name not in CHOSEN]
-    if held:
-        yield f"clocks were held back in its windows: {', '.join(held)}"
-
-
-def _disagreement(windows: Sequence[EnergyWindow]) -> Iterator[str]:
     joules = [window.joules / window.steps for window in windows if window.steps > 0]
     if len(joules) < len(windows) or not all(0 < one < math.inf for one in joules):
         yield "a window has no energy"
-        return
-    apart = (max(joules) - min(joules)) / statistics.median(joules)
-    if apart > MOST_APART:
+    elif (apart := (max(joules) - min(joules)) / statistics.median(joules)) > MOST_APART:
         yield f"its windows are {units.percent(apart)} apart"
-
-
-def _seen(windows: Sequence[EnergyWindow]) -> int:
-    """All bits of all windows."""
-    mask = 0
-    for window in windows:
-        mask |= window.throttle or 0
-    return mask
+    seen = functools.reduce(operator.or_, (window.throttle or 0 for window in windows))
+    if held := [name for name in reasons_in(seen) if name not in CHOSEN]:
+        yield f"clocks were held back in its windows: {', '.join(held)}"

@@ -42,20 +42,13 @@ def findings(run: Run) -> dict[str, Finding]:
 def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Finding]:
     """A finding for every record of one group."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
-    aa = noise(reference.timing, reference.control) if reference is not None and reference.timing is not None else None
-    shared = _of_the_group(reference, aa)
+    shared, aa = _Standard(), None
+    if reference is not None and reference.timing is not None:
+        aa = noise(reference.timing, reference.control)
+        hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
+        emulated = reference.support.level is Level.EMULATED
+        shared = _Standard(reference.timing, reference.control, emulated, hard)
     return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
-
-
-def _of_the_group(reference: Record | None, aa: Interval | None) -> _Standard:
-    if reference is None or reference.timing is None:
-        return _Standard()
-    return _Standard(
-        reference.timing,
-        reference.control,
-        reference.support.level is Level.EMULATED,
-        hard_labels(reference.timing, reference.watch, aa, reference.case.device),
-    )
 
 
 def _standard(record: Record, shared: _Standard) -> _Standard:

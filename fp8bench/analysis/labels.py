@@ -16,7 +16,7 @@ from fp8bench.analysis import stats
 from fp8bench.analysis.energy import why_unresolved
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
-from fp8bench.model.consumed import BITS, CHOSEN, POWER_CAP, capped_by_power, reasons_in, slowed_by_hardware
+from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
 CAN_BE_HARD = frozenset({Label.AA_FAILED, Label.CONTENDED, Label.THROTTLED})
@@ -37,7 +37,6 @@ class Labelled:
 
 # What a driver counts for a shorter share of the time is no matter.
 HELD_SHARE = 0.005
-_POWER_CAP = BITS[POWER_CAP]
 _OF_HARDWARE = frozenset({"hw-thermal", "hw-power-brake"})
 # The wall clock over the processor time. At the lower one a case is contended, at the higher one it got less than a
 # fifth of a core, and its fastest rounds need not be undisturbed ones.
@@ -58,17 +57,17 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
     others are done, so that it counts only if the system says that somebody took a core meanwhile.
     """
     process = [slot for slot in timing.slots if slot.wall_seconds > ahead * slot.cpu_seconds]
-    thread = [slot for slot in timing.slots if _thread_behind(slot, ahead)]
+    thread = [
+        slot
+        for slot in timing.slots
+        if slot.thread_seconds is not None and slot.wall_seconds > ahead * slot.thread_seconds
+    ]
     return max(len(process), len(thread) if _taken(thread) else 0)
 
 
 def contended(timing: Timing, ahead: float = AHEAD) -> bool:
     """Whether that was so in most slots."""
     return disturbed_slots(timing, ahead) > SHARE * len(timing.slots)
-
-
-def _thread_behind(slot: SlotSample, ahead: float) -> bool:
-    return slot.thread_seconds is not None and slot.wall_seconds > ahead * slot.thread_seconds
 
 
 def _taken(slots: Sequence[SlotSample]) -> bool:
@@ -93,38 +92,37 @@ BIMODAL_LESSER = 0.2
 
 def labels_of(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:
     """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in."""
-    found = [*_of_the_machine(record, aa), *_of_the_samples(record, finding, reference)]
+    found = _found(record, finding, reference, aa)
     return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
 
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Those that leave no verdict, for a case and for the reference it is held against."""
-    found = [*_told_apart(aa, timing.num_rounds), *_contended(timing, device), *_throttled(watch)]
+    found = [*_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch)]
     return tuple(one for one in found if one.hard)
 
 
-def _of_the_machine(record: Record, aa: Interval | None) -> Iterator[Labelled]:
-    """What was wrong with where it ran."""
-    assert record.timing is not None
-    yield from _told_apart(aa, record.timing.num_rounds)
-    yield from _contended(record.timing, record.case.device)
-    yield from _throttled(record.watch)
-    if power_capped(record.watch):
-        yield Labelled(Label.POWER_CAPPED, clock_of(record.watch))
+def _found(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
+    """What was wrong with where it ran, and what can be said of the times themselves."""
+    timing = record.timing
+    assert timing is not None
+    yield from _told_apart(aa, timing.num_rounds)
+    yield from _contended(timing, record.case.device)
+    yield from limits_of(record.watch)
     if why := why_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, why)
 
-
-def _of_the_samples(record: Record, finding: Finding, reference: Timing | None) -> Iterator[Labelled]:
-    """What can be said of the times themselves."""
-    timing = record.timing
-    assert timing is not None
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)
     if _launch_bound(record, timing):
         yield Labelled(Label.LAUNCH_BOUND)
-    if record.support.level is not Level.EMULATED:
-        yield from _of_a_speed(record, timing, reference)
+    if record.support.level is not Level.EMULATED:  # else its time is read as no speed
+        if timing.num_rounds < FEW_ROUNDS:
+            yield Labelled(Label.FEW_SAMPLES)
+        if _bimodal(timing):
+            yield Labelled(Label.BIMODAL)
+        if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
+            yield Labelled(Label.DRIFT)
     if not record.paired:
         yield Labelled(Label.UNPAIRED)
     if timing.varying:
@@ -133,16 +131,6 @@ def _of_the_samples(record: Record, finding: Finding, reference: Timing | None) 
         yield Labelled(Label.EAGER_QUANTISER, timing.eager)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
-
-
-def _of_a_speed(record: Record, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
-    """Labels that only matter where a time is read as a speed."""
-    if timing.num_rounds < FEW_ROUNDS:
-        yield Labelled(Label.FEW_SAMPLES)
-    if _bimodal(timing):
-        yield Labelled(Label.BIMODAL)
-    if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
-        yield Labelled(Label.DRIFT)
 
 
 def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
@@ -159,11 +147,6 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     hard = contended(timing, FAR_AHEAD)
     slots = f"{disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
-
-
-def _throttled(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    if reasons := throttle_reasons(watch):
-        yield Labelled(Label.THROTTLED, ", ".join(reasons), throttled_by_hardware(watch))
 
 
 def _launch_bound(record: Record, timing: Timing) -> bool:
@@ -199,46 +182,25 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE
 
 
-def throttle_reasons(watch: DeviceWatch | None) -> tuple[str, ...]:
-    """'hw-thermal', 'sw-thermal 12% of the time': by the bits that were seen, and by what the driver counted."""
+def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
+    """What held the clocks back, by the bits that were seen and by what the driver counted.
+
+    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard where the hardware slowed itself down to survive,
+    and heat that no software limit accounts for counts as that. The power cap has the clock that it allows beside it.
+    """
     if watch is None:
-        return ()
-    held = _held(watch)
+        return
+    mask = watch.throttle or 0
+    shares = {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
+    held = {name: share for name, share in shares.items() if share > HELD_SHARE}
+    heat = held.get("thermal", 0.0) - shares.get("sw-thermal", 0.0)
+    hard = bool(mask & HARDWARE or held.keys() & _OF_HARDWARE) or heat > HELD_SHARE
     if held.keys() & {"sw-thermal", "hw-thermal"}:  # 'thermal' is what is in them, without saying which
         held.pop("thermal", None)
-    names = dict.fromkeys([*reasons_in(watch.throttle or 0), *held])
-    return tuple(f"{name}{_how_long(held.get(name))}" for name in names if name not in CHOSEN)
-
-
-def throttled_by_hardware(watch: DeviceWatch | None) -> bool:
-    """Whether the hardware slowed itself down to survive; heat that no software limit accounts for counts as that."""
-    if watch is None:
-        return False
-    held = _held(watch)
-    heat = held.get("thermal", 0.0) - dict(_held_shares(watch)).get("sw-thermal", 0.0)
-    return slowed_by_hardware(watch.throttle or 0) or bool(held.keys() & _OF_HARDWARE) or heat > HELD_SHARE
-
-
-def power_capped(watch: DeviceWatch | None) -> bool:
-    """Whether the clocks were those that the power cap allows."""
-    return watch is not None and (capped_by_power(watch.throttle or 0) or _POWER_CAP in _held(watch))
-
-
-def clock_of(watch: DeviceWatch | None) -> str:
-    """'SM clock 1.41 GHz', the middle one; '' where it is not known."""
-    hertz = watch.sm_clock if watch is not None else None
-    return f"SM clock {units.count(hertz, 'Hz')}" if hertz is not None and 0 < hertz < math.inf else ""
-
-
-def _held_shares(watch: DeviceWatch) -> list[tuple[str, float]]:
-    """For which share of the time each limit held the clocks back."""
-    return [(name, min(1.0, seconds / watch.seconds)) for name, seconds in watch.held] if watch.seconds > 0 else []
-
-
-def _held(watch: DeviceWatch) -> dict[str, float]:
-    """The same of those that did so for long enough to matter."""
-    return {name: share for name, share in _held_shares(watch) if share > HELD_SHARE}
-
-
-def _how_long(share: float | None) -> str:
-    return f" {units.percent(share, 0 if share >= 0.01 else 1)} of the time" if share is not None else ""
+    names = [name for name in dict.fromkeys([*reasons_in(mask), *held]) if name not in CHOSEN]
+    how_long = {name: f" {units.percent(share, 0 if share >= 0.01 else 1)} of the time" for name, share in held.items()}
+    if names:
+        yield Labelled(Label.THROTTLED, ", ".join(name + how_long.get(name, "") for name in names), hard)
+    if mask & POWER_CAP or BITS[POWER_CAP] in held:
+        known = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
+        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if known else "")

@@ -18,13 +18,13 @@ from fp8bench.model import Level, Record, Timing
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
     """Seconds of a step, one figure a round."""
-    return _plain(_rounds(timing).sum(axis=1)) if timing.slots else ()
+    return tuple(_rounds(timing).sum(axis=1).tolist()) if timing.slots else ()
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
     """Seconds of one phase, one figure a round; none where the step has no such phase."""
     wanted = np.array(timing.segments.phases) == phase
-    return _plain(_rounds(timing)[:, wanted].sum(axis=1)) if timing.slots and wanted.any() else ()
+    return tuple(_rounds(timing)[:, wanted].sum(axis=1).tolist()) if timing.slots and wanted.any() else ()
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -73,7 +73,3 @@ def _by_round(timing: Timing) -> dict[int, float]:
 def _rounds(timing: Timing) -> Floats:
     """Seconds by round and cell; as many calls of each slot as all have, since a minimum of more is lower."""
     return cells(timing, min(len(slot.calls_ns) for slot in timing.slots))
-
-
-def _plain(values: Floats) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)

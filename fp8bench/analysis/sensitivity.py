@@ -7,6 +7,7 @@ and data: above 0 is worse. All here is a pure function of losses.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -189,14 +190,9 @@ def _enter(
 
 def _fronts(layers: Sequence[Layer]) -> list[str]:
     """Front parts of names that several layers share, the shortest first."""
-    counts: dict[str, int] = {}
-    for layer in layers:
-        words = layer.name.split(".")
-        for length in range(1, len(words)):
-            front = ".".join(words[:length])
-            counts[front] = counts.get(front, 0) + 1
-    shared = [front for front, count in counts.items() if count > 1]
-    return sorted(shared, key=lambda front: front.count("."))
+    names = [layer.name.split(".") for layer in layers]
+    counts = Counter(".".join(words[:length]) for words in names for length in range(1, len(words)))
+    return sorted((front for front, count in counts.items() if count > 1), key=lambda front: front.count("."))
 
 
 def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:

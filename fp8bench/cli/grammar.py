@@ -17,7 +17,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import REQUEST_RULES as RULES
-from fp8bench.plan.make import files_of
+from fp8bench.plan.asked_suites import files_of
 
 DEFAULT_STORE = ".fp8bench"
 DEFAULT_PROJECT = "fp8bench"

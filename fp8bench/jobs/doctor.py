@@ -21,8 +21,9 @@ from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
 from fp8bench.model.raw import Settings
+from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.corpus import prepare_corpus
-from fp8bench.plan.make import make_plan, suites_of
+from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import devices, precisions, workloads

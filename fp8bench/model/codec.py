@@ -125,7 +125,8 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
             raise Malformed(": expected a list")
         if of_numbers and set(map(type, plain)) <= _INTEGERS:
             return tuple(plain)  # raw samples: many, and worth a short way
-        if of_lists_of_numbers and _are_lists_of_integers(plain):
+        lists = of_lists_of_numbers and set(map(type, plain)) <= _LISTS
+        if lists and set(map(type, itertools.chain.from_iterable(plain))) <= _INTEGERS:
             return tuple(map(tuple, plain))
         if not many and len(decoders) != len(plain):
             raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
@@ -137,10 +138,6 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
             raise Malformed(f"[]{error}") from None
 
     return decode
-
-
-def _are_lists_of_integers(plain: list[Any]) -> bool:
-    return set(map(type, plain)) <= _LISTS and set(map(type, itertools.chain.from_iterable(plain))) <= _INTEGERS
 
 
 def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:

@@ -163,7 +163,6 @@ BITS: dict[int, str] = {
 }
 # The hardware slows itself down to survive: what was measured meanwhile is not this device's speed.
 HARDWARE = 0x8 | 0x40 | 0x80
-THERMAL = 0x20 | 0x40
 # Usual for large products on current GPUs.
 POWER_CAP = 0x4
 # Clocks that somebody chose, or that the cap allows, are the device's own.
@@ -192,13 +191,3 @@ def reasons_in(mask: int) -> tuple[str, ...]:
     """The reasons of a mask by name, 'bit 0x800' for one that has none yet; idling is none."""
     bits = [1 << number for number in range(mask.bit_length()) if mask & 1 << number]
     return tuple(BITS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)
-
-
-def slowed_by_hardware(mask: int) -> bool:
-    """Whether the hardware slowed itself down (heat, a power brake): a case measured so has no verdict."""
-    return bool(mask & HARDWARE)
-
-
-def capped_by_power(mask: int) -> bool:
-    """Whether the clocks are those that the power cap allows."""
-    return bool(mask & POWER_CAP)

@@ -47,24 +47,20 @@ class StoppingRule:
 
     def ended(self, rounds: int, seconds: float) -> str:
         """Why measuring must end now, '' if it need not."""
-        if self.fixed is not None:
-            if rounds >= self.fixed:
-                return f"{self.fixed} rounds, a fixed number"
-            return f"time was up after {rounds} rounds" if seconds >= self.ceiling and rounds else ""
-        if rounds >= self.most:
+        if self.fixed is not None and rounds >= self.fixed:
+            return f"{self.fixed} rounds, a fixed number"
+        if self.fixed is None and rounds >= self.most:
             return f"{rounds} rounds, the most a group gets"
-        if seconds >= self.budget and rounds >= self.least:
-            return f"time was up after {rounds} rounds"
-        return f"time was up after {rounds} rounds" if seconds >= self.ceiling and rounds else ""
+        enough = self.fixed is None and rounds >= self.least and seconds >= self.budget
+        return f"time was up after {rounds} rounds" if enough or (rounds and seconds >= self.ceiling) else ""
 
 
 def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingRule:
     """The rule of one group; `budget` is its share of the seconds the user gave for the whole run, if any."""
-    ceiling = CEILING_SECONDS if budget is None else budget
+    whole = budget is not None
     if rounds is not None:
-        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=budget is not None)
+        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=whole)
+    ceiling = CEILING_SECONDS if budget is None else budget
     if quick:
-        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=budget is not None)
-    if budget is None:
-        return StoppingRule()
-    return StoppingRule(budget=budget, ceiling=budget, whole=True)
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=whole)
+    return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=whole)

@@ -45,8 +45,6 @@ class TensorError:
 
     count: int
     nonzero: int
-    nan: int
-    infinite: int
     lost: int
     vanished: int
     signal: float
@@ -135,11 +133,10 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
         exact, rounded = given[place].to(torch.float64), left[place].to(torch.float64)
         finite = exact.isfinite()
         kept = finite & rounded.isfinite()
-        values.count_strange(exact, finite, kept)
         exact = torch.where(finite, exact, 0.0)
         if grid is not None:
             grid.add(exact, rounded, kept, place)
-        values.add(exact, rounded, kept, place)
+        values.add(exact, rounded, finite, kept, place)
     return values.error(x.numel(), grid)
 
 
@@ -158,20 +155,15 @@ class _Values:
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
-        # Of values that are: not zero, NaN, infinite, lost, vanished.
-        self._counts = torch.zeros(5, dtype=torch.int64, device=device)
+        # Of values that are: not zero, lost, vanished.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
-    def count_strange(self, exact: Tensor, finite: Tensor, kept: Tensor) -> None:
-        """What is not finite in x, or not in y alone."""
-        self._counts[1] += exact.isnan().sum()
-        self._counts[2] += exact.isinf().sum()
-        self._counts[3] += (finite & ~kept).sum()
-
-    def add(self, exact: Tensor, rounded: Tensor, kept: Tensor, place: Place) -> None:
-        """A piece of x, what is not finite taken for zero, and of y."""
+    def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, kept: Tensor, place: Place) -> None:
+        """A piece of x, what is not `finite` taken for zero, and of y; `kept` is what is finite in both."""
         there = exact != 0
         self._counts[0] += there.sum()
-        self._counts[4] += (there & (rounded == 0)).sum()
+        self._counts[1] += (finite & ~kept).sum()
+        self._counts[2] += (there & (rounded == 0)).sum()
         magnitudes = exact.abs()
         self._amax = torch.maximum(self._amax, magnitudes.amax())
         self._smallest = torch.minimum(self._smallest, torch.where(there, magnitudes, math.inf).amin())
@@ -185,10 +177,10 @@ class _Values:
 
     def error(self, count: int, grid: _Grid | None) -> TensorError:
         """All figures, read from the device."""
-        nonzero, nan, infinite, lost, vanished = self._counts.tolist()
+        nonzero, lost, vanished = self._counts.tolist()
         saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
         return TensorError(
-            count, nonzero, nan, infinite, lost, vanished,
+            count, nonzero, lost, vanished,
             float(self._signal.sum()), float(self._noise.sum()), float(self._cross), float(self._output),
             float(self._amax), float(self._smallest) if nonzero else 0.0,
             _spread(self._signal.sum(1), self._noise.sum(1)), _spread(self._signal, self._noise),

@@ -42,7 +42,10 @@ def sound_params(workload: Workload, params: Params) -> Params:
             kind = type(value).__name__
             words = f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
             raise _cannot(workload, words)
-        if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, str) and not _plain(value)):
+        # Line breaks and control characters would break tables, halves of surrogate pairs every file but JSON.
+        if (isinstance(value, str) and not value.isprintable()) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
             raise _cannot(workload, f"parameter {name!r} is {value!r:.80}, and must be finite, or text on one line")
     return params
 
@@ -87,11 +90,6 @@ def _word(text: object) -> bool:
     if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
         return False
     return all(text.split("."))
-
-
-def _plain(text: str) -> bool:
-    """Line breaks and control characters would break tables, halves of surrogate pairs every file but JSON."""
-    return text.isprintable()
 
 
 def _cannot(workload: Workload, why: str) -> UsageError:

@@ -83,7 +83,9 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     if data is None:
         text, name = standard_library_text(), f"python-{platform.python_version()}"
     else:
-        text, name = given_text(Path(data)), _on_one_line(Path(data).stem)
+        text = given_text(Path(data))
+        # A file's name need not be text, and stands in case ids.
+        name = "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
     if len(text) < LEAST_BYTES:
         raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
     digest = hashlib.sha256(text).hexdigest()
@@ -96,11 +98,6 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
 def default_identity() -> str:
     """What cases that read the default text say of it."""
     return prepare_corpus(None, Path(), write=False).identity
-
-
-def _on_one_line(name: str) -> str:
-    """A file's name need not be text, and stands in case ids."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def _tokens(text: bytes) -> bytes:

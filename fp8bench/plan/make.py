@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar
+from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.checked_workload import answering, sound_params, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     check_map,
     layers_of,
+    map_for,
     mapped_support,
     with_static_scales,
 )
-from fp8bench.protocols import Layer, Precision, Workload, keys_of
+from fp8bench.protocols import Layer, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.units import size
-from fp8bench.user_code import user_module
 
-ALL = "all"
 # What is added as the reference where the precisions that were named leave nothing to compare.
 ADDED = "fp32"
 MOST_CASES = 20_000
 # What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
 _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
+
+_WORST_LAST = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     Where precisions are to be compared and those that were named leave nothing to compare, fp32 is added.
     """
     chosen = _devices(request, facts)
-    parts = _parts(request, chosen)
-    if not compares:
-        parts = [replace(part, may_add=False) for part in parts]
+    parts = _parts(request, chosen, compares)
     groups = []
     added: dict[str, None] = {}
     for part in parts:
@@ -83,55 +83,14 @@ def has_reference_added(plan: Plan) -> bool:
     return any(planned.case.precision == ADDED for group in plan for planned in group.cases)
 
 
-def suites_of(request: Request) -> tuple[str, ...]:
-    """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
-    words = _suite_words(request.suite)
-    if not all(words):
-        raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    names = tuple(dict.fromkeys(name for word in words for name in _suites(word)))
-    if not request.grid:
-        return names
-    followed = tuple(name for name in names if workloads.get(name).history is not None)
-    if not followed:
-        raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
-    return followed
-
-
-def files_of(suite: str) -> tuple[str, ...]:
-    """The files among the words of a suite: importing them is what makes their suites known."""
-    return tuple(word for word in _suite_words(suite) if word.endswith(".py"))
-
-
-def _suite_words(suite: str) -> list[str]:
-    return [word.strip() for word in suite.split(",")]
-
-
-def _suites(word: str) -> Sequence[str]:
-    if word == ALL:
-        return workloads.names()
-    if word.endswith(".py"):
-        names = workloads.names_in(user_module(word))
-        if not names:
-            raise UsageError(
-                f"{word} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
-                "--import and name a suite."
-            )
-        return names
-    if word not in workloads.names():
-        if "/" in word:
-            raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
-        raise UnknownName("suite", word, [*workloads.names(), ALL])
-    return [word]
-
-
-def reads_corpus(request: Request) -> bool:
-    """Whether any suite of the request reads the text."""
-    return any(workloads.get(name).uses_corpus for name in suites_of(request))
-
-
 def check_names(request: Request) -> None:
     """Raise for unknown names, and for what cannot be kept, at once: before anything slow is started."""
-    _check_batches(request)
+    if request.max_batch and not any(workloads.get(name).batch_axis for name in suites_of(request)):
+        having = [name for name in workloads.names() if workloads.get(name).batch_axis]
+        raise UsageError(
+            f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your "
+            "own names the axis that is its batch in `batch_axis`."
+        )
     parts = _parts(request, _CLASSES)
     for word in request.devices:
         devices.canonical(word.partition(":")[0])
@@ -173,17 +132,6 @@ def searched_for_batches(plan: Plan) -> frozenset[str]:
     return frozenset(first.values())
 
 
-def _check_batches(request: Request) -> None:
-    """Raise where --max-batch cannot be meant."""
-    if not request.max_batch or any(workloads.get(name).batch_axis for name in suites_of(request)):
-        return
-    having = [name for name in workloads.names() if workloads.get(name).batch_axis]
-    raise UsageError(
-        f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your own "
-        "names the axis that is its batch in `batch_axis`."
-    )
-
-
 def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
     """Raise where --max-batch cannot be done on a device; what it will do, in words."""
     if not request.max_batch:
@@ -205,26 +153,30 @@ def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
     return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
 
 
-def _parts(request: Request, facts: Sequence[DeviceFacts]) -> list[_Part]:
+def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True) -> list[_Part]:
     chosen = [workloads.get(name) for name in suites_of(request)]
-    _check_axes(request, chosen)
-    layers = {workload.name: _layers(request, workload, facts) for workload in chosen}
-    check_map(request, [one for found in layers.values() for one in found])
-    parts = []
+    known: set[str] = set()
     for workload in chosen:
         with answering(workload):
-            parts.append(_part(request, workload, keys_of(layers[workload.name])))
+            known |= {axis.name for axis in workload.axes(_CLASSES[0])}
+    for name, _ in request.axes:  # each must be one of some suite; the others do without it
+        if name not in known:
+            raise UnknownName(f"axis of suite {request.suite}", name, known)
+    # The layers of all cases of a suite; none is asked for where there is no map.
+    mapped = facts if request.precision_map else ()
+    layers = [
+        layers_of(workload, [params for one in mapped for params in _parameters(request, workload, one, None)])
+        for workload in chosen
+    ]
+    check_map(request, [layer for found in layers for layer in found])
+    parts = []
+    for workload, found in zip(chosen, layers, strict=True):
+        with answering(workload):
+            parts.append(_part(request, workload, found, compares))
     return parts
 
 
-def _layers(request: Request, workload: Workload, facts: Sequence[DeviceFacts]) -> list[Layer]:
-    """The layers of all cases of a suite; none is asked for where there is no map."""
-    if not request.precision_map:
-        return []
-    return layers_of(workload, [params for one in facts for params in _parameters(request, workload, one, None)])
-
-
-def _part(request: Request, workload: Workload, keys: Collection[str]) -> _Part:
+def _part(request: Request, workload: Workload, layers: Sequence[Layer], compares: bool) -> _Part:
     """Precisions of one suite: those asked for, else its own; the reference first."""
     own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
     names = [precisions.canonical(word) for word in (request.dtypes or own)]
@@ -235,38 +187,8 @@ def _part(request: Request, workload: Workload, keys: Collection[str]) -> _Part:
         lead = min(names, key=lambda name: precisions.get(name).rank)
     modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
     named = request.reference is None and len(request.dtypes) > 1 and not request.grid
-    may_add = named and workload.fused and ADDED not in modes
-    return _Part(workload, modes, lead, _precision_map(request, keys, modes, lead), may_add)
-
-
-def _check_axes(request: Request, chosen: Sequence[Workload]) -> None:
-    """Every axis given must be one of some suite; the others do without it."""
-    nowhere = DeviceFacts("cpu", 0, "", 0, "")
-    known = set()
-    for workload in chosen:
-        with answering(workload):
-            known |= {axis.name for axis in workload.axes(nowhere)}
-    for name, _ in request.axes:
-        if name not in known:
-            raise UnknownName(f"axis of suite {request.suite}", name, known)
-
-
-def _precision_map(request: Request, keys: Collection[str], modes: Sequence[str], reference: str) -> PrecisionMap:
-    """Layers and their precisions. Cases other than the reference take it; the reference stays pure."""
-    layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
-    if layers and all(name == reference for name in modes):
-        raise UsageError(
-            f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
-            "dtype to --dtypes, or another --reference."
-        )
-    for mode in (name for name in modes if name != reference):
-        for _, other in layers:
-            if precisions.get(mode).float32_products != precisions.get(other).float32_products:
-                raise UsageError(
-                    f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave "
-                    f"{other} out of the map, or {mode} out of --dtypes."
-                )
-    return tuple(layers)
+    may_add = compares and named and workload.fused and ADDED not in modes
+    return _Part(workload, modes, lead, map_for(request, layers, modes, lead), may_add)
 
 
 def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
@@ -342,26 +264,16 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
     named = dict(params)
     answers = [workload.support(named, precisions.get(name), facts), *mapped_support(workload, named, facts, layers)]
-    support = _worst([sound_support(workload, answer) for answer in answers])
+    # A case is as native as the least native of its layers.
+    support = max((sound_support(workload, one) for one in answers), key=lambda one: _WORST_LAST.index(one.level))
     work = sound_work(workload, workload.work(named))
-    skip = support.reason if support.level is Level.REFUSED else _too_large(work, facts)
+    skip = support.reason if support.level is Level.REFUSED else ""
+    if not skip and facts.memory_bytes and work.least_memory > facts.memory_bytes:
+        skip = (
+            f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: "
+            "choose smaller sizes"
+        )
     return PlannedCase(case, support, work, skip)
-
-
-def _too_large(work: Work, facts: DeviceFacts) -> str:
-    """Why a case is not begun although its precision would do; '' if it may be."""
-    if not facts.memory_bytes or work.least_memory <= facts.memory_bytes:
-        return ""
-    return (
-        f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: choose "
-        "smaller sizes"
-    )
-
-
-def _worst(supports: Sequence[Support]) -> Support:
-    """A case is as native as the least native of its layers."""
-    order = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
-    return max(supports, key=lambda support: order.index(support.level))
 
 
 def _lead(cases: Sequence[PlannedCase], wanted: int, firm: bool) -> int:
@@ -374,10 +286,4 @@ def _lead(cases: Sequence[PlannedCase], wanted: int, firm: bool) -> int:
         return wanted
     able = [index for index, planned in enumerate(cases) if planned.runs]
     native = [index for index in able if cases[index].support.level is Level.NATIVE]
-    pool = native or able
-    return min(pool, key=lambda index: _rank(cases[index])) if pool else wanted
-
-
-def _rank(planned: PlannedCase) -> int:
-    precision: Precision = precisions.get(planned.case.precision)
-    return precision.rank
+    return min(native or able, key=lambda index: precisions.get(cases[index].case.precision).rank, default=wanted)

@@ -34,6 +34,25 @@ def check_map(request: Request, layers: Sequence[Layer]) -> None:
             raise UnknownName(f"layer of suite {request.suite}", key, known, shown if layers else "")
 
 
+def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str], reference: str) -> PrecisionMap:
+    """The map of a suite with these layers. Cases other than the reference take it; the reference stays pure."""
+    keys = keys_of(known)
+    layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
+    if layers and all(name == reference for name in modes):
+        raise UsageError(
+            f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
+            "dtype to --dtypes, or another --reference."
+        )
+    for mode in (name for name in modes if name != reference):
+        for _, other in layers:
+            if precisions.get(mode).float32_products != precisions.get(other).float32_products:
+                raise UsageError(
+                    f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave "
+                    f"{other} out of the map, or {mode} out of --dtypes."
+                )
+    return tuple(layers)
+
+
 def mapped_support(
     workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap
 ) -> Iterator[Support]:

@@ -8,18 +8,11 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
 
-# Facts of the environment, and how a sentence calls them.
-_SAME = {
-    "machine": "machine",
-    "fp8bench": "fp8bench",
-    "python": "python",
-    "torch": "torch",
-    "torch_git": "torch_git",
-    "threads": "threads",
-    "commit": "the commit",
-    "dirty": "whether files differ from the commit",
-    "imports_sha256": "the code of --import",
-}
+# Facts of the environment, and how a sentence calls them where it is not by that name.
+_SAME = ("machine", "fp8bench", "python", "torch", "torch_git", "threads", "commit", "dirty", "imports_sha256")
+_CALLED = {
+    "commit": "the commit", "dirty": "whether files differ from the commit", "imports_sha256": "the code of --import",
+}  # fmt: skip
 
 
 def refuse_lost(run: Run) -> None:
@@ -55,10 +48,10 @@ def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Env
 
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
-    for name, called in _SAME.items():
+    for name in _SAME:
         before, now = run.environment.get(name), environment.get(name)
         if before != now:
-            yield f"{called} was {_shown(before)} and is {_shown(now)}"
+            yield f"{_CALLED.get(name, name)} was {_shown(before)} and is {_shown(now)}"
     here = {one.key: one for one in facts}
     for key in dict.fromkeys(planned.case.device for group in run.plan for planned in group.cases):
         before_facts = next((one for one in run.devices if one.key == key), None)

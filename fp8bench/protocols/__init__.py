@@ -16,37 +16,13 @@ from fp8bench.protocols.arithmetic import (
     WatchedArithmetic,
 )
 from fp8bench.protocols.device import CannotLimit, Device, MemoryMeter, Stamper
-from fp8bench.protocols.phases import Markers, Observer, Phases, SilentMarker, SilentObserver, SilentPhases
+from fp8bench.protocols.phases import Markers, Observer, Phases, SilentObserver, SilentPhases
 from fp8bench.protocols.precision import Precision, TensorScale, float32_products
 from fp8bench.protocols.workload import Grid, Layer, Setup, Workload, key_of, keys_of
 
 __all__ = [
-    "MEMORY_OF",
-    "Arithmetic",
-    "CannotLimit",
-    "Device",
-    "Grid",
-    "KeptScale",
-    "Layer",
-    "Markers",
-    "MemoryHolder",
-    "MemoryMeter",
-    "Observer",
-    "Operand",
-    "Phases",
-    "Precision",
-    "Role",
-    "ScaleBook",
-    "ScaleState",
-    "Setup",
-    "SilentMarker",
-    "SilentObserver",
-    "SilentPhases",
-    "Stamper",
-    "TensorScale",
-    "WatchedArithmetic",
-    "Workload",
-    "float32_products",
-    "key_of",
-    "keys_of",
+    "MEMORY_OF", "Arithmetic", "CannotLimit", "Device", "Grid", "KeptScale", "Layer", "Markers", "MemoryHolder",
+    "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook", "ScaleState", "Setup",
+    "SilentObserver", "SilentPhases", "Stamper", "TensorScale", "WatchedArithmetic", "Workload",
+    "float32_products", "key_of", "keys_of",
 ]  # fmt: skip

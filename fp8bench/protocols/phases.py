@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from fp8bench.model import PHASES, Case, Plan, Record
@@ -49,28 +49,13 @@ class Markers(Generic[Marker]):
             setattr(self, name, make(str(name)))
 
 
-class SilentMarker:
-    """A marker that marks nothing, for untimed passes."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-_SILENT = SilentMarker()
-
-
-class SilentPhases(Markers[SilentMarker]):
-    """Phases that mark nothing."""
+class SilentPhases(Markers[AbstractContextManager[None]]):
+    """Phases that mark nothing, for untimed passes."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(lambda name: _SILENT)
+        super().__init__(lambda name: nullcontext())
 
 
 class Observer(Protocol):

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from fp8bench.analysis.labels import clock_of, power_capped, throttle_reasons, throttled_by_hardware
-from fp8bench.model import DeviceWatch
+from fp8bench.analysis.labels import Labelled, limits_of
+from fp8bench.model import DeviceWatch, Label
 
 CHOSEN = 0x1 | 0x2 | 0x4 | 0x10 | 0x100
 
@@ -33,16 +33,6 @@ def watch(throttle: int | None = 0, seconds: float = 10.0, **held: float) -> Dev
         (watch(0x200), ("board-limit",), False),
         (watch(0x400 | 0x2), ("reliability",), False),
         (watch(0x800), ("bit 0x800",), False),
-    ],
-)
-def test_bits(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool) -> None:
-    """Clocks that were chosen, and the power cap, are no throttling; 0x8, 0x40 and 0x80 are the hardware's own."""
-    assert (throttle_reasons(one), throttled_by_hardware(one)) == (reasons, hard)
-
-
-@pytest.mark.parametrize(
-    ("one", "reasons", "hard"),
-    [
         (watch(hw_thermal=0.05), (), False),
         (watch(hw_thermal=0.06), ("hw-thermal 0.6% of the time",), True),
         (watch(hw_power_brake=1.24), ("hw-power-brake 12% of the time",), True),
@@ -59,10 +49,14 @@ def test_bits(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool) -> 
         (watch(seconds=0.0, hw_thermal=1.0), (), False),
     ],
 )
-def test_counters(one: DeviceWatch, reasons: tuple[str, ...], hard: bool) -> None:
-    """More than 0.5% of the time, 0.05 s here. 'thermal' has both kinds of heat in it: what software does not explain
-    is the hardware's."""
-    assert (throttle_reasons(one), throttled_by_hardware(one)) == (reasons, hard)
+def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool) -> None:
+    """By bits: clocks that were chosen, and the power cap, are none; 0x8, 0x40 and 0x80 are the hardware's own.
+
+    By counters: more than 0.5% of the time, 0.05 s here. 'thermal' has both kinds of heat in it: what software does
+    not explain is the hardware's.
+    """
+    expected = [Labelled(Label.THROTTLED, ", ".join(reasons), hard)] if reasons else []
+    assert [found for found in limits_of(one) if found.label is Label.THROTTLED] == expected
 
 
 @pytest.mark.parametrize(
@@ -74,10 +68,12 @@ def test_counters(one: DeviceWatch, reasons: tuple[str, ...], hard: bool) -> Non
 )  # fmt: skip
 def test_power_cap(one: DeviceWatch | None, on: bool) -> None:
     """Its bit, or its counter."""
-    assert power_capped(one) == on
+    assert (Label.POWER_CAPPED in [found.label for found in limits_of(one)]) == on
 
 
 def test_the_clock_in_words() -> None:
-    assert clock_of(DeviceWatch(1, 1.0, sm_clock=1.41e9)) == "SM clock 1.41 GHz"
-    for unknown in (None, 0.0, math.nan, math.inf):
-        assert clock_of(DeviceWatch(0, 1.0, sm_clock=unknown)) == "" == clock_of(None)
+    for hertz, words in (
+        (1.41e9, "SM clock 1.41 GHz"),
+        *((unknown, "") for unknown in (None, 0.0, math.nan, math.inf)),
+    ):
+        assert list(limits_of(DeviceWatch(1, 1.0, 0x4, sm_clock=hertz))) == [Labelled(Label.POWER_CAPPED, words)]

@@ -90,7 +90,7 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
     y = scaled(x, fmt, steps)
     found = tensor_error(x, y, fmt, Factors(steps, rows=1))
     check(found, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
-    assert found.count == 900 and found.nan == found.infinite == found.lost == 0
+    assert found.count == 900 and found.lost == 0
     if fmt not in (BF16, TF32):
         assert found.saturated and found.saturated < 450
 
@@ -271,7 +271,7 @@ def test_numbers_that_are_none_are_counted_apart() -> None:
     x = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 1e6, -3.0])
     y = torch.tensor([1.0, math.nan, 448.0, -math.inf, 2.5, math.inf, math.nan])
     found = tensor_error(x, y, FP16)
-    assert (found.count, found.nonzero, found.nan, found.infinite, found.lost) == (7, 4, 1, 2, 2)
+    assert (found.count, found.nonzero, found.lost) == (7, 4, 2)
     assert found.not_finite_percent == pytest.approx(200 / 7)
     assert (found.signal, found.noise, found.cross, found.output) == (5.0, 0.25, 6.0, 7.25)
     assert found.amax == 1e6 and found.saturated == 1 and found.vanished == 0

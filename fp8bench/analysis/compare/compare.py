@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
-from fp8bench.analysis.compare.matched_figures import Figures, Values, counted, sensed, timed
+from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
 from fp8bench.analysis.metric import TIME
-from fp8bench.model import Comparison, Direction, Evidence, Interval, Label, Status
+from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Status
 from fp8bench.units import percent
+
+_BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,28 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequ
     if old.status is new.status is Status.SKIPPED:
         return
     if new.status is not Status.OK or old.status is not Status.OK:
-        yield _without_numbers(before[-1], after[-1])
+        failed = new.status is Status.FAILED and old.status is not Status.FAILED
+        words = [_BECAME[record.status] + (f" ({record.reason})" if record.reason else "") for record in (old, new)]
+        yield _none(new.case, f"{words[0]} before, {words[1]} now", failed)
         return
     version = after[-1].version
     alike = [one for one in before if one.version == version]
     if not alike:
-        yield _none(after[-1], f"version {before[-1].version} before and {version} now: the work changed")
+        yield _none(new.case, f"version {before[-1].version} before and {version} now: the work changed")
         return
     if old.support.level is not new.support.level:
-        yield _none(after[-1], f"{old.support.level} before and {new.support.level} now: not the same work")
+        yield _none(new.case, f"{old.support.level} before and {new.support.level} now: not the same work")
         return
     kept = _whole(alike), _whole([one for one in after if one.version == version])
     others = _whole([one for one in beside if one.version == version])
     for figures in (*timed(*kept, others), *sensed(*kept, others)):
-        case = after[-1].record.case
-        yield of_times(figures, case.id, case.workload, _labels((*kept[0], *kept[1])))
-    for values in counted(*kept):
-        yield _counted(values, after[-1])
+        yield of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
+    for values in counted(*kept):  # figures without noise of a clock
+        said = exact_change(values.before, values.after)
+        yield Comparison(
+            new.case.id, new.case.workload, values.metric, values.unit, said.direction, Evidence.CROSS_RUN,
+            median(values.before), median(values.after), said.ratio, said.p_value, why=said.why,
+        )  # fmt: skip
 
 
 def _whole(side: Sequence[Sighting]) -> list[Sighting]:
@@ -90,20 +97,7 @@ def _whole(side: Sequence[Sighting]) -> list[Sighting]:
     return [one for one in good if not one.run.request.quick] or good
 
 
-def _without_numbers(before: Sighting, after: Sighting) -> Comparison:
-    """One side has no number: it failed, or was skipped."""
-    old, new = before.record, after.record
-    failed = new.status is Status.FAILED and old.status is not Status.FAILED
-    words = [_became(record.status) + (f" ({record.reason})" if record.reason else "") for record in (old, new)]
-    return _none(after, f"{words[0]} before, {words[1]} now", failed)
-
-
-def _became(status: Status) -> str:
-    return {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}[status]
-
-
-def _none(sighting: Sighting, why: str, failed: bool = False) -> Comparison:
-    case = sighting.record.case
+def _none(case: Case, why: str, failed: bool = False) -> Comparison:
     return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=why, failed=failed)
 
 
@@ -135,14 +129,3 @@ def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
     found = {label for one in sightings if one.finding is not None for label in one.finding.labels}
     found.add(Label.CROSS_RUN)
     return tuple(label.value for label in Label if label in found)
-
-
-def _counted(values: Values, after: Sighting) -> Comparison:
-    """Figures without noise of a clock."""
-    case = after.record.case
-    old, new = median(values.before), median(values.after)
-    said = exact_change(values.before, values.after)
-    return Comparison(
-        case.id, case.workload, values.metric, values.unit, said.direction, Evidence.CROSS_RUN, old, new, said.ratio,
-        said.p_value, why=said.why,
-    )  # fmt: skip

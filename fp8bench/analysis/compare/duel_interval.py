@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.analysis import stats, verdicts
-from fp8bench.model import Interval, Timing, Verdict
+from fp8bench.model import Interval, Verdict
+from fp8bench.model.duel import Session
 
 LEAST_ROUNDS = 5
 # So much, between the nearest processes of different sides, is believed without an interval.
@@ -32,14 +33,6 @@ _MOST_DEALS = 4096
 _HALVINGS = 12
 # Shifts below this are none.
 _NOTHING = 1e-9
-
-
-@dataclass(frozen=True)
-class SideTimings:
-    """The entries of both sides in one session, a process each, all in the same rounds."""
-
-    before: Sequence[Timing]
-    after: Sequence[Timing]
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Judged:
 
 
 def judge(
-    sessions: Sequence[SideTimings], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
+    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
 ) -> Judged | None:
     """The verdict on all sessions; None without a round that all entries of some session were in."""
     found = [(one, _best(one)) for one in sessions]
@@ -110,7 +103,7 @@ def why_unsure(found: Judged) -> str:
     return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
 
 
-def _best(session: SideTimings) -> tuple[NDArray[np.float64], int]:
+def _best(session: Session) -> tuple[NDArray[np.float64], int]:
     """The logarithm of each entry's best case, over the rounds that all were in, and how many those are."""
     timings = [*session.before, *session.after]
     rounds = sorted(set.intersection(*({slot.round for slot in one.slots} for one in timings)))

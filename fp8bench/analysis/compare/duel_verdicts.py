@@ -10,25 +10,15 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8bench.analysis.compare.duel_interval import Judged, SideTimings, judge, why_unsure
+from fp8bench.analysis.compare.duel_interval import Judged, judge, why_unsure
 from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.labels import labels_of
 from fp8bench.analysis.metric import TIME, Better, better_of
 from fp8bench.analysis.verdicts import best_phases
-from fp8bench.model import (
-    Comparison,
-    Direction,
-    Evidence,
-    Finding,
-    Label,
-    Measurement,
-    Status,
-    Verdict,
-)
+from fp8bench.model import Comparison, Direction, Evidence, Finding, Label, Measurement, Status, Verdict
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Duel
 
-SECONDS = "s"
 # They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
 _OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
@@ -39,7 +29,7 @@ _DIRECTIONS = {
 
 def judged(result: CaseResult) -> Judged | None:
     """What the times of a result say; None where there are none, or the case has failed."""
-    return judge([SideTimings(one.before, one.after) for one in result.sessions]) if result.measured else None
+    return judge(result.sessions) if result.measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
@@ -60,7 +50,7 @@ def compared(result: CaseResult) -> Iterator[Comparison]:
 
 def _time(result: CaseResult) -> Comparison:
     found = judged(result)
-    blank = _blank(result, TIME, SECONDS)
+    blank = _blank(result, TIME, "s")
     if found is None:
         return replace(blank, why=_why_none(result))
     blank = replace(blank, before=found.before, after=found.after, labels=_labels(result, found))

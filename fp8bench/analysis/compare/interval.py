@@ -60,7 +60,7 @@ def across(
     Runs `beside` them are of neither, and say no more than how far runs lie apart.
     """
     point = fmean(one.log for one in after) - fmean(one.log for one in before)
-    within = math.sqrt(sum(_mean_variance(side) for side in (before, after)))
+    within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
         return Difference(_of_few(before, after, point, level), None)
@@ -136,10 +136,6 @@ def _interval(point: float, low: float, high: float, level: float) -> Interval:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _mean_variance(side: Sequence[Estimate]) -> float:
-    return sum(one.error**2 for one in side) / len(side) ** 2
 
 
 def _deviations(side: Sequence[Estimate]) -> float:

@@ -124,11 +124,6 @@ def second_look(judged: Sequence[Judged], look: SecondLook, rules: tuple[Rule, .
     return tuple(_settled(one, look, rules) if one.outcome is Outcome.TO_CONFIRM else one for one in judged)
 
 
-def unconfirmed(judged: Sequence[Judged], why: str) -> tuple[Judged, ...]:
-    """The suspects settled without a second look: those fail that may on their own, and say so."""
-    return second_look(judged, SecondLook({}, refused=why))
-
-
 def _looked_at(one: Comparison, rules: tuple[Rule, ...], relative: set[str]) -> Judged:
     threshold = threshold_of(one, rules)
     if one.failed:

@@ -9,7 +9,7 @@ from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
 from fp8bench.jobs import doctor
-from fp8bench.plan.make import files_of
+from fp8bench.plan.asked_suites import files_of
 from fp8bench.registry import devices, precisions, workloads
 
 

@@ -31,8 +31,9 @@ from fp8bench.model import Environment, Request
 from fp8bench.model.duel import Duel, Side
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
+from fp8bench.plan.asked_suites import reads_corpus, suites_of
 from fp8bench.plan.corpus import Corpus, prepare_corpus
-from fp8bench.plan.make import check_names, reads_corpus, suites_of
+from fp8bench.plan.make import check_names
 from fp8bench.store.duels import DuelWriter, load_duel, start_duel
 from fp8bench.store.runs.write import check_store
 from fp8bench.user_code import user_module

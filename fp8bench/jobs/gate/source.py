@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.analysis.gate.judging import Outcome, SecondLook, Verdict, first_look, second_look, unconfirmed
+from fp8bench.analysis.gate.judging import Outcome, SecondLook, Verdict, first_look, second_look
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.metric import TIME
 from fp8bench.errors import EXIT_OK
@@ -67,5 +67,5 @@ def judged(source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobOb
             observer.note(f"gate: {len(suspects)} suspected, measured again")
             figures = second_look(figures, source.confirm(suspects), rules)
         else:
-            figures = unconfirmed(figures, "--no-rerun")
+            figures = second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
     return Verdict(source.title, figures, source.notes, source.problem, source.code)

@@ -10,21 +10,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fp8bench.analysis.compare.duel_interval import Judged, SideTimings, judge, why_unsure
+from fp8bench.analysis.compare.duel_interval import Judged, judge, why_unsure
 from fp8bench.model import Verdict
+from fp8bench.model.duel import Session
 from tests.fakes import steady, timing
 
 Seconds = Sequence[tuple[float, ...]]
 
 
-def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> SideTimings:
+def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
     """Processes that take so many seconds in every round."""
-    return SideTimings(
-        [steady(round(1e9 * one), rounds) for one in before], [steady(round(1e9 * one), rounds) for one in after]
-    )
+    return Session(*(tuple(steady(round(1e9 * one), rounds) for one in side) for side in (before, after)))
 
 
-def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[SideTimings]:
+def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
     """Two processes a side and session, about 1 ms each; what a session has in common drifts."""
     draw = np.random.default_rng(seed)
     found = []
@@ -35,7 +34,7 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
     return found
 
 
-def known(sessions: Sequence[SideTimings]) -> Judged:
+def known(sessions: Sequence[Session]) -> Judged:
     """What they come to; there is something."""
     found = judge(sessions)
     assert found is not None
@@ -84,7 +83,7 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
         for step, excused in ((-1e-3, False), (1e-3, True)):
             factor = end * math.exp(sign * step)
             scaled = [
-                SideTimings(one.before, [steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after])
+                Session(one.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after))
                 for one in sessions
             ]
             assert (known(scaled).chance > 0.01) is excused
@@ -159,9 +158,9 @@ def test_many_sessions_are_sampled_and_say_the_same_twice() -> None:
 def test_only_rounds_that_all_were_in_count() -> None:
     """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
-    found = known([SideTimings([early, early], [late, late])])
+    found = known([Session((early, early), (late, late))])
     assert found.ratio.point == pytest.approx(1) and found.rounds == 2 and found.verdict is Verdict.UNSURE
     assert "2 rounds a session are too few" in why_unsure(found)
-    assert judge([SideTimings([steady(1000, 3)], [steady(1000, 3, start=3)])]) is None
+    assert judge([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
     assert judge([]) is None
-    assert judge([SideTimings([steady(1000, 3)], [])]) is None
+    assert judge([Session((steady(1000, 3),), ())]) is None

@@ -17,7 +17,6 @@ from fp8bench.analysis.gate.judging import (
     first_look,
     key_of,
     second_look,
-    unconfirmed,
 )
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
@@ -131,7 +130,7 @@ def test_without_a_second_look() -> None:
         (stored(1.2), Outcome.REGRESSION), (stored(1.08), Outcome.TO_CONFIRM), (figure(1.06), Outcome.REGRESSION),
         (exact(1.05), Outcome.REGRESSION),
     ):  # fmt: skip
-        (judged,) = unconfirmed(first_look([one]), "--no-rerun")
+        (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
     assert settle(stored(1.2), None).outcome is Outcome.REGRESSION
 

@@ -1,0 +1,58 @@
+"""Which suites a request means, by the words that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model import Request
+from fp8bench.registry import workloads
+from fp8bench.user_code import user_module
+
+ALL = "all"
+
+
+def suites_of(request: Request) -> tuple[str, ...]:
+    """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
+    words = _words(request.suite)
+    if not all(words):
+        raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
+    names = tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+    if not request.grid:
+        return names
+    followed = tuple(name for name in names if workloads.get(name).history is not None)
+    if not followed:
+        raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
+    return followed
+
+
+def files_of(suite: str) -> tuple[str, ...]:
+    """The files among the words of a suite: importing them is what makes their suites known."""
+    return tuple(word for word in _words(suite) if word.endswith(".py"))
+
+
+def _words(suite: str) -> list[str]:
+    return [word.strip() for word in suite.split(",")]
+
+
+def _suites(word: str) -> Sequence[str]:
+    if word == ALL:
+        return workloads.names()
+    if word.endswith(".py"):
+        names = workloads.names_in(user_module(word))
+        if not names:
+            raise UsageError(
+                f"{word} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
+                "--import and name a suite."
+            )
+        return names
+    if word not in workloads.names():
+        if "/" in word:
+            raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
+        raise UnknownName("suite", word, [*workloads.names(), ALL])
+    return [word]
+
+
+def reads_corpus(request: Request) -> bool:
+    """Whether any suite of the request reads the text."""
+    return any(workloads.get(name).uses_corpus for name in suites_of(request))
