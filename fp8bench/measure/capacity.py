@@ -138,7 +138,7 @@ class CapacityPass:
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 
     def _searched(self, planned: PlannedCase) -> Capacity:
-        axis = workloads.get(planned.case.workload).batch_axis
+        axis, limit = workloads.get(planned.case.workload).batch_axis, self._rule.limit
         facts = self._facts[planned.case.device]
         attempts: list[Attempt] = []
         grain = 1
@@ -146,24 +146,18 @@ class CapacityPass:
             start = _start(planned, axis)
             grain = self._grain(planned, facts)
             top = self._top(planned, facts, grain)
-            search = Search(min(max(1, start // grain), top), top, self._rule.limit or facts.memory_bytes, attempts)
+            search = Search(min(max(1, start // grain), top), top, limit or facts.memory_bytes, attempts)
             search.run(lambda number: self._attempt(planned, facts, number, grain))
         except NoSearch as cause:
-            return Capacity(axis, self._rule.limit, grain=grain, why=str(cause), attempts=len(attempts))
-        return self._answer(planned, facts, search, grain)
-
-    def _answer(self, planned: PlannedCase, facts: DeviceFacts, search: Search, grain: int) -> Capacity:
-        axis = workloads.get(planned.case.workload).batch_axis
+            return Capacity(axis, limit, grain=grain, why=str(cause), attempts=len(attempts))
         best, failing = search.fitting, search.failing
         beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
         if best is None:
-            return Capacity(axis, self._rule.limit, 0, grain, beyond=beyond, why=why, attempts=len(search.attempts))
+            return Capacity(axis, limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
         batch = best.number * grain
         with_it = self._rule.with_batch(planned, batch, facts)
         assert with_it is not None  # it has run
-        return Capacity(
-            axis, self._rule.limit, batch, grain, with_it.work.tokens, best.taken, beyond, why, len(search.attempts)
-        )
+        return Capacity(axis, limit, batch, grain, with_it.work.tokens, best.taken, beyond, why, len(attempts))
 
     def _attempt(self, planned: PlannedCase, facts: DeviceFacts, number: int, grain: int) -> Attempt:
         """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""

@@ -102,12 +102,8 @@ def _why_no_commit(folder: Path) -> str | None:
     # Path.exists raises where it may not look.
     if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
         return None
-    command = ["git", "rev-parse", "--is-inside-work-tree"]
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
     except OSError as error:
         return f"git cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
@@ -130,12 +126,17 @@ def _code(package: Path) -> dict[Path, bytes]:
     return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py") if path.is_file()}
 
 
+def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """In English, whatever a user's settings are."""
+    return subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
+        env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+
+
 def _git(folder: Path, *words: str) -> str | None:
-    command = ["git", *words]
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False
-        )
+        done = _run_git(folder, *words)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -43,28 +43,22 @@ class Method:
     traces: TraceFolder | None = None
 
 
+@dataclass
 class GroupMeasurement:
     """The state of measuring one group; `run` is the whole of it."""
 
-    def __init__(
-        self,
-        group: Group,
-        facts: Mapping[str, DeviceFacts],
-        worker: Worker,
-        observer: Observer,
-        method: Method,
-        meter: Meter | None = None,
-    ) -> None:
-        self._group = group
-        self._facts = facts
-        self._worker = worker
-        self._observer = observer
-        self._method = method
-        self._meter = meter
+    _group: Group
+    _facts: Mapping[str, DeviceFacts]
+    _worker: Worker
+    _observer: Observer
+    _method: Method
+    _meter: Meter | None = None
+
+    def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
-        self._seed = random.Random(f"{method.seed}:{group.setting}").getrandbits(32)
+        self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
         self._start = time.monotonic()
-        self._outcomes = [CaseOutcome(planned) for planned in group.cases]
+        self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
 
     def run(self) -> tuple[Record, ...]:
         """Measure, then the passes that look at what was measured, then records in the order of the plan."""

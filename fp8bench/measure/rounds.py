@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
@@ -35,12 +34,8 @@ _MORE_COMPILATIONS = 2
 _FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
 
-class Judge(Protocol):
-    """Says whether a candidate's question is answered by what there is so far."""
-
-    def __call__(self, case: Timing, reference: Timing, control: Timing | None) -> bool: ...
-
-
+# Says whether a candidate's question is answered by what it, the reference and the control have given so far.
+Judge = Callable[[Timing, Timing, Timing | None], bool]
 # Told of an arm what is being done with it.
 Tell = Callable[["Arm", str], None]
 

@@ -60,9 +60,19 @@ class LayerWorkload(Workload):
         exact = PlainArithmetic(torch.float64)
         return self.prepare(setup).errors(self.exercise(setup, lambda name: exact, exact.carrier), setup.settles)
 
-    def operands(self, setup: Setup, choose: Choose, ledger: Ledger) -> tuple[TensorStatistics, ...]:
-        """What one pass enters into a ledger, with arithmetics that count what they cast."""
-        state = self.exercise(setup, choose, setup.arithmetic.carrier)
+    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
+        """Of the operands of its products, in one pass."""
+        from fp8bench.numerics.ranges import Ledger
+
+        ledger = Ledger()
+        state = self.exercise(setup, self.counted(setup, ledger), setup.arithmetic.carrier)
         ledger.tallies.clear()  # preparing ran forward once
         state.outcome()
         return ledger.statistics()
+
+    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
+        """The layers' arithmetics, which enter into a ledger what they cast."""
+        from fp8bench.nn.arithmetics import counted
+
+        own = self.arithmetics(setup)
+        return lambda name: counted(own(name), name, ledger)

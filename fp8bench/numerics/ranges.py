@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,14 @@ def outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
     above = torch.count_nonzero(magnitudes > fmt.largest)
     vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
     return int(above), int(torch.count_nonzero(vanishing))
+
+
+def statistics_of(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorStatistics, ...]:
+    """Of tensors with their kind and role."""
+    ledger = Ledger()
+    for kind, role, tensor in tensors:
+        ledger.add(kind, role, tensor)
+    return ledger.statistics()
 
 
 @dataclass

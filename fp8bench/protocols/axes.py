@@ -63,6 +63,11 @@ def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     return parse
 
 
+def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
+    """A parser of 'auto', which the workload replaces by what fits the other parameters, or of a value."""
+    return lambda text: text if text == "auto" else parse(text)
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser that admits the given words."""
 

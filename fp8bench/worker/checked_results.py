@@ -25,9 +25,7 @@ def errors_of(given: object) -> dict[str, float]:
 
 def statistics_of(given: object) -> tuple[TensorStatistics, ...]:
     """Values of their own, with plain fields."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"statistics() returned {_shown(given)}; expected a tuple of TensorStatistics")
-    return tuple(_statistics(one) for one in given)
+    return tuple(map(_statistics, _iterable(given, "statistics() returned", "a tuple of TensorStatistics")))
 
 
 def wrong_of(given: object) -> str:
@@ -37,9 +35,7 @@ def wrong_of(given: object) -> str:
 
 def losses_of(given: object) -> tuple[float, ...]:
     """Numbers, which may be NaN."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"losses() returned {_shown(given)}; expected numbers, one a step")
-    return tuple(_number(one, "a loss") for one in given)
+    return tuple(_number(one, "a loss") for one in _iterable(given, "losses() returned", "numbers, one a step"))
 
 
 def gradient_error_of(given: object) -> float | None:
@@ -50,9 +46,9 @@ def gradient_error_of(given: object) -> float | None:
 def _statistics(given: object) -> TensorStatistics:
     if not isinstance(given, TensorStatistics):
         raise TypeError(f"statistics() gave {_shown(given)}; expected a TensorStatistics")
-    outside = []
-    for row in _iterable(given.outside):
-        match tuple(_iterable(row)):
+    outside, holds = [], ("outside of TensorStatistics holds", "a tuple")
+    for row in _iterable(given.outside, *holds):
+        match tuple(_iterable(row, *holds)):
             case (name, over, under):
                 share = f"a share in outside of {given.kind!r}"
                 outside.append((_text(name, "a format in outside"), _number(over, share), _number(under, share)))
@@ -66,9 +62,9 @@ def _statistics(given: object) -> TensorStatistics:
     )  # fmt: skip
 
 
-def _iterable(given: Any) -> Iterable[Any]:
+def _iterable(given: Any, said: str, expected: str) -> Iterable[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"outside of TensorStatistics holds {_shown(given)}; expected a tuple")
+        raise TypeError(f"{said} {_shown(given)}; expected {expected}")
     return given
 
 

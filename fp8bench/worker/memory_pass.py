@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
@@ -14,6 +14,7 @@ from fp8bench.worker.host_counters import memory, reset_high_water
 from fp8bench.worker.listening import listening, listening_phases
 from fp8bench.worker.state_tensors import StateTensors, state_tensors
 from fp8bench.worker.static_scales import step
+from fp8bench.worker.switches import collected_by_hand
 
 _DISAGREE = "torch's profiler saw more allocated than its allocator counts"
 
@@ -115,18 +116,6 @@ def _by_its_time(block: HeldBlock) -> MemoryRole:
     if block.phase in _ASIDE:
         return MemoryRole.WORKSPACE
     return MemoryRole.OTHER if block.lasting else MemoryRole.ACTIVATIONS
-
-
-@contextmanager
-def collected_by_hand() -> Iterator[None]:
-    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
-    gc_was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc_was_on:
-            gc.enable()
 
 
 def try_batch(

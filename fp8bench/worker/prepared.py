@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fp8bench.worker import fusing
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.step_guards import silent_step
-from fp8bench.worker.switches import unchanged
+from fp8bench.worker.switches import collected_by_hand, unchanged
 
 
 @dataclass
@@ -51,30 +50,24 @@ class Prepared:
         clock, begin, timed, state = self.clock, self.begin, self.workload.step, self.state
         marks = []
         eager, fused = fusing.calls()
-        gc_was_on = gc.isenabled()
-        gc.disable()
-        try:
-            with unchanged(), silent_step(), self.precision.scope():
-                before = counters()  # ahead of the discarded calls: reading it leaves caches cold
-                for _ in range(discard):
-                    begin()
-                    timed(state, clock)
-                    clock.end()
-                self.device.synchronise(self.index)
-                cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
-                for _ in range(calls):
-                    begin()
-                    timed(state, clock)
-                    marks.append(clock.end())
-                host = time.perf_counter() - wall
-                self.device.synchronise(self.index)
-                wall, thread, cpu = (
-                    time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
-                )  # fmt: skip
-                counted = grown(before, counters())
-        finally:
-            if gc_was_on:
-                gc.enable()
+        with collected_by_hand(), unchanged(), silent_step(), self.precision.scope():
+            before = counters()  # ahead of the discarded calls: reading it leaves caches cold
+            for _ in range(discard):
+                begin()
+                timed(state, clock)
+                clock.end()
+            self.device.synchronise(self.index)
+            cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
+            for _ in range(calls):
+                begin()
+                timed(state, clock)
+                marks.append(clock.end())
+            host = time.perf_counter() - wall
+            self.device.synchronise(self.index)
+            wall, thread, cpu = (
+                time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
+            )  # fmt: skip
+            counted = grown(before, counters())
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
         eager_now, fused_now = fusing.calls()

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+_SMALLEST = 5e-324
 
 
 class SwitchesChanged(RuntimeError):
@@ -41,6 +45,18 @@ def unchanged() -> Iterator[None]:
         raise SwitchesChanged(
             f"it left {', '.join(changed)}: other cases run in the same process. Put switches back, in a finally."
         )
+
+
+@contextlib.contextmanager
+def collected_by_hand() -> Iterator[None]:
+    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc_was_on:
+            gc.enable()
 
 
 def _now() -> tuple[Any, ...]:
@@ -81,10 +97,17 @@ def _switches() -> tuple[Switch, ...]:
         Switch("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         _attribute("bf16's reduced-precision sums", matmul, "allow_bf16_reduced_precision_reduction"),
         _attribute("fp16's reduced-precision sums", matmul, "allow_fp16_reduced_precision_reduction"),
-        _autocast("cpu"),
-        _autocast("cuda"),
+        *(
+            Switch(
+                f"autocast on {kind}",
+                partial(torch.is_autocast_enabled, kind),
+                partial(torch.set_autocast_enabled, kind),
+            )
+            for kind in ("cpu", "cuda")
+        ),
         Switch("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-        Switch("denormals as zero", _flushes, torch.set_flush_denormal),
+        # torch does not say; the processor's unit is the same.
+        Switch("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
         Switch("the working directory", _folder, os.chdir),
     )
 
@@ -93,29 +116,11 @@ def _attribute(name: str, module: Any, attribute: str) -> Switch:
     return Switch(name, lambda: getattr(module, attribute), lambda value: setattr(module, attribute, value))
 
 
-def _autocast(kind: str) -> Switch:
-    import torch
-
-    return Switch(
-        f"autocast on {kind}",
-        lambda: torch.is_autocast_enabled(kind),
-        lambda on: torch.set_autocast_enabled(kind, on),
-    )
-
-
 def _default_device() -> Any:
     """None if none was set: one that was, be it the processor, stands in the way of every call."""
     import torch
 
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
-
-
-_SMALLEST = 5e-324
-
-
-def _flushes() -> bool:
-    """Torch does not say; the processor's unit is the same."""
-    return _SMALLEST * 1.0 == 0.0
 
 
 def _folder() -> str:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from fp8bench.model import PHASES, UNATTRIBUTED, OperatorTime
@@ -87,7 +86,7 @@ def operators_of(events: Sequence[Event]) -> tuple[OperatorTime, ...]:
     belongs to the phase in which it was launched.
     """
     timed = [event for event in events if _is_timed(event)]
-    steps = [_stretch(event) for event in timed if _is_step(event)]
+    steps = [_stretch(one) for one in timed if one.get("cat") == _ANNOTATION and str(one.get("name")).startswith(STEP)]
     if not steps:
         return ()
     phases = _Timeline(steps, [_stretch(event) for event in timed if _is_phase(event)])
@@ -110,10 +109,6 @@ def _is_phase(event: Event) -> bool:
     name = event.get("name")
     named = isinstance(name, str) and name.startswith(RANGE) and name.removeprefix(RANGE) in PHASES
     return named and event.get("cat") == _ANNOTATION and _is_timed(event)
-
-
-def _is_step(event: Event) -> bool:
-    return event.get("cat") == _ANNOTATION and str(event.get("name")).startswith(STEP)
 
 
 def _stretch(event: Event) -> Stretch:
@@ -160,11 +155,7 @@ class _Timeline:
 
     def total(self, phase: str) -> int:
         """All the time in a phase."""
-        return sum(
-            later - time
-            for (time, later), name in zip(pairwise(self._times), self._names, strict=False)
-            if name == phase
-        )
+        return self.within(phase, self._times[0], self._times[-1]) if self._times else 0
 
 
 class _Tally:
@@ -241,15 +232,11 @@ def _innermost(operators: Sequence[Stretch]) -> Iterator[tuple[Stretch, int, int
     yield from leave(None)
 
 
-def _device(events: Iterable[Event], phases: _Timeline) -> _Tally:
+def _device(events: Sequence[Event], phases: _Timeline) -> _Tally:
     """Kernels and copies by the phase in which they were launched."""
     tally = _Tally(on_device=True)
-    found = list(events)
-    launched: dict[object, int] = {}
-    for event in found:
-        if event.get("cat") in _LAUNCHES:
-            launched[_correlation(event)] = _stretch(event).start
-    for event in found:
+    launched = {_correlation(event): _stretch(event).start for event in events if event.get("cat") in _LAUNCHES}
+    for event in events:
         if event.get("cat") in _ON_DEVICE:
             one = _stretch(event)
             phase = phases.at(launched.get(_correlation(event), one.start))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.support import storage_support
@@ -19,25 +19,14 @@ if TYPE_CHECKING:
 BYTES = {"fp32": 4, "bf16": 2}
 
 
-class Buffer(Protocol):
-    """Where gradients add up."""
-
-    def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
-        """Add a micro-batch's gradients; the first one of a step takes the place of what was there."""
-
-    def values(self) -> list[Tensor]:
-        """The sums, as they can be read."""
-
-
+@dataclass
 class PlainBuffer:
     """Tensors of one of torch's dtypes, added to in place. The first micro-batch is copied, so nothing is zeroed."""
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
-        import torch
-
-        self._sums = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    _sums: list[Tensor]
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
+        """Add a micro-batch's gradients; the first one of a step takes the place of what was there."""
         import torch
 
         with phase.accumulate:
@@ -47,20 +36,20 @@ class PlainBuffer:
                 torch._foreach_add_(self._sums, gradients)
 
     def values(self) -> list[Tensor]:
+        """The sums, as they can be read."""
         return self._sums
 
 
+@dataclass
 class ScaledBuffer:
     """Operands, codes with their scales: each micro-batch restores them to fp32, adds, and casts again.
 
     The first is cast as it comes. Whole lists at a time, so that a step has few and long phases: between restoring
-    and casting, the sums of all tensors exist in fp32.
+    and casting, the sums of all tensors exist in fp32. Each tensor has its own arithmetic, for what that remembers.
     """
 
-    def __init__(self, arithmetics: Sequence[Arithmetic]) -> None:
-        """One for each tensor: what an arithmetic remembers is its own."""
-        self._arithmetics = arithmetics
-        self._operands: list[Operand] = []
+    _arithmetics: Sequence[Arithmetic]
+    _operands: list[Operand] = field(default_factory=list)
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
         import torch
@@ -93,7 +82,7 @@ class BufferState:
     """The gradients of every micro-batch, and the buffer."""
 
     micro_batches: list[list[Tensor]]
-    buffer: Buffer
+    buffer: PlainBuffer | ScaledBuffer
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.GRADIENTS: (self.micro_batches, self.buffer)}
@@ -142,9 +131,8 @@ class Accumulate(Workload):
         ]
         arithmetic = setup.arithmetic
         if arithmetic.plain:
-            first = micro_batches[0]
-            plain = PlainBuffer([one.shape for one in first], arithmetic.carrier, first[0].device)
-            return BufferState(micro_batches, plain)
+            sums = [torch.zeros_like(one, dtype=arithmetic.carrier) for one in micro_batches[0]]
+            return BufferState(micro_batches, PlainBuffer(sums))
         own = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
         return BufferState(micro_batches, ScaledBuffer(own))
 
@@ -174,13 +162,10 @@ class Accumulate(Workload):
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
-        ledger = Ledger()
-        for gradients in _micro_batches(setup):
-            for one in gradients:
-                ledger.add("gradients", Role.GRADIENT.value, one)
-        return ledger.statistics()
+        kind = ("gradients", Role.GRADIENT.value)
+        return statistics_of((*kind, one) for gradients in _micro_batches(setup) for one in gradients)
 
     def check(self, state: BufferState) -> str:
         finite = all(bool(one.isfinite().all()) for one in state.buffer.values())

@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Attention(LayerWorkload):
             Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
             Axis("batch", "sequences", (batch,), whole_number(high=4096)),
             Axis("heads", "heads of queries", (heads,), whole_number(high=1024)),
-            Axis("key_heads", "heads of keys and values, a divisor of heads; auto: as many", ("auto",), _auto),
+            Axis("key_heads", "heads of keys and values, a divisor of heads; auto: as many", ("auto",),
+                 auto_or(whole_number(high=1024))),
             Axis("head_width", "features of a head", (head_width,), whole_number(high=1024)),
             Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
             PASS,
@@ -104,9 +105,11 @@ class Attention(LayerWorkload):
                 "emulate them, or part=layer",
             )
         if params["part"] == "layer" and support.level is Level.NATIVE:
-            misfit = _misfit(params, precision)
-            if misfit:
-                return Support(Level.REFUSED, misfit)
+            rows, width, inner = _sizes(params)
+            shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
+            wrong = misfit(precision, rows, (width, inner), is_training(params), shown)
+            if wrong:
+                return Support(Level.REFUSED, wrong)
         if _low(params):
             return Support(Level.EMULATED, "scores in low precision: explicit products of rounded values, no kernel")
         return support
@@ -116,7 +119,13 @@ class Attention(LayerWorkload):
         return () if params["part"] == "core" else super().layers(params)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        return _exercise(setup, choose, carrier, _core(setup))
+        from fp8bench.nn.attention import EmulatedCore, FusedCore
+
+        params = dict(setup.case.params)
+        core: Core = FusedCore(_causal(params))
+        if _low(params):
+            core = EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
+        return _exercise(setup, choose, carrier, core)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Output, and in training all gradients, against the same in fp64 throughout."""
@@ -130,29 +139,19 @@ class Attention(LayerWorkload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""
-        from fp8bench.nn.arithmetics import counted
         from fp8bench.nn.attention import FusedCore
         from fp8bench.numerics.ranges import Ledger
 
         params, ledger = dict(setup.case.params), Ledger()
         core = FusedCore(_causal(params))
         if params["part"] == "layer":
-            own, carrier = self.arithmetics(setup), setup.arithmetic.carrier
-            state = _exercise(setup, lambda name: counted(own(name), name, ledger), carrier, core)
+            state = _exercise(setup, self.counted(setup, ledger), setup.arithmetic.carrier, core)
             ledger.tallies.clear()  # preparing ran forward once
             state.outcome()
         if params["part"] == "core" or _low(params):
             high = _exercise(setup, setup.high.layer, setup.high.carrier, core)
             _watch_core(high, params, ledger)
         return ledger.statistics()
-
-
-_number = whole_number(high=1024)
-
-
-def _auto(text: str) -> Scalar:
-    """'auto' or a whole number."""
-    return text if text == "auto" else _number(text)
 
 
 def _causal(params: Mapping[str, Scalar]) -> bool:
@@ -167,23 +166,6 @@ def _sizes(params: Mapping[str, Scalar]) -> tuple[int, int, int]:
     """Tokens, width of the output, and width of queries, keys and values together."""
     heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
-
-
-def _misfit(params: Mapping[str, Scalar], precision: Precision) -> str:
-    """Why the layer's products do not fit a native precision; '' if they do."""
-    rows, width, inner = _sizes(params)
-    shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
-    return misfit(precision, rows, (width, inner), is_training(params), shown)
-
-
-def _core(setup: Setup) -> Core:
-    """The core that a case asks for."""
-    from fp8bench.nn.attention import EmulatedCore, FusedCore
-
-    params = dict(setup.case.params)
-    if not _low(params):
-        return FusedCore(_causal(params))
-    return EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
 
 
 def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) -> Exercise:

@@ -109,11 +109,9 @@ class Cast(Workload):
         return {"cast_error": relative_frobenius(back, source), "cast_vanished": vanished_share([back], [source])}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
-        ledger = Ledger()
-        ledger.add("source", str(setup.case.param("role")), _source(setup))
-        return ledger.statistics()
+        return statistics_of([("source", str(setup.case.param("role")), _source(setup))])
 
 
 def parse_shape(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import Axis, whole_number
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
+    from fp8bench.numerics.ranges import Ledger
 
 # Weights of a 3x3 window.
 WINDOW = 9
@@ -79,18 +80,17 @@ class Conv(LayerWorkload):
         """Both convolutions, in their order."""
         return Layer("first", "conv"), Layer("second", "conv")
 
-    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of both convolutions; where windows are written out, of the carrier: each pixel once."""
+    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
+        """Both convolutions are one kind; where windows are written out, of the carrier: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
-        from fp8bench.numerics.ranges import Ledger
 
-        ledger, own = Ledger(), self.arithmetics(setup)
+        own = self.arithmetics(setup)
 
         def watched(name: str) -> Arithmetic:
             inner = own(name)
             return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, "conv", ledger)
 
-        return self.operands(setup, watched, ledger)
+        return watched
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random images in the carrier's dtype.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Data(Workload):
                 tuple(BATCHES),
                 one_of(*BATCHES),
             ),
-            Axis("batch", f"records in a batch; auto is {usual}", ("auto",), _batch),
+            Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
             Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
         )
 
@@ -134,17 +134,11 @@ class Data(Workload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the values of a batch."""
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
         text, random = _text(setup)
-        ledger = Ledger()
-        ledger.add("batch", "", _records(setup, text).batch(_drawn(random, int(setup.case.param("batch")))))
-        return ledger.statistics()
-
-
-def _batch(text: str) -> Scalar:
-    """'auto' or a whole number."""
-    return "auto" if text == "auto" else whole_number(high=1 << 16)(text)
+        batch = _records(setup, text).batch(_drawn(random, int(setup.case.param("batch"))))
+        return statistics_of([("batch", "", batch)])
 
 
 def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:

@@ -140,13 +140,10 @@ class Gemm(Workload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of both operands, as they come."""
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
         a, b, roles = _operands(setup)
-        ledger = Ledger()
-        ledger.add("a", roles[0].value, a)
-        ledger.add("b", roles[1].value, b)
-        return ledger.statistics()
+        return statistics_of([("a", roles[0].value, a), ("b", roles[1].value, b)])
 
 
 def parse_shape(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -57,14 +57,6 @@ class Mlp(LayerWorkload):
         shown = f"tokens={tokens}, width={width}, hidden={hidden}"
         wrong = misfit(precision, tokens, (width, hidden), is_training(params), shown)
         return Support(Level.REFUSED, wrong) if wrong and support.level is Level.NATIVE else support
-
-    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of both layers' products."""
-        from fp8bench.nn.arithmetics import counted
-        from fp8bench.numerics.ranges import Ledger
-
-        ledger, own = Ledger(), self.arithmetics(setup)
-        return self.operands(setup, lambda name: counted(own(name), name, ledger), ledger)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random tokens in the carrier's dtype."""

@@ -87,12 +87,9 @@ class NormAct(LayerWorkload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the inputs, and in training of the gradient that comes in."""
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
-        state, ledger = self.prepare(setup), Ledger()
-        operation = str(setup.case.param("operation"))
-        for one in state.inputs:
-            ledger.add(operation, Role.INPUT.value, one)
-        if state.pull is not None:
-            ledger.add(operation, Role.GRADIENT.value, state.pull)
-        return ledger.statistics()
+        state, operation = self.prepare(setup), str(setup.case.param("operation"))
+        taken = [(operation, Role.INPUT.value, one) for one in state.inputs]
+        pull = [] if state.pull is None else [(operation, Role.GRADIENT.value, state.pull)]
+        return statistics_of(taken + pull)

@@ -132,11 +132,11 @@ class Numerics(Workload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the tensor without any loss scale."""
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
-        name, ledger = str(setup.case.param("tensor")), Ledger()
-        ledger.add(CAPTURED[name].kind if name in CAPTURED else name, _role(setup).value, next(_plain_course(setup)))
-        return ledger.statistics()
+        name = str(setup.case.param("tensor"))
+        kind = CAPTURED[name].kind if name in CAPTURED else name
+        return statistics_of([(kind, _role(setup).value, next(_plain_course(setup)))])
 
 
 def _role(setup: Setup) -> Role:

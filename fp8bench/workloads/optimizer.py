@@ -140,17 +140,13 @@ class Optimizer(Workload):
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import statistics_of
 
-        ledger = Ledger()
         state, source = _begin(setup, _plain(), fused=False)
-        state.take(source.draw())
-        for bucket in state.buckets:
-            first, second = bucket.restored()
-            for kind, tensors in (("gradient", bucket.gradients), ("first_moment", first), ("second_moment", second)):
-                for one in tensors:
-                    ledger.add(kind, Role.GRADIENT.value if kind == "gradient" else "", one)
-        return ledger.statistics()
+        gradients = source.draw()
+        kinds = (("gradient", Role.GRADIENT.value), ("first_moment", ""), ("second_moment", ""))
+        tensors = zip(kinds, (gradients, *state.moments()), strict=True)
+        return statistics_of((*kind, one) for kind, several in tensors for one in several)
 
     def check(self, state: OptimizerState) -> str:
         finite = all(bool(one.isfinite().all()) for one in state.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,11 +18,11 @@ from fp8bench.model import (
     Support,
     TensorStatistics,
     Work,
-)
+)  # fmt: skip
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Transformer(Workload):
         size = "gpt2-124m" if facts.accelerated else "nano"
         return (
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
-            Axis("batch", "sequences in a micro-batch", ("auto",), _auto(4096)),
-            Axis("sequence", "tokens in a sequence", ("auto",), _auto(1 << 16)),
+            Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
+            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
             Axis("micro_batches", "micro-batches accumulated in a step", ("2",), whole_number(high=1024)),
             Axis("checkpointing", "blocks: keep each block's input only, compute it again in backward",
                  (USUAL["checkpointing"],), one_of("no", "blocks")),
@@ -299,16 +299,6 @@ def _micro_batch(state: TrainingState, phase: Phases, first: bool) -> None:
             parameter.grad = None
 
 
-def _auto(high: int) -> Callable[[str], Scalar]:
-    """A parser of 'auto' (the model's own) or a whole number."""
-    number = whole_number(high=high)
-
-    def parse(text: str) -> Scalar:
-        return "auto" if text == "auto" else number(text)
-
-    return parse
-
-
 def _choice(params: Mapping[str, Scalar], name: str) -> str:
     """What a case says to one of the choices of how."""
     return str(params.get(name, USUAL[name]))
@@ -322,10 +312,6 @@ def _config(setup: Setup) -> GPTConfig:
     return replace(SIZES[str(setup.case.param("size"))], sequence=int(setup.case.param("sequence")))
 
 
-def _device(setup: Setup) -> str:
-    return setup.facts.key
-
-
 def _model(
     setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
 ) -> GPT:
@@ -336,7 +322,7 @@ def _model(
 
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
-    with torch.random.fork_rng(devices=gpus), torch.device(_device(setup)):
+    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
         return GPT(_config(setup), choose, carrier, checkpointing, core)
 
@@ -361,7 +347,7 @@ def _loader(setup: Setup) -> TokenLoader:
         raise ValueError("the transformer needs a token file and was given none")
     config = _config(setup)
     batch = int(setup.case.param("batch"))
-    return TokenLoader(setup.corpus, batch, config.sequence, _device(setup), setup.seed, config.vocabulary)
+    return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed, config.vocabulary)
 
 
 def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
