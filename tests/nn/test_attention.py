@@ -11,15 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import BareAttention, Core, EmulatedCore, FusedCore, HeadwiseCore
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
 
 

@@ -11,7 +11,7 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.formats.grids import E2M1
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import NVFP4
-from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
 from fp8bench.nn.convolution import BatchNorm, Convolution, ResidualBlock
 from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
@@ -19,9 +19,8 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.facts import CPU, H200
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
 Outcome = tuple[Tensor, Tensor, Tensor]
 
 

@@ -12,13 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.tensor_scales import DelayedScale, backward_is_running
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+from tests.facts import CPU
 
 
 class Definition:

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts
+from fp8bench.model import CELL_PHASES, Case
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker.clock import PhaseClock
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+from tests.facts import CPU
 
 
 class Scaled(nn.Module):

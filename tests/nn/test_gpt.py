@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import rotate, rotations
 from fp8bench.nn.gpt import GPT
@@ -21,8 +21,8 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
 MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
 

@@ -10,15 +10,14 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX
-from fp8bench.model import CELL_PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, Stamper
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+from tests.facts import CPU
 
 
 class CountingStamper(Stamper):

@@ -11,11 +11,10 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled_half, storages
 from fp8bench.registry import precisions
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 Doubles = npt.NDArray[np.float64]
 
 

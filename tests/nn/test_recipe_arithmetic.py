@@ -12,15 +12,14 @@ from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 TURNED = (Role.INPUT, Role.GRADIENT)
 
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.tensor_scales import view_of
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+from tests.facts import CPU
 
 
 def normal(scale: float = 1.0, seed: int = 0) -> torch.Tensor:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8bench.model import DeviceFacts, Level
+from fp8bench.model import Level
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.facts import CPU, H200
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
 MODES = (
     "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
     "fp8-delayed:margin=2:weight-gradient=bf16", "fp8-rowwise", "fp8-rowwise:formats=hybrid:scale=exact",

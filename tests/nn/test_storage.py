@@ -7,9 +7,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.support import storage_support
 from fp8bench.registry import precisions
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+from tests.facts import CPU, H200
 
 
 @pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])

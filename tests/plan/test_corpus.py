@@ -15,14 +15,14 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import StoreError, UsageError, WorkerError
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Request
+from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan import corpus
 from fp8bench.plan.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
 
 

@@ -21,22 +21,11 @@ from fp8bench.plan.make import MOST_CASES, check_names, has_reference_added, mak
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
+from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
-
-
-def gpu(name: str, capability: tuple[int, int], index: int = 0, hip: str | None = None, arch: str = "") -> DeviceFacts:
-    return DeviceFacts("cuda", index, name, 80 << 30, "2.13.0", capability, None if hip else "13.0", hip, arch)
-
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
-V100 = gpu("V100", (7, 0))
-A100 = gpu("A100", (8, 0))
-H200 = gpu("H200", (9, 0))
-B200 = gpu("B200", (10, 0))
-MI300X = gpu("MI300X", (9, 4), hip="7.0", arch="gfx942")
 
 
 def plan(

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
-from fp8bench.model import Case, DeviceFacts, Params, Plan, Request, StaticScales
+from fp8bench.model import Case, Params, Plan, Request, StaticScales
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
 from fp8bench.registry import workloads
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 UP = Layer("blocks.1.mlp.up", "mlp")
 SMALL: Params = (("size", "nano"),)
 

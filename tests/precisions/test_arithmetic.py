@@ -27,9 +27,8 @@ from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
+from tests.facts import CPU, H200
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
-H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
 CARRIERS = {
     "fp32": torch.float32,
     "tf32": torch.float32,

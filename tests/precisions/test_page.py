@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import DeviceFacts, Level
+from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.registry import precisions
+from tests.facts import H200
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_text()
-H200 = DeviceFacts("cuda", 0, "H200", 141 << 30, "2.13.0", (9, 0), cuda="13.0")
 
 
 def table(title: str) -> list[list[str]]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.model import DeviceFacts
 from fp8bench.protocols import Role, float32_products
 from fp8bench.registry import precisions
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
+from tests.facts import CPU
 
 
 @pytest.mark.parametrize("name", precisions.names())

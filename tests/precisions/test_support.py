@@ -9,6 +9,7 @@ import pytest
 
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.registry import precisions
+from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
@@ -17,17 +18,6 @@ NAMES = (
 )  # fmt: skip
 
 
-def gpu(name: str, capability: tuple[int, int] | None, hip: str | None = None) -> DeviceFacts:
-    cuda = None if hip else "13.0"
-    return DeviceFacts("cuda", 0, name, 80 << 30, "2.13.0", capability, cuda=cuda, hip=hip)
-
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
-V100 = gpu("V100", (7, 0))
-A100 = gpu("A100", (8, 0))
-H200 = gpu("H200", (9, 0))
-B200 = gpu("B200", (10, 0))
-MI300X = gpu("MI300X", (9, 4), hip="7.0")
 XPU = DeviceFacts("xpu", 0, "something else", 16 << 30, "2.13.0")
 
 # Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.

@@ -8,11 +8,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fp8bench.model import DeviceFacts
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 Floats = npt.NDArray[np.float32]
 LARGEST = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0, ml_dtypes.float4_e2m1fn: 6.0}
 MX_BLOCK = 32
