@@ -55,15 +55,47 @@ def rising(share: float, rounds: int = 24) -> Timing:
     return timing(*[(round(10 * MS * (1 + share * number / (rounds - 1))),) for number in range(rounds)])
 
 
+SHORT = (("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0))
+
+
 def test_calm_samples_have_no_label() -> None:
     """Nothing to doubt."""
     assert labels(record(CALM)) == ()
 
 
-@pytest.mark.parametrize(("floor", "on"), [(0.031, True), (0.03, False), (None, False)])
-def test_noisy(floor: float | None, on: bool) -> None:
-    """The A/A interval reaches further than 3%."""
-    assert (Label.NOISY in labels(record(CALM), floor=floor)) == on
+@pytest.mark.parametrize(
+    ("label", "one", "finding", "on"),
+    [
+        # The A/A interval reaches further than 3%.
+        (Label.NOISY, record(CALM), {"floor": 0.031}, True),
+        (Label.NOISY, record(CALM), {"floor": 0.03}, False),
+        (Label.NOISY, record(CALM), {"floor": None}, False),
+        # The host needed as long to enqueue a step as the device to run it.
+        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0096), device="cuda:0"), {}, True),
+        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0094), device="cuda:0"), {}, False),
+        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0096), device="cpu"), {}, False),
+        # All that took time is too short for its markers.
+        (Label.BELOW_FLOOR, record(CALM), {"phases": SHORT, "below_floor": ("cast", "gemm")}, True),
+        (Label.BELOW_FLOOR, record(CALM), {"phases": (SHORT[0], ("gemm", 2e-3)), "below_floor": ("cast",)}, False),
+        # However wide it is, a continuum has no two modes.
+        (Label.BIMODAL, record(rising(0.5)), {"reference": rising(0.5)}, False),
+        # There and back: the ends differ, the order does not.
+        (Label.DRIFT, record(timing(*[(10 * MS,), (12 * MS,)] * 12)), {}, False),
+        # Fewer rounds than a first look needs, where a time is read as a speed.
+        (Label.FEW_SAMPLES, record(steady(10 * MS, 15)), {}, True),
+        (Label.FEW_SAMPLES, record(steady(10 * MS, 16)), {}, False),
+        (Label.FEW_SAMPLES, record(steady(10 * MS, 8), level=Level.EMULATED), {}, False),
+        # It shared no rounds with the reference.
+        (Label.UNPAIRED, record(CALM, paired=True), {}, False),
+        (Label.UNPAIRED, record(CALM, paired=False), {}, True),
+        # Its marks differed from call to call.
+        (Label.VARYING, record(CALM), {}, False),
+        (Label.VARYING, record(replace(CALM, varying=True)), {}, True),
+    ],
+)
+def test_a_label_for_what_is_so(label: Label, one: Record, finding: dict[str, Any], on: bool) -> None:
+    """And for nothing that is not."""
+    assert (label in labels(one, **finding)) == on
 
 
 @pytest.mark.parametrize(
@@ -123,27 +155,6 @@ def test_energy_unresolved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "device", "on"),
-    [(0.0096, "cuda:0", True), (0.0094, "cuda:0", False), (0.0096, "cpu", False)],
-)
-def test_launch_bound(host: float, device: str, on: bool) -> None:
-    """The host needed as long to enqueue a step as the device to run it."""
-    assert (Label.LAUNCH_BOUND in labels(record(clocks((0.01,), host=host), device=device))) == on
-
-
-@pytest.mark.parametrize(
-    ("phases", "below", "on"),
-    [
-        ((("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0)), ("cast", "gemm"), True),
-        ((("cast", 1e-6), ("gemm", 2e-3)), ("cast",), False),
-    ],
-)
-def test_below_floor(phases: tuple[tuple[str, float], ...], below: tuple[str, ...], on: bool) -> None:
-    """All that took time is too short for its markers."""
-    assert (Label.BELOW_FLOOR in labels(record(CALM), phases=phases, below_floor=below)) == on
-
-
-@pytest.mark.parametrize(
     ("fast", "slow", "slow_rounds", "level", "on"),
     [
         (10 * MS, 12 * MS, 12, Level.NATIVE, True),
@@ -159,11 +170,6 @@ def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool)
     slots = [(slow,) if number < slow_rounds else (fast,) for number in range(24)]
     slots = slots[::2] + slots[1::2]
     assert (Label.BIMODAL in labels(record(timing(*slots), level=level), timing(*slots))) == on
-
-
-def test_a_continuum_is_not_bimodal() -> None:
-    """However wide it is."""
-    assert Label.BIMODAL not in labels(record(rising(0.5)), rising(0.5))
 
 
 @pytest.mark.parametrize(
@@ -185,32 +191,6 @@ def test_a_continuum_is_not_bimodal() -> None:
 def test_drift(case: Timing, reference: Timing | None, options: dict[str, object], on: bool) -> None:
     """The ratio moves by more than 2% from the first third to the last; what both do together is no drift."""
     assert (Label.DRIFT in labels(record(case, **options), reference)) == on  # type: ignore[arg-type]
-
-
-def test_a_jump_back_and_forth_is_no_drift() -> None:
-    """The ends differ, the order does not."""
-    slots = [(12 * MS,) if number % 2 else (10 * MS,) for number in range(24)]
-    assert Label.DRIFT not in labels(record(timing(*slots)))
-
-
-@pytest.mark.parametrize(
-    ("rounds", "level", "on"), [(15, Level.NATIVE, True), (16, Level.NATIVE, False), (8, Level.EMULATED, False)]
-)
-def test_few_samples(rounds: int, level: Level, on: bool) -> None:
-    """Fewer rounds than a first look needs, where a time is read as a speed."""
-    assert (Label.FEW_SAMPLES in labels(record(steady(10 * MS, rounds), level=level))) == on
-
-
-@pytest.mark.parametrize("paired", [True, False])
-def test_unpaired(paired: bool) -> None:
-    """It shared no rounds with the reference."""
-    assert (Label.UNPAIRED in labels(record(CALM, paired=paired))) == (not paired)
-
-
-@pytest.mark.parametrize("varying", [True, False])
-def test_varying_steps(varying: bool) -> None:
-    """Its marks differed from call to call."""
-    assert (Label.VARYING in labels(record(replace(CALM, varying=varying)))) == varying
 
 
 def test_labels_come_in_their_own_order() -> None:

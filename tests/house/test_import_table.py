@@ -55,13 +55,10 @@ TABLE: dict[str, frozenset[str]] = {
 }
 # What formats says of products and devices without torch.
 LIGHT_FORMATS = frozenset(
-    {
-        "fp8bench.formats.hardware",
-        "fp8bench.formats.product_rules",
-        "fp8bench.formats.recipes",
-        "fp8bench.formats.scaled_products",
-    }
+    f"fp8bench.formats.{name}" for name in ("hardware", "product_rules", "recipes", "scaled_products")
 )
+LIGHT_NN = frozenset(f"fp8bench.nn.{name}" for name in ("layer_workload", "support", "sizes", "shared_precisions"))
+LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.store", "plan"): frozenset({"fp8bench.plan.checked_workload"}),
@@ -88,18 +85,9 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
     ("fp8bench.store.index.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),
-    ("fp8bench.formats.hardware", frozenset()),
-    ("fp8bench.formats.grids", frozenset()),
-    ("fp8bench.formats.product_rules", frozenset()),
-    ("fp8bench.formats.scalings", frozenset()),
-    ("fp8bench.formats.recipes", frozenset()),
-    ("fp8bench.formats.scaled_products", frozenset()),
+    *((module, frozenset[str]()) for module in LIGHT),
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
-    ("fp8bench.nn.layer_workload", frozenset()),
-    ("fp8bench.nn.support", frozenset()),
-    ("fp8bench.nn.sizes", frozenset()),
-    ("fp8bench.nn.shared_precisions", frozenset()),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
@@ -143,11 +131,6 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def ours(target: str) -> bool:
-    """Whether an import's target is fp8bench's own."""
-    return target.split(".")[0] == "fp8bench"
-
-
 def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     """The modules a statement imports. The version is a constant, which anyone may have."""
     if isinstance(node, ast.Import):
@@ -186,6 +169,11 @@ def all_imports() -> list[Import]:
     return [found for module in MODULES for found in imports_of(module)]
 
 
+def own_imports() -> list[Import]:
+    """Those whose target is fp8bench's own."""
+    return [found for found in all_imports() if found.target.split(".")[0] == "fp8bench"]
+
+
 def heavy_modules() -> frozenset[str]:
     """The modules of fp8bench whose import brings a heavy package along, directly or through others."""
     heavy: set[str] = set()
@@ -219,9 +207,7 @@ def test_no_loose_modules_beside_the_rooms() -> None:
 def test_rooms_import_what_the_table_allows() -> None:
     """Imports inside functions and under TYPE_CHECKING count like all others."""
     wrong = []
-    for found in all_imports():
-        if not ours(found.target):
-            continue
+    for found in own_imports():
         room, target = room_of(found.importer), room_of(found.target)
         if target == room:
             continue
@@ -233,11 +219,7 @@ def test_rooms_import_what_the_table_allows() -> None:
 
 def test_leaves_never_import_each_other() -> None:
     """Nor their neighbours in the same package: what two leaves share moves down to nn, formats or numerics."""
-    wrong = [
-        found
-        for found in all_imports()
-        if room_of(found.importer) in LEAVES and ours(found.target) and room_of(found.target) in LEAVES
-    ]
+    wrong = [found for found in own_imports() if room_of(found.importer) in LEAVES and room_of(found.target) in LEAVES]
     assert not wrong, listed(wrong)
 
 
@@ -245,9 +227,7 @@ def test_leaves_never_import_each_other() -> None:
 def test_no_cycles(level: str) -> None:
     """Neither between rooms nor between modules, whatever the kind of import."""
     graph: dict[str, set[str]] = {}
-    for found in all_imports():
-        if not ours(found.target):
-            continue
+    for found in own_imports():
         here, there = found.importer, found.target
         if level == "rooms":
             here, there = room_of(here), room_of(there)

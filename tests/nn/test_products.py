@@ -1,0 +1,160 @@
+"""What a linear layer and a convolution have in common: three products against torch's own, casts, and phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.model import CELL_PHASES
+from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
+from fp8bench.nn.convolution import Convolution
+from fp8bench.nn.linear import Linear
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
+from tests.facts import CPU
+from tests.nn.layers import Outcome, convolution, given, linear, outcome, torchs_convolution, torchs_linear
+
+
+class Kind(NamedTuple):
+    """A layer, the same by torch, and shapes of inputs and outputs."""
+
+    make: Callable[..., Linear | Convolution]
+    exact: Callable[[Tensor, Tensor, Tensor], Outcome]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def layer(self, arithmetic: Arithmetic) -> Linear | Convolution:
+        return self.make(arithmetic, self.inputs[-1], self.outputs[-1])
+
+    def is_close(self, layer: Linear | Convolution, most: float, least: float = -1.0) -> None:
+        """Output and gradients are within these errors."""
+        dtype = torch.float64 if layer.arithmetic.carrier is torch.float64 else torch.float32
+        x, pull = given(*self.inputs, dtype=dtype), given(*self.outputs, dtype=dtype, seed=3)
+        for one, other in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
+            assert one.shape == other.shape and least < relative_frobenius(one, other) < most
+
+
+LINEAR = Kind(linear, torchs_linear, (96, 128), (96, 64))
+CONVOLUTION = Kind(convolution, torchs_convolution, (4, 8, 8, 32), (4, 8, 8, 64))
+each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear", "convolution"])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LINEAR._replace(inputs=(5, 64), outputs=(5, 32)),
+        LINEAR._replace(inputs=(2, 3, 64), outputs=(2, 3, 32)),
+        LINEAR._replace(inputs=(1, 64), outputs=(1, 32)),
+        CONVOLUTION._replace(inputs=(2, 6, 5, 3), outputs=(2, 6, 5, 7)),
+        CONVOLUTION._replace(inputs=(1, 1, 1, 4), outputs=(1, 1, 1, 4)),
+    ],
+)
+def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
+    """In any number of leading dimensions, images of one pixel included."""
+    layer = kind.layer(PlainArithmetic(dtype)).to(dtype)
+    kind.is_close(layer, tolerance)
+    assert {one.dtype for one in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {dtype}
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("fp32", 1e-6), ("tf32", 1e-3), ("fp16", 2e-3), ("bf16", 1e-2), ("fp8", 0.1), ("mxfp8", 0.1), ("nvfp4", 0.3),
+     ("mxfp4", 0.4)],
+)  # fmt: skip
+def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, limit: float) -> None:
+    """As close as its bits allow, and no closer than its name says."""
+    kind.is_close(kind.layer(precisions.get(name).arithmetic(CPU)), limit, limit / 100)
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
+def test_the_master_weights_gradient_is_fp32(kind: Kind, name: str) -> None:
+    """The output has the carrier's dtype, the input's gradient the input's."""
+    arithmetic = precisions.get(name).arithmetic(CPU)
+    y, x_gradient, weight_gradient = outcome(kind.layer(arithmetic), given(*kind.inputs), given(*kind.outputs))
+    assert y.dtype == arithmetic.carrier == torch.bfloat16 and y.is_contiguous()
+    assert x_gradient.dtype == torch.float32 and weight_gradient.dtype == torch.float32
+
+
+def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
+    """The phases marked in forward and in backward."""
+    clock = PhaseClock(HostStamper())
+    layer, x = kind.layer(precisions.get(name).arithmetic(CPU)), given(*kind.inputs).requires_grad_(needs_gradient)
+    clock.begin()
+    y = layer(x, clock)
+    forward, _ = clock.end()
+    clock.begin()
+    y.backward(torch.ones_like(y))
+    backward, _ = clock.end()
+
+    def marked(codes: list[int]) -> list[str]:
+        return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+
+    return marked(forward), marked(backward)
+
+
+@each_kind
+def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
+    """Backward too, which our own Functions mark; fp32 casts nothing, a first layer needs no input gradient."""
+    # The gradient's cast, the turned weight, the input's product, the turned operands, the weight's product, to fp32.
+    assert phases_of(kind, "bf16") == (["cast", "gemm"], ["cast", "cast", "gemm", "cast", "gemm", "cast"])
+    assert phases_of(kind, "fp32") == (["gemm"], ["gemm", "gemm"])
+    assert phases_of(kind, "fp32", needs_gradient=False) == (["gemm"], ["gemm"])
+
+
+@each_kind
+@pytest.mark.parametrize("keeps_source", [False, True])
+def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(kind: Kind, keeps_source: bool) -> None:
+    """As matrices with the contraction last. Block scales run along it; elsewhere the codes are turned."""
+    seen: list[tuple[Role, tuple[int, ...]]] = []
+
+    def note(tensor: Tensor, role: Role) -> Tensor:
+        seen.append((role, tuple(tensor.shape)))
+        return tensor.detach().float()
+
+    layer = kind.layer(EmulatedArithmetic(torch.float32, note, keeps_source))
+    kind.is_close(layer, 1e-6)
+    rows = given(*kind.inputs)[..., 0].numel()
+    shapes = {
+        Role.INPUT: (rows, kind.inputs[-1]), Role.WEIGHT: tuple(layer.weight.shape),
+        Role.GRADIENT: (rows, kind.outputs[-1]),
+    }  # fmt: skip
+    turned = [(role, shapes[role][::-1]) for role in (Role.WEIGHT, Role.GRADIENT, Role.INPUT)]
+    assert seen == [*shapes.items(), *(turned if keeps_source else [])]
+
+
+class Halved(Arithmetic):
+    """Codes and scales are two tensors."""
+
+    carrier = torch.float32
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(tensor.detach() / 2, torch.tensor(2.0))
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        assert a.scale is not None and b.scale is not None
+        return ((a.data * a.scale) @ (b.data * b.scale).t()).to(dtype)
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        return Operand(operand.data.t(), operand.scale)
+
+
+class Unmultiplied(Halved):
+    """The same for what is no matrix product."""
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("a convolution is no matrix product")
+
+
+def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:
+    LINEAR.is_close(LINEAR.layer(Halved()), 1e-6)
+    CONVOLUTION.is_close(CONVOLUTION.layer(Unmultiplied()), 1e-6)
