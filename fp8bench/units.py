@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
@@ -219,6 +219,12 @@ def shown(value: float | None, unit: str, metric: str = "", digits: int = 3) -> 
         return relative_error(value)
     known: dict[str, Callable[[float], str]] = {"B": size, "x": ratio, "dB": decibels, "%": percentage, "": significant}
     return known[unit](value) if unit in known else count(value, unit)
+
+
+def span(values: Iterable[float], show: Callable[[float], str]) -> str:
+    """'1.21x to 2.10x'; one of them where the ends look alike, '' where there are no values."""
+    found = list(values)
+    return " to ".join(dict.fromkeys((show(min(found)), show(max(found))))) if found else ""
 
 
 def relative_error(value: float | None) -> str:

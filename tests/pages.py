@@ -139,9 +139,9 @@ def whole_page(num_rows: int = 60) -> Page:
     columns = (Column("case"), Column("gemm", number=True), Column("cast", number=True))
     dominated = Field("60.0%", 0.6, Tone.STRONG, "quantising dominates")
     shares = ((Field("bf16"), Field("50.0%", 0.5), Field("-")), (Field("fp8"), Field("20.0%", 0.2), dominated))
-    strip = (("fp8", (Field("faster", tone=Tone.GOOD, hint="1.90x"), Field("rough", hint="3e-2"))),)
+    strip = (("fp8", (Field("faster", tone=Tone.GOOD, hint="1.90x"), Field("moderate", hint="3e-2"))),)
     verdicts = (
-        Verdicts(("speed", "accuracy"), strip),
+        Verdicts(("speed", "error"), strip),
         Text("fp8 pays: 1.9 times as fast as bf16 at the width of 1024.", Tone.GOOD),
         Text("mxfp8 does not: 0.8 times.", Tone.BAD),
         Text("nvfp4 is emulated here, so its time says nothing about speed.", Tone.DOUBT),

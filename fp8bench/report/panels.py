@@ -6,9 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import TypeVar
 
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Plan, Record, Run
+from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Values by what they have in common, in the order in which that is first met."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,20 +108,14 @@ def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
     """All results of a run, in the order they were measured."""
-    planned = _planned_references(run.plan)
-    by_setting: dict[str, list[Result]] = {}
-    for record in run.records:
-        by_setting.setdefault(record.case.setting, []).append(Result(record, findings.get(record.case.id)))
+    planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
+    by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
     groups = [
         ResultGroup(tuple(results), _reference(results, planned.get(setting, "")))
         for setting, results in by_setting.items()
     ]
     alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
     return tuple(Panel(tuple(members)) for _, members in alike)
-
-
-def _planned_references(plan: Plan) -> dict[str, str]:
-    return {group.setting: group.cases[group.reference].case.mode for group in plan}
 
 
 def _reference(results: Sequence[Result], planned: str) -> str:
@@ -138,9 +144,7 @@ def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[
 
     A note is (what it is about, the text, the place); places are left out where there is but one.
     """
-    places: dict[tuple[str, str], list[str]] = {}
-    for about, text, place in notes:
-        places.setdefault((about, text), []).append(place)
+    places = together(((about, text), place) for about, text, place in notes)
     return [
         f"- {about}{_where(where, num_places)}: {text}" if text else f"- {about}{_where(where, num_places)}"
         for (about, text), where in places.items()

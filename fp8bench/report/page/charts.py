@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 
 from fp8bench import units
@@ -28,9 +28,9 @@ from fp8bench.report.elements import (
     Tone,
     Waterfall,
 )
-from fp8bench.report.panels import Result
+from fp8bench.report.panels import Result, together
 from fp8bench.report.terminal.tables import phases_of
-from fp8bench.report.words.naming import phase_order
+from fp8bench.report.words.naming import phase_order, phase_words
 
 _NOTES = Column("notes")
 # Fewer points than this are read faster as numbers.
@@ -62,27 +62,29 @@ def worth_drawing(chart: Chart) -> bool:
 
 
 def stacked(
-    name: str, title: str, description: str, axis: Axis, share: str, parts: Sequence[str],
-    rows: Sequence[tuple[str, float, Sequence[float]]], folded: bool = False,
+    name: str, title: str, description: str, axis: Axis, share: str, parts: Mapping[str, str],
+    rows: Sequence[tuple[str, float, Mapping[str, float]]], folded: bool = False,
 ) -> Stacks:  # fmt: skip
-    """Bars of (label, whole, its parts); as shares, with the whole in the label, where wholes are far apart."""
-    wholes = [whole for _, whole, _ in rows]
-    if max(wholes) <= _WIDE * min(wholes):
-        plain = tuple((label, tuple(values)) for label, _, values in rows)
-        return Stacks(name, title, description, axis, tuple(parts), plain, folded=folded)
-    shares = tuple(
-        (f"{label}, {units.shown(whole, axis.unit)}", tuple(100 * value / (whole or 1.0) for value in values))
-        for label, whole, values in rows
+    """Bars of (label, whole, what it is made of); `parts` are all there may be, in order, with their words.
+
+    Where wholes are far apart, bars are shares, with the whole in the label.
+    """
+    wholes, unit = [whole for _, whole, _ in rows], axis.unit
+    far = max(wholes) > _WIDE * min(wholes)
+    bars = tuple(
+        (
+            f"{label}, {units.shown(whole, unit)}" if far else label,
+            tuple(100 * value / (whole or 1.0) if far else value for value in (own.get(part, 0.0) for part in parts)),
+        )
+        for label, whole, own in rows
     )
-    return Stacks(name, title, description, Axis(share, "%"), tuple(parts), shares, folded=folded)
+    chosen = Axis(share, "%") if far else axis
+    return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
 
 
 def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
     """Marks under their headings, in the order in which these are met."""
-    groups: dict[str, list[Mark]] = {}
-    for heading, mark in marks:
-        groups.setdefault(heading, []).append(mark)
-    return tuple((heading, tuple(members)) for heading, members in groups.items())
+    return tuple((heading, tuple(members)) for heading, members in together(marks).items())
 
 
 def lasting(result: Result) -> bool:
@@ -90,10 +92,10 @@ def lasting(result: Result) -> bool:
     return result.best is not None and 0 < result.best < math.inf
 
 
-def phase_parts(results: Iterable[Result]) -> list[str]:
-    """The phases that any of these results has, in order: the same everywhere, so that each has one colour."""
+def phase_parts(results: Iterable[Result]) -> dict[str, str]:
+    """The phases of any of these results, with words and in order: the same everywhere, so that each has one colour."""
     found = {name for one in results if lasting(one) for name, seconds in phases_of(one) if 0 < seconds < math.inf}
-    return sorted(found | {UNATTRIBUTED}, key=phase_order)
+    return {name: phase_words(name) for name in sorted(found | {UNATTRIBUTED}, key=phase_order)}
 
 
 def numbers_table(chart: Chart) -> Table:

@@ -6,39 +6,61 @@ fp8bench/report/page/sections.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from fp8bench import units
 from fp8bench.model import Run
 from fp8bench.model.codec import SCHEMA
 from fp8bench.registry import Registry
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, Text, Tone
+from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import numbers_table, worth_drawing
 from fp8bench.report.words.naming import NamedCase, listed
 from fp8bench.report.words.run_facts import commit_of, counts, devices_of, fact, many, shortened, suites_of, when
 
 Row = tuple[Field, ...]
+T = TypeVar("T")
+Columns = Sequence[tuple[Column, Callable[[T], Field]]]
+N = TypeVar("N", bound=float)
+# Of a table with several rows a case.
+MOST_ROWS = 300
 
 
 class Section(ABC):
-    """`rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table."""
+    """`rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table.
+
+    The `lead` says how to read what follows under the title; where there is but a sentence it has nothing to say.
+    """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    title: ClassVar[str]
     rank: ClassVar[int]
+    lead: ClassVar[str] = ""
     repeats: ClassVar[bool] = False
 
     @abstractmethod
+    def elements(self, material: Material) -> Iterable[Element]:
+        """What there is to show of this material; nothing where the section has nothing to say."""
+
+    def lead_of(self, material: Material) -> str:
+        """Where the lead depends on what there is to show."""
+        return self.lead
+
     def build(self, material: Material) -> Part | None:
         """The section for this material; None where it has nothing to say."""
+        elements = tuple(self.elements(material))
+        if not elements:
+            return None
+        lead = "" if all(isinstance(one, Text) for one in elements) else self.lead_of(material)
+        return Part(self.name, self.title, elements, lead)
 
 
-sections: Registry[Section] = Registry("section", "fp8bench.report.page.sections", Section, ("name", "summary", "rank"))
+sections: Registry[Section] = Registry("section", "fp8bench.report.page.sections", Section, ("name", "title", "rank"))
 
 
 PRECISION = Column("precision", hint="and what tells its case from the others")
@@ -51,16 +73,46 @@ def case_field(case: NamedCase) -> Field:
     return Field(", ".join(filter(None, (words, case.place))), tone=Tone.DOUBT if cost else Tone.PLAIN)
 
 
-def with_room(cases: Iterable[tuple[str, Sequence[Row]]], most: int) -> tuple[tuple[Row, ...], list[str]]:
-    """The rows of the cases that a table of so many rows holds, the first one's in any case; and who is left out."""
+def number(
+    value: N | None, show: Callable[[N], str] = units.significant, tone: Tone = Tone.PLAIN, hint: str = ""
+) -> Field:
+    """A figure as text, sorted by its value; a dash where there is none. What is no number sorts by nothing."""
+    if value is None:
+        return Field(units.NONE)
+    return Field(show(value), None if math.isnan(value) else value, tone, hint)
+
+
+def table_of(
+    name: str, caption: str, columns: Columns[T], rows: Sequence[T], kept: Collection[str] = (),
+    main: bool = False, folded: bool = False,
+) -> Table:  # fmt: skip
+    """Columns beside what they show of a row; those of which no row has anything to say are left out, if not `kept`."""
+    shown = [(column, [show(row) for row in rows]) for column, show in columns]
+    told = [
+        (column, fields)
+        for column, fields in shown
+        if column.title in kept or any(field.text not in ("", units.NONE) for field in fields)
+    ]
+    fields = tuple(zip(*(fields for _, fields in told), strict=True))
+    return Table(name, caption, tuple(column for column, _ in told), fields, main, folded)
+
+
+def table_of_cases(
+    name: str, title: str, words: str, columns: tuple[Column, ...], cases: Iterable[tuple[str, Sequence[Row]]],
+    beyond: str,
+) -> Iterator[Element]:  # fmt: skip
+    """Several rows a case. Cases for which there is no room, the first one aside, are named with where they are."""
     rows: list[Row] = []
     left_out = []
-    for name, own in cases:
-        if rows and len(rows) + len(own) > most:
-            left_out.append(name)
+    for case, own in cases:
+        if rows and len(rows) + len(own) > MOST_ROWS:
+            left_out.append(case)
         else:
             rows += own
-    return tuple(rows), left_out
+    if rows:
+        yield Table(name, f"{title}: {words}", columns, tuple(rows))
+    if left_out:
+        yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. {beyond}")
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:

@@ -14,7 +14,7 @@ from fp8bench.report.panels import Panel, Result, heading, merge_notes, panels_o
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.figures import capacity, counted, data, energy, memory, tells_memory
-from fp8bench.report.terminal.summary import HOW_ERRORS, summary
+from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend
@@ -133,7 +133,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
         lines.append(legend.EMULATED)
     lines += [
         *_error_legends(timed),
-        HOW_ERRORS,
+        legend.ERRORS,
         *_number_legends(timed),
         *_energy_legends(timed),
         *_memory_legends(timed),

@@ -14,11 +14,9 @@ from fp8bench.report.memories import PEAK, share_of
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error, value_of
+from fp8bench.report.words.legend import error_word
 from fp8bench.report.words.speed import span
 
-# What an error is called up to a size; beyond the last it is large.
-_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"))
-HOW_ERRORS = "error: relative; negligible up to 1e-05, small up to 1%, moderate up to 10%, else large"
 _HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: a label casts doubt on some"
 
 # A precision's results with the groups they are of.
@@ -37,12 +35,6 @@ def summary(run: Run, panels: Sequence[Panel], width: int, report: str = "") -> 
         elements += [Facts(tuple((name, words) for name, words in told.items() if words))]
     stored = f"report: {report}" if report else f"stored in {run.path}" if run.path else "this run was not stored"
     return Part("summary", "summary" if elements else "", (*elements, Text(stored)))
-
-
-def error_words(value: float) -> str:
-    """'small (2.9e-03)': what an error is called, and its number."""
-    word = next((word for size, word in _SIZES if abs(value) <= size), "large")
-    return f"{word if value == value else 'not finite'} ({units.relative_error(value)})"
 
 
 def _cases(panels: Sequence[Panel]) -> Mapping[str, _Cases]:
@@ -100,7 +92,8 @@ def _error(panels: Sequence[Panel]) -> Iterator[str]:
             if result.mode == mode and (value := value_of(result.record.measurement(main_error(panel)))) is not None
         ]  # fmt: skip
         if values:
-            yield f"{mode} {error_words(max(values, key=lambda value: (value != value, abs(value))))}"
+            worst = max(values, key=lambda value: (value != value, abs(value)))
+            yield f"{mode} {error_word(values)} ({units.relative_error(worst)})"
 
 
 def _memory(panels: Sequence[Panel]) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
@@ -67,6 +70,19 @@ PHASE_WORDS: dict[str, tuple[str, bool]] = {
     Phase.ELEMENTWISE: ("elementwise work", False),
     UNATTRIBUTED: ("the rest", False),
 }
+
+# What a relative error is called up to a size; beyond the last it is large.
+_ERROR_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"), (math.inf, "large"))
+ERRORS = "error: relative; negligible up to 1e-05, small up to 1%, moderate up to 10%, else large"
+NOT_FINITE = "not finite"
+
+
+def error_word(errors: Sequence[float]) -> str:
+    """By the largest of them; NOT_FINITE if any is no number."""
+    if not all(map(math.isfinite, errors)):
+        return NOT_FINITE
+    return next(word for size, word in _ERROR_SIZES if max(map(abs, errors)) <= size)
+
 
 BEST = (
     "best: the step undisturbed, the sum over its stretches of each one's three fastest rounds (less than any single "

@@ -123,8 +123,9 @@ def test_what_is_worth_drawing() -> None:
 def test_stacks_far_apart_are_shares() -> None:
     """In seconds the parts of the short one would be a line; labels say how long each is."""
     axis = Axis("time", "s")
-    near = stacked("n", "N", "", axis, "share", ("p", "q"), (("a", 2.0, (1.0, 1.0)), ("b", 4.0, (4.0, 0.0))))
+    parts, halves = {"p": "p", "q": "q"}, {"p": 1.0, "q": 1.0}
+    near = stacked("n", "N", "", axis, "share", parts, (("a", 2.0, halves), ("b", 4.0, {"p": 4.0})))
     assert (near.axis, near.rows) == (axis, (("a", (1.0, 1.0)), ("b", (4.0, 0.0))))
-    far = stacked("n", "N", "", axis, "share", ("p", "q"), (("a", 2.0, (1.0, 1.0)), ("b", 40.0, (40.0, 0.0))))
+    far = stacked("n", "N", "", axis, "share", parts, (("a", 2.0, halves), ("b", 40.0, {"p": 40.0})))
     assert far.axis == Axis("share", "%")
     assert far.rows == (("a, 2.00 s", (50.0, 50.0)), ("b, 40.0 s", (100.0, 0.0)))

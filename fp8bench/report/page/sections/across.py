@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench import units
 from fp8bench.model import Params
 from fp8bench.report.case_status import doubts, emulated
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Part, Table, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Result, shared_params, show_params
@@ -17,10 +17,6 @@ from fp8bench.report.words.naming import listed
 from fp8bench.report.words.run_facts import many
 
 NO_VERDICT = "measured at different times: no verdict (cross-run)"
-_LEAD = (
-    "The best time of each case, and its speed-up over the first column: above 1x is faster. The runs were measured at "
-    "different times, so a speed-up says nothing of how sure it is: no verdict (cross-run)."
-)
 _COST = "emulated: cost, not speed"
 
 
@@ -44,23 +40,27 @@ class Across(Section):
     """Several runs: only like with like."""
 
     name = "across"
-    summary = "the same cases in several runs, side by side"
+    title = "Across runs"
+    lead = (
+        "The best time of each case, and its speed-up over the first column: above 1x is faster. The runs were "
+        "measured at different times, so a speed-up says nothing of how sure it is: no verdict (cross-run)."
+    )
     rank = 35
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         if len(material.entries) < 2:
-            return None
+            return
         titles, found = _collect(material)
         shared = {key: results for key, results in found.items() if len(results) > 1}
         lonely = len(found) - len(shared)
         if not shared:
-            return Part(self.name, "Across runs", (Text("No case was timed in more than one of these runs."),))
+            yield Text("No case was timed in more than one of these runs.")
+            return
         settings = _settings(list(shared))
-        elements: list[Element] = [_table(titles, shared, settings)]
+        yield _table(titles, shared, settings)
         if lonely:
-            elements.append(Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only."))
-        elements += _charts(titles, shared, settings)
-        return Part(self.name, "Across runs", tuple(elements), _LEAD)
+            yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
+        yield from _charts(titles, shared, settings)
 
 
 def _collect(material: Material) -> tuple[list[str], _Found]:
@@ -112,10 +112,9 @@ def _table(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> T
 def _time(result: Result | None) -> Field:
     if result is None:
         return Field(units.NONE, hint="not timed in this run")
-    hints = [*([_COST] if emulated(result) else []), *doubts(result)]
-    return Field(
-        units.seconds(result.best), result.best, Tone.DOUBT if emulated(result) else Tone.PLAIN, "; ".join(hints)
-    )
+    cost = emulated(result)
+    hints = [*([_COST] if cost else []), *doubts(result)]
+    return Field(units.seconds(result.best), result.best, Tone.DOUBT if cost else Tone.PLAIN, "; ".join(hints))
 
 
 def _faster(results: dict[int, Result], number: int) -> Field:
@@ -138,27 +137,24 @@ def _doubts(results: dict[int, Result], number: int) -> list[str]:
     return list(dict.fromkeys([*doubts(results[0]), *doubts(results[number])]))
 
 
-def _charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> list[Bars]:
+def _charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
     """Speed against the first column, a heading a case; none where nothing has a speed in both."""
     groups = []
     for key, results in found.items():
-        marks = []
-        for number, title in list(enumerate(titles))[1:]:
-            speed = _speed(results, number)
-            if speed is not None:
-                why = _doubts(results, number)
-                tone = Tone.DOUBT if why else Tone.PLAIN
-                marks.append(Mark(title, speed, tone=tone, hint="; ".join([NO_VERDICT, *why])))
+        marks = tuple(
+            Mark(title, speed, tone=Tone.DOUBT if why else Tone.PLAIN, hint="; ".join([NO_VERDICT, *why]))
+            for number, title in list(enumerate(titles))[1:]
+            if (speed := _speed(results, number)) is not None
+            for why in [_doubts(results, number)]
+        )
         if marks:
-            groups.append((" ".join(part for part in (key.workload, settings[key], key.mode) if part), tuple(marks)))
+            groups.append((" ".join(filter(None, (key.workload, settings[key], key.mode))), marks))
     if not groups:
-        return []
+        return
     speeds = [mark.value for _, marks in groups for mark in marks]
     description = (
         f"{listed(titles[1:])} against {titles[0]}, in {many(len(groups), 'case')}: "
         f"from {units.speed_up(min(speeds))} to {units.speed_up(max(speeds))}; {NO_VERDICT}."
     )
-    axis = Axis(f"times as fast as {titles[0]}", "x")
-    return [
-        Bars("across-chart", f"Speed against {titles[0]}, without a verdict", description, axis, tuple(groups), 1.0)
-    ]
+    title, axis = f"Speed against {titles[0]}, without a verdict", Axis(f"times as fast as {titles[0]}", "x")
+    yield Bars("across-chart", title, description, axis, tuple(groups), 1.0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, EnergyFigures
-from fp8bench.model import UNATTRIBUTED, EnergyWindow
+from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow
 from fp8bench.report.case_status import emulated, speed_up
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Part, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.energies import (
     absences,
     figures_of,
@@ -21,41 +22,43 @@ from fp8bench.report.energies import (
 )
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import grouped, phase_parts, stacked
-from fp8bench.report.page.section import PRECISION, Section, case_field, sections
+from fp8bench.report.page.section import MOST_ROWS, PRECISION, Columns, Section, case_field, number, sections, table_of
 from fp8bench.report.panels import Panel, merge_notes
 from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.words.energy import energy_sentences
-from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_words
+from fp8bench.report.words.naming import NamedCase, listed, named_cases
 
 # A step of one phase and little else has no parts worth a chart.
 _LEAST_PHASES = 2
-_PARTS = ("beyond idling", "idling", "not split")
+_NET, _IDLE, _WHOLE = "beyond idling", "idling", "not split"
 _TONES = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
-_LEAD = (
-    "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with the "
-    "same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals."
-)
 _ESTIMATE = (
     "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
     "short for any counter."
 )
 _Measured = tuple[NamedCase, EnergyFigures]
-_MOST_ROWS = 300
-_WINDOW = {
-    "case": PRECISION,
-    "source": Column("source", hint="figures of different ones do not compare"),
-    "steps": Column("steps", number=True),
-    "length": Column("length", number=True, unit="s"),
-    "energy": Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
-    "step": Column("a step", number=True, unit="J"),
-    "power": Column("power", number=True, unit="W"),
-    "before": Column("idle before", number=True, unit="W"),
-    "after": Column("idle after", number=True, unit="W"),
-    "intervals": Column("intervals", number=True, hint="how often the source changed, or was read, in it"),
-    "uncertainty": Column("uncertainty", number=True, hint="by how much its energy can be off; -: unknown"),
-    "clock": Column("SM clock", number=True, unit="Hz", hint="the median one"),
-    "temperature": Column("temperature", number=True, hint="the highest, in degrees Celsius"),
-}
+_watts = partial(units.count, unit="W")
+_WINDOW: Columns[tuple[NamedCase, EnergyWindow]] = (
+    (PRECISION, lambda row: case_field(row[0])),
+    (Column("source", hint="figures of different ones do not compare"), lambda row: _source(row[0])),
+    (Column("steps", number=True), lambda row: number(row[1].steps, units.whole)),
+    (Column("length", number=True, unit="s"), lambda row: number(row[1].seconds, units.seconds)),
+    (Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
+     lambda row: number(row[1].joules, units.joules)),
+    (Column("a step", number=True, unit="J"),
+     lambda row: number(row[1].joules / row[1].steps, partial(units.joules, digits=4))),
+    (Column("power", number=True, unit="W"), lambda row: number(row[1].joules / row[1].seconds, _watts)),
+    (Column("idle before", number=True, unit="W"), lambda row: number(_use(row[0]).idle_before, _watts)),
+    (Column("idle after", number=True, unit="W"), lambda row: number(_use(row[0]).idle_after, _watts)),
+    (Column("intervals", number=True, hint="how often the source changed, or was read, in it"),
+     lambda row: number(row[1].intervals, units.whole)),
+    (Column("uncertainty", number=True, hint="by how much its energy can be off; -: unknown"),
+     lambda row: number(row[1].uncertainty, lambda share: f"+-{units.percent(share, 2)}")),
+    (Column("SM clock", number=True, unit="Hz", hint="the median one"),
+     lambda row: number(row[1].sm_clock, partial(units.count, unit="Hz"))),
+    (Column("temperature", number=True, hint="the highest, in degrees Celsius"),
+     lambda row: number(row[1].temperature, "{:.0f}".format)),
+)  # fmt: skip
 
 
 @sections.register("energy")
@@ -63,29 +66,29 @@ class Energy(Section):
     """Joules of a step, over the reference's, by phase, and the windows they rest on; or why nobody knows."""
 
     name = "energy"
-    summary = "joules of a step, what a lower precision saves of them, and the windows they come from"
+    title = "Energy"
+    lead = (
+        "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
+        "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals."
+    )
     rank = 97
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         panels = list(timed_panels(material))
         parts = phase_parts(one for _, panel in panels for one in panel.results)
-        elements = [element for title, panel in panels for element in _panel(title, panel, parts)]
-        why = dict.fromkeys(text for entry in material.entries for text in absences(entry.run))
-        elements += [Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT) for text in why]
-        return Part(self.name, "Energy", tuple(elements), _lead(panels)) if elements else None
+        for title, panel in panels:
+            yield from _panel(title, panel, parts)
+        for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
+            yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
+
+    def lead_of(self, material: Material) -> str:
+        """With the sources, whose figures do not compare."""
+        sources = sources_of(one for _, panel in timed_panels(material) for one in panel.results)
+        differ = ", whose figures do not compare" if len(sources) > 1 else ""
+        return f"{self.lead} Read from {listed([*map(named_source, sources)])}{differ}." if sources else ""
 
 
-def _lead(panels: Sequence[tuple[str, Panel]]) -> str:
-    """With the sources, whose figures do not compare."""
-    sources = list(dict.fromkeys(source for _, panel in panels for source in sources_of(panel.results)))
-    if not sources:
-        return ""
-    named = listed([named_source(source) for source in sources])
-    differ = ", whose figures do not compare" if len(sources) > 1 else ""
-    return f"{_LEAD} Read from {named}{differ}."
-
-
-def _panel(title: str, panel: Panel, parts: Sequence[str]) -> Iterator[Element]:
+def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     found = [(case, figures) for case in named_cases(panel) if (figures := figures_of(case.result)) is not None]
     if found:
         yield Items(tuple(Text(f"{one.text}.", one.tone) for one in energy_sentences(panel)))
@@ -107,32 +110,24 @@ def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
     """A bar for each case, parted into idling and what comes on top."""
     rows = []
     for case, figures in found:
-        gross = figures.gross.middle
-        net = figures.net.middle if figures.net else None
-        rows.append((case.name, gross, (0.0, 0.0, gross) if net is None else (net, gross - net, 0.0)))
+        gross, net = figures.gross.middle, figures.net.middle if figures.net else None
+        rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
     name, axis = f"{kind}-{found[0][0].result.record.case.workload}", Axis("energy of a step", "J")
-    folded = emulated(found[0][0].result)
-    return stacked(name, title, _described(found), axis, "share of the energy", _PARTS, rows, folded)
+    parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(found[0][0].result)
+    return stacked(name, title, _described(found), axis, "share of the energy", parts, rows, folded)
 
 
 def _described(found: Sequence[_Measured]) -> str:
     """The least and the most, how much of it is idling, and the power it took."""
     least, most = (choose(found, key=lambda one: one[1].gross.middle) for choose in (min, max))
     words = f"{_named(*least)} a step" if len(found) == 1 else f"From {_named(*least)} to {_named(*most)} a step"
-    shares = sorted(1 - one.net.middle / one.gross.middle for _, one in found if one.net is not None)
-    watts = sorted(one.watts for _, one in found)
-    power = _ends(units.count(watts[0], "W"), units.count(watts[-1], "W"))
-    if not shares:
-        return f"{words}, at {power}."
-    return f"{words}, at {power}; idling is {_ends(units.percent(shares[0], 0), units.percent(shares[-1], 0))} of it."
+    shares = [1 - one.net.middle / one.gross.middle for _, one in found if one.net is not None]
+    idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
+    return f"{words}, at {units.span((one.watts for _, one in found), _watts)}{idling}."
 
 
 def _named(case: NamedCase, figures: EnergyFigures) -> str:
     return f"{units.joules(figures.gross.middle)} ({case.name})"
-
-
-def _ends(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
 
 
 def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
@@ -164,57 +159,29 @@ def _mark(case: NamedCase) -> Mark | None:
     return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, _TONES[ratio.demand], hint)
 
 
-def _phases(title: str, found: Sequence[_Measured], parts: Sequence[str]) -> Iterator[Stacks]:
+def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Stacks]:
     """What each phase takes of a step's joules by its share of the time."""
     kinds = {phase for _, figures in found for phase, _ in figures.phases} - {UNATTRIBUTED}
     if len(kinds) < _LEAST_PHASES:
         return
-    rows = [
-        (case.name, figures.gross.middle, [dict(figures.phases).get(part, 0.0) for part in parts])
-        for case, figures in found
-    ]
+    rows = [(case.name, figures.gross.middle, dict(figures.phases)) for case, figures in found]
     name, axis = f"energy-phases-{found[0][0].result.record.case.workload}", Axis("energy of a step by phase", "J")
-    heading, words = f"{title}: energy by phase (estimated)", [*map(phase_words, parts)]
-    yield stacked(name, heading, _ESTIMATE, axis, "share of the energy", words, rows)
+    heading = f"{title}: energy by phase (estimated)"
+    yield stacked(name, heading, _ESTIMATE, axis, "share of the energy", parts, rows)
 
 
-def _windows(title: str, found: Sequence[tuple[NamedCase, EnergyFigures]]) -> Table:
-    """A row for each window, the first 300; columns in which none has anything to say are left out."""
-    windows = [(case, figures, window) for case, figures in found for window in figures.windows]
-    rows = [_window_fields(*one) for one in windows[:_MOST_ROWS]]
-    shown = [name for name in _WINDOW if any(row[name].text != units.NONE for row in rows)]
-    more = f" (the first {_MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > _MOST_ROWS else ""
-    return Table(
-        f"energy-windows-{found[0][0].result.record.case.workload}",
-        f"{title}: the windows{more}",
-        tuple(_WINDOW[name] for name in shown),
-        tuple(tuple(row[name] for name in shown) for row in rows),
-        folded=True,
-    )
+def _windows(title: str, found: Sequence[_Measured]) -> Table:
+    """A row for each window, the first 300."""
+    windows = [(case, window) for case, figures in found for window in figures.windows]
+    more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
+    name, caption = f"energy-windows-{found[0][0].result.record.case.workload}", f"{title}: the windows{more}"
+    return table_of(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True)
 
 
-def _window_fields(case: NamedCase, figures: EnergyFigures, window: EnergyWindow) -> dict[str, Field]:
-    use = case.result.record.energy
-    step, watts = window.joules / window.steps, window.joules / window.seconds
-    before, after = (use.idle_before, use.idle_after) if use is not None else (None, None)
-    return {
-        "case": case_field(case),
-        "source": Field(figures.source, hint=named_source(figures.source)),
-        "steps": Field(units.whole(window.steps), float(window.steps)),
-        "length": Field(units.seconds(window.seconds), window.seconds),
-        "energy": Field(units.joules(window.joules), window.joules),
-        "step": Field(units.joules(step, 4), step),
-        "power": Field(units.count(watts, "W"), watts),
-        "before": Field(units.count(before, "W"), before),
-        "after": Field(units.count(after, "W"), after),
-        "intervals": Field(units.whole(window.intervals), float(window.intervals)),
-        "uncertainty": Field(_uncertainty(window.uncertainty), window.uncertainty),
-        "clock": Field(units.count(window.sm_clock, "Hz"), window.sm_clock),
-        "temperature": Field(
-            units.NONE if window.temperature is None else f"{window.temperature:.0f}", window.temperature
-        ),
-    }
+def _use(case: NamedCase) -> EnergyUse:
+    assert case.result.record.energy is not None
+    return case.result.record.energy
 
 
-def _uncertainty(share: float | None) -> str:
-    return units.NONE if share is None else f"+-{units.percent(share, 2)}"
+def _source(case: NamedCase) -> Field:
+    return Field(_use(case).source, hint=named_source(_use(case).source))

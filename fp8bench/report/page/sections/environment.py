@@ -12,10 +12,10 @@ from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
 from fp8bench.report.case_status import Standing, standing
-from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Part, Table, Text, Tone
+from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Result
+from fp8bench.report.panels import Result, together
 from fp8bench.report.terminal.tables import floor_of
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import listed
@@ -33,26 +33,23 @@ class EnvironmentSection(Section):
     """Machine, software and noise; then what was emulated, refused or labelled, and what was noted meanwhile."""
 
     name = "environment"
-    summary = "machine, software, noise, what was noted, and the commands to measure it again"
+    title = "Environment, and how to reproduce"
     rank = 900
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         if not material.entries:
-            return None
-        about = _alone(material.entries[0]) if material.alone else _side_by_side(material.entries)
-        elements = [about, *(element for entry in material.entries for element in _remarks(entry))]
-        elements.append(Text("How to measure it again", Tone.STRONG))
+            return
+        yield Facts(tuple(_facts(material.entries[0]))) if material.alone else _side_by_side(material.entries)
         for entry in material.entries:
-            elements += [Text(entry.label, Tone.STRONG)] if entry.label else []
-            elements.append(_command(entry.run))
+            yield from _remarks(entry)
+        yield Text("How to measure it again", Tone.STRONG)
+        for entry in material.entries:
+            yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
+            yield _command(entry.run)
         kept = [entry.run for entry in material.entries if entry.run.path]
         if kept:
-            elements += [Text("This page again, from the samples:"), Code(_again(kept))]
-        return Part(self.name, "Environment, and how to reproduce", tuple(elements))
-
-
-def _alone(entry: Entry) -> Facts:
-    return Facts(tuple(_facts(entry)))
+            yield Text("This page again, from the samples:")
+            yield Code(_again(kept))
 
 
 def _side_by_side(entries: Sequence[Entry]) -> Table:
@@ -87,17 +84,12 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("numpy", fact(run, "numpy")),
         ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
         ("code of --import", f"sha256 {imports}" if (imports := fact(run, "imports_sha256")) else ""),
-        *_variables(run),
+        *((name.removeprefix(_VARIABLE), str(value)) for name, value in sorted(run.environment.facts.items())
+          if name.startswith(_VARIABLE)),
         ("samples", run.path or "this run was not stored"),
         ("format of the file", f"schema {SCHEMA}"),
-    ]
+    ]  # fmt: skip
     return ((name, text) for name, text in pairs if text)
-
-
-def _variables(run: Run) -> Iterator[tuple[str, str]]:
-    for name, value in sorted(run.environment.facts.items()):
-        if name.startswith(_VARIABLE):
-            yield name.removeprefix(_VARIABLE), str(value)
 
 
 def _used(run: Run) -> list[DeviceFacts]:
@@ -158,12 +150,8 @@ def _timed(records: Iterable[Record]) -> float:
 
 def _floors(entry: Entry) -> str:
     """'gemm +-0.4%; mlp +-1.1% to +-1.7%'."""
-    by_suite: dict[str, list[str]] = {}
-    for panel in entry.panels:
-        floor = floor_of(panel.results)
-        if floor:
-            by_suite.setdefault(panel.case.workload, []).append(floor)
-    return "; ".join(f"{suite} {', '.join(dict.fromkeys(floors))}" for suite, floors in by_suite.items())
+    floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
+    return "; ".join(f"{suite} {', '.join(dict.fromkeys(found))}" for suite, found in floors.items())
 
 
 def _remarks(entry: Entry) -> Iterator[Element]:
@@ -191,10 +179,7 @@ def _levels(entry: Entry) -> Iterator[Text]:
         meaning = legend.EMULATED.removeprefix("emulated: ")
         yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
     for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
-        by_reason: dict[str, list[Result]] = {}
-        for result in results:
-            if standing(result) is kept:
-                by_reason.setdefault(" ".join(result.record.reason.split()), []).append(result)
+        by_reason = together((" ".join(one.record.reason.split()), one) for one in results if standing(one) is kept)
         yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
         if len(by_reason) > _MOST:
             yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)

@@ -11,9 +11,9 @@ from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import UNATTRIBUTED, Finding
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.elements import Axis, Column, Element, Field, Mark, Part, Table, Text, Tone, Waterfall
+from fp8bench.report.elements import Axis, Column, Element, Field, Mark, Table, Text, Tone, Waterfall
 from fp8bench.report.material import Material
-from fp8bench.report.page.section import Section, sections
+from fp8bench.report.page.section import Section, number, sections
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.words.naming import listed, named_cases, phase_order, phase_words, titled_panels
 
@@ -55,32 +55,27 @@ class Gains(Section):
     """From the reference's step to each native precision's, phase by phase; then the phases beside each other."""
 
     name = "gains"
-    summary = "phase by phase, what a lower precision saves, and what is left to save"
+    title = "Where it gains"
+    lead = (
+        "From the reference's step to that of each native precision: what each phase takes away, and what it adds. "
+        "Best cases, without a verdict, as a phase has no interval."
+    )
     rank = 70
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         pairs = [pair for title, panel in titled_panels(material) for pair in _pairs(title, panel)]
-        if not pairs:
-            return None
-        elements = [one for n, pair in enumerate(pairs[:_MOST_TABLES]) for one in _pair(pair, n < _MOST_CHARTS)]
+        for place, pair in enumerate(pairs[:_MOST_TABLES]):
+            yield from _pair(pair, place < _MOST_CHARTS)
         if len(pairs) > _MOST_TABLES:
-            elements.append(
-                Text(f"{len(pairs) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
-            )
-        return Part(
-            self.name,
-            "Where it gains",
-            tuple(elements),
-            "From the reference's step to that of each native precision: what each phase takes away, and what it adds. "
-            "Best cases, without a verdict, as a phase has no interval.",
-        )
+            yield Text(f"{len(pairs) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
 
 
 def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
     for case in named_cases(panel):
-        reference = _reference(case.group)
-        finding = case.result.finding
-        if finding is None or reference is None or not _compared(case.result) or not _timed(finding):
+        reference, finding = _reference(case.group), case.result.finding
+        if finding is None or reference is None or case.result.record.is_reference or emulated(case.result):
+            continue
+        if not _timed(finding):
             continue
         present = {name for one in (finding, reference) for name, seconds in one.phases if seconds > 0}
         if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
@@ -93,10 +88,6 @@ def _reference(group: ResultGroup) -> Finding | None:
     """What was found of a group's reference, if its time is a speed."""
     found = next((one for one in group.results if standing(one) is Standing.REFERENCE), None)
     return found.finding if found is not None and found.finding is not None and _timed(found.finding) else None
-
-
-def _compared(result: Result) -> bool:
-    return not result.record.is_reference and not emulated(result)
 
 
 def _timed(finding: Finding) -> bool:
@@ -160,7 +151,7 @@ def _row(pair: _Pair, phase: str) -> tuple[Field, ...]:
         _time(before),
         _time(after),
         _ratio(after, before) if clear else Field(units.NONE),
-        Field(units.share(share), share),
+        number(share, units.share),
         _ratio(1 - share, 1.0) if clear else Field(units.NONE),
     )
 
@@ -193,15 +184,16 @@ def _ratio(below: float, above: float) -> Field:
 def _lead(pair: _Pair) -> str:
     """What was saved and where, what was added and where, and how much of the step is as long as before."""
     before, after = pair.steps
-    saved = {phase: one - other for phase in pair.phases if pair.clear(phase) for one, other in [pair.seconds(phase)]}
+    times = {phase: pair.seconds(phase) for phase in pair.phases if pair.clear(phase)}
+    saved = {phase: old - new for phase, (old, new) in times.items()}
     gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
     losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
     words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}."
     words += f" It saves most in {_most(gains, saved)}" if gains else " It saves in no phase"
     words += f" and adds most in {_most(losses, saved)}." if losses else "."
-    kept = [phase for phase in pair.phases if pair.clear(phase) and _no_shorter(*pair.seconds(phase))]
+    kept = [phase for phase, (old, new) in times.items() if new > 0 and new >= old * (1 - SAME)]
     if kept and gains:
-        share = sum(pair.seconds(phase)[1] for phase in kept) / after
+        share = sum(times[phase][1] for phase in kept) / after
         words += (
             f" {units.percent(share, 0)} of the step is no shorter than before ({listed([*map(phase_words, kept)])})."
         )
@@ -212,10 +204,6 @@ def _lead(pair: _Pair) -> str:
 
 def _most(phases: list[str], saved: dict[str, float]) -> str:
     return f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})"
-
-
-def _no_shorter(before: float, after: float) -> bool:
-    return after > 0 and after >= before * (1 - SAME)
 
 
 def _seconds(finding: Finding, phase: str) -> float:

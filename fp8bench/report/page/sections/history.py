@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.report.elements import Axis, Column, Element, Field, Lines, Mark, Part, Table, Text, Tone
+from fp8bench.report.elements import Axis, Column, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.material import Material, PastFigure, PastSeries
 from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import together
 from fp8bench.report.words.run_facts import many
 
 TIME = "time"
@@ -20,10 +21,6 @@ _MOST_LINES = 6
 _PER_WORK = "seconds_per_"
 
 NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
-LEAD = (
-    "The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals do "
-    "not hold what differs from run to run, so that changes have no verdict."
-)
 
 
 @sections.register("history")
@@ -31,19 +28,23 @@ class History(Section):
     """The series of the cases at hand, over commits; nothing where the runs are of no commit."""
 
     name = "history"
-    summary = "what the same cases came to at earlier commits"
+    title = "History"
+    lead = (
+        "The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. "
+        "Intervals do not hold what differs from run to run, so that changes have no verdict."
+    )
     rank = 110
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         if not any(entry.run.environment.get("commit") for entry in material.entries):
-            return None
+            return
         known = [series for series in material.past if _values(series)]
         if not any(len(_values(series)) > 1 for series in known):
-            return Part(self.name, "History", (Text(NONE_YET),))
-        elements: list[Element] = list(_charts(known))
-        elements.append(_table(known))
-        elements += _notes(known)
-        return Part(self.name, "History", tuple(elements), LEAD)
+            yield Text(NONE_YET)
+            return
+        yield from _charts(known)
+        yield _table(known)
+        yield from _notes(known)
 
 
 def _values(series: PastSeries) -> list[PastFigure]:
@@ -54,38 +55,28 @@ def _values(series: PastSeries) -> list[PastFigure]:
 def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
     """Time by suite and machine; by case too, where one chart would have too many lines. Emulations have no speed."""
     timed = [series for series in known if series.metric == TIME and not series.emulated and len(_values(series)) > 1]
-    by_suite: dict[tuple[str, str], list[PastSeries]] = {}
-    for series in timed:
-        by_suite.setdefault((series.suite, series.machine), []).append(series)
     machines = {series.machine for series in timed}
-    for (suite, machine), members in by_suite.items():
+    for (suite, machine), members in together(((one.suite, one.machine), one) for one in timed).items():
         title = f"{suite} on {machine}" if len(machines) > 1 else suite
-        by_place: dict[str, list[PastSeries]] = {}
-        for series in members:
-            by_place.setdefault(series.place if len(members) > _MOST_LINES else "", []).append(series)
+        by_place = together((one.place if len(members) > _MOST_LINES else "", one) for one in members)
         for place, lines in by_place.items():
             yield _lines(f"{title} {place}".strip(), suite, lines)
 
 
 def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
-    """Each series over its own oldest figure, so that series of any length compare."""
-    places = tuple(_in_order(members))
+    """Each series over its own oldest figure, so that series of any length compare; by date, what is unkept last."""
+    figures = {_place(figure): figure for series in members for figure in _values(series)}
+    places = tuple(sorted(figures, key=lambda place: (figures[place].unkept, figures[place].order)))
     alone = len({series.place for series in members}) == 1
     lines = tuple(
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
         for series in members
     )
-    said = [f"{name} is at {units.ratio(_last(marks))}" for name, marks in lines]
+    last = [(name, [mark.value for mark in marks if mark is not None]) for name, marks in lines]
+    said = [f"{name} is at {units.ratio(values[-1] if values else None)}" for name, values in last]
     description = f"Each line is over its own oldest figure: {', '.join(said[:4])}."
     axis = Axis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
-
-
-def _in_order(members: Sequence[PastSeries]) -> list[str]:
-    """All places of some series, by date; one with uncommitted changes stands last."""
-    found = {_place(figure): figure for series in members for figure in _values(series)}
-    ordered = sorted(found.values(), key=lambda figure: (figure.unkept, figure.order))
-    return [_place(figure) for figure in ordered]
 
 
 def _place(figure: PastFigure) -> str:
@@ -113,10 +104,6 @@ def _rough(figure: PastFigure) -> bool:
     return figure.hasty or figure.unkept
 
 
-def _last(marks: Sequence[Mark | None]) -> float | None:
-    return next((mark.value for mark in reversed(marks) if mark is not None), None)
-
-
 def _show(series: PastSeries, value: float) -> str:
     """A figure by the unit of its series."""
     return units.shown(value, series.unit or units.RATIO)
@@ -130,11 +117,9 @@ def _table(known: Sequence[PastSeries]) -> Table:
         Column("last commit"), Column("commits", number=True),
     )  # fmt: skip
     told = [series for series in known if not series.metric.startswith(_PER_WORK)]
-    places: dict[str, set[str]] = {}
-    for series in told:
-        places.setdefault(series.suite, set()).add(series.place)
+    places = together((series.suite, series.place) for series in told)
     ordered = sorted(told, key=lambda series: (series.emulated, -abs(math.log(_change(series) or 1.0))))
-    rows = tuple(_row(series, series.place if len(places[series.suite]) > 1 else "") for series in ordered)
+    rows = tuple(_row(series, series.place if len({*places[series.suite]}) > 1 else "") for series in ordered)
     return Table("history-of-all", "The last two figures of every series, the largest changes first", columns, rows)
 
 

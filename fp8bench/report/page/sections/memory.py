@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
@@ -12,7 +12,7 @@ from fp8bench.report.capacities import EMULATED, place_of, searched, share_withi
 from fp8bench.report.capacities import sentences as largest
 from fp8bench.report.capacities import title as room_of
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Part, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.memories import PEAK, highest_in, peak_of, roles_of, sentences, share_of, use_of
 from fp8bench.report.page.charts import grouped, stacked
@@ -37,37 +37,33 @@ class Memory(Section):
     """Bars of peak memory, cut into what it is for where that is known; a sentence for every precision."""
 
     name = "memory"
-    summary = "peak memory of every case, what it is for, and where a lower precision saves none"
+    title = "Memory"
     rank = 90
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         panels = [(title, panel, _measured(panel)) for title, panel in timed_panels(material)]
         known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
-        # The same parts everywhere, so that a role has one colour on the whole page.
-        parts = [role for role in MemoryRole if role in known]
-        elements = [one for title, panel, cases in panels if cases for one in _panel(title, panel, cases, parts)]
-        elements += [
-            one for n, (title, panel) in enumerate(titled_panels(material)) for one in _largest(title, panel, n)
-        ]
-        if not elements:
-            return None
-        return Part(self.name, "Memory", tuple(elements), _lead(material))
+        # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
+        parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
+        for title, panel, cases in panels:
+            yield from _panel(title, panel, cases, parts) if cases else ()
+        for number, (title, panel) in enumerate(titled_panels(material)):
+            yield from _largest(title, panel, number)
+
+    def lead_of(self, material: Material) -> str:
+        """With the words of the device's own count."""
+        results = (result for _, panel in timed_panels(material) for result in panel.results)
+        measured = (result.record.measurement(PEAK) for result in results)
+        described = next((one.description for one in measured if one and one.description), "")
+        words = described or "memory at the highest point of a step"
+        return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
 
 
 def _measured(panel: Panel) -> list[NamedCase]:
     return [case for case in named_cases(panel) if peak_of(case.result) is not None]
 
 
-def _lead(material: Material) -> str:
-    measured = (
-        result.record.measurement(PEAK) for _, panel in timed_panels(material) for result in panel.results
-    )  # fmt: skip
-    described = next((one.description for one in measured if one and one.description), "")
-    words = described or "memory at the highest point of a step"
-    return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
-
-
-def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Sequence[MemoryRole]) -> Iterator[Element]:
+def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
     said = list(sentences(panel, cases))
     known = _known(cases)
     text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
@@ -83,23 +79,20 @@ def _known(cases: Sequence[NamedCase]) -> bool:
     return any(roles_of(case.result) for case in cases)
 
 
-def _parts(case: NamedCase) -> dict[MemoryRole, float]:
+def _parts(case: NamedCase) -> dict[str, float]:
     """Bytes by what they are for; all of them are the rest where that is not known."""
-    return {**roles_of(case.result)} or {MemoryRole.OTHER: peak_of(case.result) or 0.0}
+    known = {role.value: float(size) for role, size in roles_of(case.result).items()}
+    return known or {MemoryRole.OTHER.value: peak_of(case.result) or 0.0}
 
 
-def _name(case: NamedCase) -> str:
-    return f"{case.name} (emulated)" if emulated(case.result) else case.name
-
-
-def _stacks(title: str, cases: Sequence[NamedCase], parts: Sequence[MemoryRole], description: str) -> Stacks:
+def _stacks(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks:
     rows = [
-        (_name(case), peak_of(case.result) or 0.0, [_parts(case).get(part, 0.0) for part in parts]) for case in cases
+        (f"{case.name}{' (emulated)' if emulated(case.result) else ''}", peak_of(case.result) or 0.0, _parts(case))
+        for case in cases
     ]
     axis = Axis("memory at the highest point of a step", "B")
-    words = [MEMORY_WORDS[part].replace(" copies of", "") for part in parts]  # short, for the key
     name = f"memory-{cases[0].result.record.case.workload}"
-    return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", words, rows)
+    return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
 
 def _bars(title: str, cases: Sequence[NamedCase], description: str) -> Bars:

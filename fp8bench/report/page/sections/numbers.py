@@ -9,12 +9,12 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import Measurement
 from fp8bench.registry import precisions
-from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Part, Table, Text, Tone
+from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import grouped
-from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Panel, Result
-from fp8bench.report.tensor_panels import about_tensors
+from fp8bench.report.page.section import Section, number, sections
+from fp8bench.report.panels import Panel, Result, together
+from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.terminal.figures import name_of, shares_of, show_shares, summary
 from fp8bench.report.terminal.tables import main_error, show_value, value_of
 from fp8bench.report.words import legend
@@ -29,40 +29,37 @@ class Numbers(Section):
     """Errors by metric and precision; values by layer kind and role, and the formats they do not fit."""
 
     name = "numbers"
-    summary = "errors by metric and precision, and what the data are made of"
+    title = "What it costs in numbers"
+    lead = (
+        "Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right "
+        "here: its values are rounded as hardware would round them."
+    )
     rank = 100
 
-    def build(self, material: Material) -> Part | None:
-        panels = list(titled_panels(material))
-        errors = [element for title, panel in panels if not about_tensors(panel) for element in _errors(title, panel)]
-        data = [element for title, panel in panels for element in _data(title, panel)]
-        if not errors and not data:
-            return None
+    def elements(self, material: Material) -> Iterator[Element]:
+        for title, panel in timed_panels(material):
+            yield from _errors(title, panel)
+        data = [element for title, panel in titled_panels(material) for element in _data(title, panel)]
         if data:
-            errors += [
-                Text("What the data are made of", Tone.STRONG),
-                Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}."),
-            ]
-        return Part(
-            self.name,
-            "What it costs in numbers",
-            (*errors, *data),
-            "Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right "
-            "here: its values are rounded as hardware would round them.",
-        )
+            yield Text("What the data are made of", Tone.STRONG)
+            yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
+        yield from data
 
 
 def _errors(title: str, panel: Panel) -> Iterator[Element]:
     """The main error as bars, every error as a table."""
     by_mode = _by_mode(panel)
-    metrics = list(dict.fromkeys(metric for found in by_mode.values() for metric in found))
-    if not metrics:
+    if not by_mode:
         return
     shown = main_error(panel)
-    marks = [(case, value) for case in named_cases(panel) if (value := _value(case, shown)) is not None]
+    marks = [
+        (case, value)
+        for case in named_cases(panel)
+        if (value := value_of(case.result.record.measurement(shown))) is not None
+    ]
     if sum(0 < value < math.inf for _, value in marks) > 1:
         yield _bars(title, panel, shown, marks)
-    yield _table(title, panel, by_mode, metrics)
+    yield _table(title, panel, by_mode)
     strange = [f"{case.name} ({value})" for case, value in marks if not math.isfinite(value)]
     if strange:
         yield Text(f"{title}: {shown} is no finite number in {listed(strange)}.", Tone.BAD)
@@ -70,34 +67,26 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
     """Measurements by precision and metric, one for each group that has it."""
-    found: dict[str, dict[str, list[Measurement]]] = {}
-    for result in panel.results:
-        for one in result.record.measurements:
-            if one.unit not in _OTHER_UNITS and value_of(one) is not None:
-                label = f"{one.metric} ({one.phase})" if one.phase else one.metric
-                found.setdefault(result.mode, {}).setdefault(label, []).append(one)
-    return found
-
-
-def _value(case: NamedCase, metric: str) -> float | None:
-    return value_of(case.result.record.measurement(metric))
+    found = together(
+        (result.mode, (f"{one.metric} ({one.phase})" if one.phase else one.metric, one))
+        for result in panel.results
+        for one in result.record.measurements
+        if one.unit not in _OTHER_UNITS and value_of(one) is not None
+    )
+    return {mode: together(members) for mode, members in found.items()}
 
 
 def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase, float]]) -> Bars:
     groups = grouped((case.place, Mark(case.result.mode, value, hint=_hint(case, metric))) for case, value in found)
     finite = {case.result.mode: value for case, value in found if 0 < value < math.inf}
-    worst = max(finite, key=lambda mode: finite[mode])
-    best = min(finite, key=lambda mode: finite[mode])
-    description = (
-        f"Smallest in {best} ({units.relative_error(finite[best])}), largest in {worst} "
-        f"({units.relative_error(finite[worst])})."
-    )
+    ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
+    best, worst = (f"{mode} ({units.relative_error(finite[mode])})" for mode in ends)
+    description = f"Smallest in {best}, largest in {worst}."
     exact = sum(value == 0 for _, value in found)
     if exact:
         description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
-    return Bars(
-        f"errors-{panel.case.workload}", f"{title}: {metric}", description, Axis(metric, log=True), groups,
-    )  # fmt: skip
+    axis = Axis(metric, log=True)
+    return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
 
 
 def _hint(case: NamedCase, metric: str) -> str:
@@ -106,18 +95,22 @@ def _hint(case: NamedCase, metric: str) -> str:
     return f"{case.name}: {show_value(one)}, {case.result.record.support.level}"
 
 
-def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]], metrics: Sequence[str]) -> Table:
+def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
     levels = {one.mode: one for one in panel.results}
+    by_metric = together((metric, one) for found in by_mode.values() for metric, many in found.items() for one in many)
     columns = (
         Column("precision"),
         Column("how", hint="native, or emulated in software"),
-        *(Column(metric, number=True, hint=_described(by_mode, metric)) for metric in metrics),
+        *(
+            Column(metric, number=True, hint=next((one.description for one in members if one.description), ""))
+            for metric, members in by_metric.items()
+        ),
     )
     rows = tuple(
         (
             Field(mode, hint=_summary(levels[mode])),
             Field(levels[mode].record.support.level.value, hint=levels[mode].record.support.reason),
-            *(_field(found.get(metric, ())) for metric in metrics),
+            *(_field(found.get(metric, ())) for metric in by_metric),
         )
         for mode, found in by_mode.items()
     )
@@ -125,11 +118,6 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
     if len(panel.groups) > 1:
         caption += f", the smallest and the largest of {len(panel.groups)} groups"
     return Table(f"errors-of-{panel.case.workload}", caption, columns, rows)
-
-
-def _described(by_mode: dict[str, dict[str, list[Measurement]]], metric: str) -> str:
-    members = (one for found in by_mode.values() for one in found.get(metric, ()))
-    return next((one.description for one in members if one.description), "")
 
 
 def _summary(result: Result) -> str:
@@ -147,16 +135,11 @@ def _field(members: Sequence[Measurement]) -> Field:
     """'2.9e-03', or '2.8e-03 to 3.0e-03'; a value that is no number counts as the largest."""
     if not members:
         return Field(units.NONE)
-    ordered = sorted(members, key=lambda one: (math.isnan(_middle(one)), _middle(one)))
-    low, high = show_value(ordered[0]), show_value(ordered[-1])
-    worst = _middle(ordered[-1])
-    return Field(low if low == high else f"{low} to {high}", worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
-
-
-def _middle(one: Measurement) -> float:
-    value = value_of(one)
-    assert value is not None
-    return value
+    values = [(value, one) for one in members if (value := value_of(one)) is not None]
+    ordered = sorted(values, key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    text = " to ".join(dict.fromkeys(show_value(one) for _, one in (ordered[0], ordered[-1])))
+    worst = ordered[-1][0]
+    return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
 
 
 def _data(title: str, panel: Panel) -> Iterator[Element]:
@@ -176,8 +159,8 @@ def _data(title: str, panel: Panel) -> Iterator[Element]:
     rows = tuple(
         (
             Field(name_of(one)),
-            Field(units.whole(one.count), float(one.count)),
-            Field(units.significant(one.amax), one.amax),
+            number(one.count, units.whole),
+            number(one.amax),
             *(Field(show_shares(one, name), sum(shares_of(one, name))) for name in found.crossed),
         )
         for one in found.worst

@@ -7,61 +7,53 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.model import OperatorTime
-from fp8bench.report.elements import Column, Element, Field, Part, Table, Text
+from fp8bench.report.elements import Column, Element, Field, Text
 from fp8bench.report.material import Material
-from fp8bench.report.page.section import PRECISION, Section, case_field, sections, with_room
+from fp8bench.report.page.section import PRECISION, Row, Section, case_field, number, sections, table_of_cases
 from fp8bench.report.panels import Panel
 from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_order, phase_words, titled_panels
 
 # Of each phase so many, and what takes less of a step only where it is its phase's first.
 MOST = 5
 LEAST_SHARE = 0.01
-# Of a table; cases beyond are named, and have their traces.
-MOST_ROWS = 300
 REST = "all else"
 REST_HINT = "operators that are not listed, and the time that lies in none: Python's, and waiting"
 
 
 @sections.register("operators")
 class Operators(Section):
-    """A table for each panel: what takes most of each case, phase by phase."""
+    """A table for each panel: the operators and kernels that take most of each case, phase by phase."""
 
     name = "operators"
-    summary = "the operators and kernels that take most of each phase, from the traces"
+    title = "Operators and kernels"
+    lead = (
+        "Own time in one step, without that of what it calls; from traces of a few steps, in a pass that is not "
+        "timed. Recording makes steps longer, those of many small operators most: shares say more than times."
+    )
     rank = 130
 
-    def build(self, material: Material) -> Part | None:
-        elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
-        if not elements:
-            return None
-        return Part(
-            self.name,
-            "Operators and kernels",
-            (*elements, Text(_where(material))),
-            "Own time in one step, without that of what it calls; from traces of a few steps, in a pass that is not "
-            "timed. Recording makes steps longer, those of many small operators most: shares say more than times.",
-        )
+    def elements(self, material: Material) -> Iterator[Element]:
+        found = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+        yield from found
+        if found:
+            yield Text(_where(material))
 
 
 def _panel(title: str, panel: Panel) -> Iterator[Element]:
     cases = [case for case in named_cases(panel) if _known(case)]
-    rows, left_out = with_room(((case.name, [*_rows(case)]) for case in cases), MOST_ROWS)
-    if not rows:
-        return
     on_device = any(one.on_device for case in cases for one in case.result.record.operators)
+    of = "the host's time of the traced step" if on_device else "the traced step"
     columns = (
         PRECISION,
         Column("phase"),
         Column("operator or kernel" if on_device else "operator"),
         Column("calls", number=True, hint="in one step; those that begin in the phase"),
         Column("own time", number=True, hint="in one step of the trace", unit="s"),
-        Column(
-            "share", number=True, hint="of the host's time of the traced step" if on_device else "of the traced step"
-        ),
+        Column("share", number=True, hint=f"of {of}"),
     )
-    yield Table(f"operators-{panel.case.workload}", f"{title}: what takes most of each phase", columns, rows)
-    if left_out:
-        yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. They have their traces.")
+    name, words = f"operators-{panel.case.workload}", "what takes most of each phase"
+    rows = ((case.name, [*_rows(case)]) for case in cases)
+    yield from table_of_cases(name, title, words, columns, rows, "They have their traces.")
 
 
 def _known(case: NamedCase) -> bool:
@@ -74,7 +66,7 @@ def _whole(operators: Sequence[OperatorTime]) -> float:
     return sum(one.seconds for one in operators if not one.on_device)
 
 
-def _rows(case: NamedCase) -> Iterator[tuple[Field, ...]]:
+def _rows(case: NamedCase) -> Iterator[Row]:
     """The first ones of each phase, on each side; what is below them goes into the rest."""
     operators = case.result.record.operators
     whole = _whole(operators)
@@ -92,15 +84,15 @@ def _rows(case: NamedCase) -> Iterator[tuple[Field, ...]]:
                 yield _row(case, OperatorTime(phase, "", calls, rest, on_device), whole)
 
 
-def _row(case: NamedCase, one: OperatorTime, whole: float) -> tuple[Field, ...]:
-    name = one.name or (f"{REST} on the device" if one.on_device else REST)
+def _row(case: NamedCase, one: OperatorTime, whole: float) -> Row:
+    rest = Field(f"{REST} on the device" if one.on_device else REST, hint=REST_HINT)
     return (
         case_field(case),
         Field(phase_words(one.phase)),
-        Field(name, hint="" if one.name else REST_HINT),
-        Field(_calls(one.calls), one.calls),
-        Field(units.seconds(one.seconds), one.seconds),
-        Field(units.percent(one.seconds / whole), one.seconds / whole),
+        Field(one.name) if one.name else rest,
+        number(one.calls, _calls),
+        number(one.seconds, units.seconds),
+        number(one.seconds / whole, units.percent),
     )
 
 

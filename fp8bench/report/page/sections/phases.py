@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Axis, Element, Part, Stacks, Text, Tone
+from fp8bench.report.elements import Axis, Element, Stacks, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import lasting, phase_parts, stacked
 from fp8bench.report.page.section import Section, sections
+from fp8bench.report.panels import together
 from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.terminal.tables import phases_of
 from fp8bench.report.words.naming import NamedCase, listed, named_cases, phase_words
@@ -31,24 +33,18 @@ class Phases(Section):
     """A bar for each measured case, cut into its phases; emulations in charts of their own."""
 
     name = "phases"
-    summary = "the best case of every step, phase by phase"
+    title = "Where the time goes"
+    lead = "Each bar is the best case of one step, cut into its phases. Unattributed is what lies under none of them."
     rank = 60
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in timed_panels(material)]
         parts = phase_parts(case.result for _, cases in found for case in cases)
-        elements = [element for title, cases in found for element in _suite(title, cases, parts)]
-        if not elements:
-            return None
-        return Part(
-            self.name,
-            "Where the time goes",
-            tuple(elements),
-            "Each bar is the best case of one step, cut into its phases. Unattributed is what lies under none of them.",
-        )
+        for title, cases in found:
+            yield from _suite(title, cases, parts)
 
 
-def _suite(title: str, cases: Sequence[NamedCase], parts: Sequence[str]) -> Iterator[Element]:
+def _suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
     native = [case for case in cases if not emulated(case.result)]
     cost = [case for case in cases if emulated(case.result)]
     if native:
@@ -71,37 +67,34 @@ def _phases(case: NamedCase) -> dict[str, float]:
     return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
 
 
-def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Sequence[str], folded: bool) -> Stacks:
-    rows = [(case.name, case.result.best or 0.0, [_phases(case).get(part, 0.0) for part in parts]) for case in cases]
+def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
+    rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
     name, axis = f"{kind}-{cases[0].result.record.case.workload}", Axis("best case of a step", "s")
-    words = [*map(phase_words, parts)]
-    return stacked(name, title, _description(cases), axis, "share of the step", words, rows, folded)
+    return stacked(name, title, _description(cases), axis, "share of the step", parts, rows, folded)
 
 
 def _description(cases: Sequence[NamedCase]) -> str:
     """Which phase takes most, and how much of the step."""
-    by_phase: dict[str, list[tuple[NamedCase, float]]] = {}
-    for case in cases:
-        phase, seconds = max(_phases(case).items(), key=lambda pair: pair[1])
-        by_phase.setdefault(phase, []).append((case, seconds / (case.result.best or math.inf)))
+    most = ((case, max(_phases(case).items(), key=lambda pair: pair[1])) for case in cases)
+    by_phase = together((phase, (case, seconds / (case.result.best or math.inf))) for case, (phase, seconds) in most)
     said = []
     for phase, found in by_phase.items():
-        low, high = (units.percent(choose(share for _, share in found), 0) for choose in (min, max))
+        shares = units.span((share for _, share in found), partial(units.percent, decimals=0))
         where = "of every step" if len(by_phase) == 1 else f"in {listed([case.name for case, _ in found], 3)}"
-        said.append(f"{phase_words(phase)} takes most {where}, {low if low == high else f'{low} to {high}'}")
+        said.append(f"{phase_words(phase)} takes most {where}, {shares}")
     return f"{'; '.join(said)}."
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
     """Phases too short to be known, labels, and why compiled steps have so few phases."""
-    below = _by_word((phase_words(phase), case) for case in cases for phase in _below_floor(case))
+    below = together((phase_words(phase), case.name) for case in cases for phase in _below_floor(case))
     if below:
         yield Text(
             f"{title}, too short to be told from the cost of marking it (less than {BELOW_FLOOR_MARKERS} times that): "
             f"{_told(below, len(cases))}.",
             Tone.DOUBT,
         )
-    labels = _by_word((label.value, case) for case in cases for label in case.result.labels if label.casts_doubt)
+    labels = together((label.value, case.name) for case in cases for label in case.result.labels if label.casts_doubt)
     if labels:
         yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
@@ -112,20 +105,10 @@ def _below_floor(case: NamedCase) -> tuple[str, ...]:
     return case.result.finding.below_floor if case.result.finding else ()
 
 
-def _by_word(found: Iterable[tuple[str, NamedCase]]) -> dict[str, list[str]]:
-    """The names of the cases that a word is true of."""
-    names: dict[str, list[str]] = {}
-    for word, case in found:
-        names.setdefault(word, []).append(case.name)
-    return names
-
-
 def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
     """'unattributed in all 6; cast and gemm in bf16': words of the same cases stand together."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for word, names in by_word.items():
-        together.setdefault(tuple(names), []).append(word)
-    return "; ".join(f"{listed(words, len(words))} {_where(names, num_cases)}" for names, words in together.items())
+    by_names = together((tuple(names), word) for word, names in by_word.items())
+    return "; ".join(f"{listed(words, len(words))} {_where(names, num_cases)}" for names, words in by_names.items())
 
 
 def _where(names: Sequence[str], num_cases: int) -> str:

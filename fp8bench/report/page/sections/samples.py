@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.samples import step_samples
 from fp8bench.model import Label
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Axis, Element, Items, Part, Strips, Text, Tone
+from fp8bench.report.elements import Axis, Element, Items, Strips, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Result
@@ -43,29 +43,21 @@ class Samples(Section):
     """The rounds of all cases beside each other, as distances from the case's own median; restless cases first."""
 
     name = "samples"
-    summary = "every round of every case, so that one sees what the figures rest on"
+    title = "Samples"
+    lead = (
+        "Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two "
+        "clusters are two states of the machine or of the code. A long tail to the right is other work on the "
+        "machine: it hardly touches the best case, which verdicts rest on."
+    )
     rank = 120
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         rows = sorted(_rows(material), key=lambda row: not row.restless)  # a stable sort: else as in the table
-        if not rows:
-            return None
-        shown = rows[:_MOST_ROWS]
-        kinds = [[row for row in shown if emulated(row.result) is cost] for cost in (False, True)]
-        elements: list[Element] = [_strips(found) for found in kinds if found]
+        kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
+        yield from (_strips(found) for found in kinds if found)
         if len(rows) > _MOST_ROWS:
-            elements.append(
-                Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
-            )
-        elements += _words(rows)
-        return Part(
-            self.name,
-            "Samples",
-            tuple(elements),
-            "Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two "
-            "clusters are two states of the machine or of the code. A long tail to the right is other work on the "
-            "machine: it hardly touches the best case, which verdicts rest on.",
-        )
+            yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
+        yield from _words(rows)
 
 
 def _rows(material: Material) -> Iterator[_Row]:
@@ -130,10 +122,11 @@ def _tone(row: _Row) -> Tone:
 
 def _words(rows: Sequence[_Row]) -> Iterator[Element]:
     """What the labels mean that a look at the samples can confirm, and who has them."""
-    items = []
-    for label in _RESTLESS:
-        names = [row.name for row in rows if label in row.restless]
-        if names:
-            items.append(Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT))
+    named = {label: [row.name for row in rows if label in row.restless] for label in _RESTLESS}
+    items = [
+        Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT)
+        for label, names in named.items()
+        if names
+    ]
     if items:
         yield Items(tuple(items))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.model import Params, Scalar
+from fp8bench.model import Params
 from fp8bench.report.case_status import doubts, show_speed_up, speed_up
-from fp8bench.report.elements import Axis, Element, Heat, Part
+from fp8bench.report.elements import Axis, Element, Heat
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
@@ -40,39 +40,36 @@ class Shapes(Section):
     """Speed-up over the shapes of products; emulations have none."""
 
     name = "shapes"
-    summary = "speed-up over the shapes of matrix products, and where it breaks even"
+    title = "Which shapes gain"
+    lead = (
+        "Speed-up over the reference at the same shape: above 1x it pays, below it costs. The words of each field say "
+        "how sure that is."
+    )
     rank = 80
 
-    def build(self, material: Material) -> Part | None:
-        elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
-        if not elements:
-            return None
-        return Part(
-            self.name,
-            "Which shapes gain",
-            tuple(elements),
-            "Speed-up over the reference at the same shape: above 1x it pays, below it costs. The words "
-            "of each field say how sure that is.",
-        )
+    def elements(self, material: Material) -> Iterator[Element]:
+        for title, panel in titled_panels(material):
+            yield from _panel(title, panel)
 
 
 def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    if len(panel.groups) < _LEAST_SHAPES or not all(_is_product(group) for group in panel.groups):
+    if len(panel.groups) < _LEAST_SHAPES or not all({*_SIDES} <= {*dict(group.case.params)} for group in panel.groups):
         return
     names = {id(case.result): case.name for case in named_cases(panel)}
     modes = dict.fromkeys(one.mode for one in panel.results if speed_up(one) is not None)
     found = {mode: [_of_mode(group, mode) for group in panel.groups] for mode in modes}
-    layout = _layout(panel)
-    if layout is None:
-        if found:
-            yield _list(title, panel, found, names)
+    layout, words = _layout(panel), f"speed-up over {panel.reference} by shape"
+    if layout is None:  # one row each, a column for each precision
+        grid = [list(one) for one in zip(*found.values(), strict=True)]
+        rows = tuple(panel.place(group) for group in panel.groups)
+        yield from [_heat(f"{title}: {words}", rows, tuple(found), grid, names)] if found else []
         return
     for mode, results in found.items():
-        yield _map(f"{title}, {mode}: speed-up over {panel.reference} by shape", layout, results, names)
-
-
-def _is_product(group: ResultGroup) -> bool:
-    return {*_SIDES} <= {name for name, _ in group.case.params}
+        by_place = dict(zip(layout.places, results, strict=True))
+        grid = [
+            [by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))
+        ]
+        yield _heat(f"{title}, {mode}: {words}", layout.rows, layout.columns, grid, names)
 
 
 def _of_mode(group: ResultGroup, mode: str) -> Result | None:
@@ -106,24 +103,8 @@ def _sorted(found: Sequence[Params]) -> list[Params]:
     """Each once; by size where all values are numbers, else as they came."""
     each = list(dict.fromkeys(found))
     numbers = all(isinstance(value, int | float) for params in each for _, value in params)
-    return sorted(each, key=_values) if numbers and len({len(params) for params in each}) == 1 else each
-
-
-def _values(params: Params) -> tuple[Scalar, ...]:
-    return tuple(value for _, value in params)
-
-
-def _map(title: str, layout: _Layout, results: Sequence[Result | None], names: dict[int, str]) -> Heat:
-    by_place = dict(zip(layout.places, results, strict=True))
-    grid = [[by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))]
-    return _heat(title, layout.rows, layout.columns, grid, names)
-
-
-def _list(title: str, panel: Panel, found: dict[str, list[Result | None]], names: dict[int, str]) -> Heat:
-    """Shapes that make no map: one row each, a column for each precision."""
-    rows = tuple(panel.place(group) for group in panel.groups)
-    grid = [list(one) for one in zip(*found.values(), strict=True)]
-    return _heat(f"{title}: speed-up over {panel.reference} by shape", rows, tuple(found), grid, names)
+    alike = len({len(params) for params in each}) == 1
+    return sorted(each, key=lambda params: [value for _, value in params]) if numbers and alike else each
 
 
 def _heat(

@@ -10,20 +10,16 @@ from itertools import count
 from fp8bench import units
 from fp8bench.model import Interval
 from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of
-from fp8bench.report.elements import Axis, Bars, Element, Mark, Part, Point, Scatter, Tone
+from fp8bench.report.elements import Axis, Bars, Element, Mark, Point, Scatter, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.drawing.limits import BARS
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Result
+from fp8bench.report.panels import Result, together
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error, value_of
 from fp8bench.report.words.naming import listed, titled_panels
 from fp8bench.report.words.run_facts import many
 
-_LEAD = (
-    "To the right of 1x is faster than the reference; whiskers are 99% intervals. Grey ones are in doubt, and emulated "
-    "cases have no speed."
-)
 _AGAINST = (
     " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
     "faster too."
@@ -57,18 +53,21 @@ class SpeedUp(Section):
     """Bars from 1x, then speed against error; a chart never holds speeds over two references."""
 
     name = "speedup"
-    summary = "speed-up over the reference, with intervals, and against the main error"
+    title = "Speed-up"
+    lead = (
+        "To the right of 1x is faster than the reference; whiskers are 99% intervals. Grey ones are in doubt, and "
+        "emulated cases have no speed."
+    )
     rank = 40
     repeats = True
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         cases = list(_cases(material))
-        bars = [case for case in cases if speed_up(case.result) is not None]
-        charts: list[Element] = [*_charts(bars), *_scatters(cases)]
-        if not charts:
-            return None
-        scattered = any(isinstance(chart, Scatter) for chart in charts)
-        return Part(self.name, "Speed-up", tuple(charts), _LEAD + (_AGAINST if scattered else ""))
+        yield from _charts([case for case in cases if speed_up(case.result) is not None])
+        yield from _scatters(cases)
+
+    def lead_of(self, material: Material) -> str:
+        return self.lead + (_AGAINST if any(_scatters(_cases(material))) else "")
 
 
 def _cases(material: Material) -> Iterator[_Case]:
@@ -106,9 +105,7 @@ def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
 
 def _groups(suite: str, bars: Sequence[_Case], named: bool) -> Iterator[tuple[str, tuple[Mark, ...]]]:
     """A heading a setting; where each setting has one bar, a heading a suite is enough."""
-    by_setting: dict[str, list[_Case]] = {}
-    for bar in bars:
-        by_setting.setdefault(bar.setting, []).append(bar)
+    by_setting = together((bar.setting, bar) for bar in bars)
     modes = list(dict.fromkeys(bar.result.mode for bar in bars))
     if len(modes) == 1 and len(by_setting) > 1:
         heading = " ".join(part for part in (suite if named else "", f"{modes[0]} over {bars[0].reference}") if part)
@@ -130,28 +127,21 @@ def _mark(bar: _Case, label: str) -> Mark:
 
 def _description(bars: Sequence[_Case]) -> str:
     """How many are faster and slower as a fact, which is the most, and how many are in doubt."""
-    good, bad, doubtful = (_of(bars, tone) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
+    found = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
+    good, bad, doubtful = (found.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
     sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
-    if good:
-        most, name = max((bar.speed.point, bar.name) for bar in good if bar.speed)
-        sentences.append(f"The most is {units.speed_up(most)}: {name}.")
-    if bad:
-        least, name = min((bar.speed.point, bar.name) for bar in bad if bar.speed)
-        sentences.append(f"The least is {units.speed_up(least)}: {name}.")
+    sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
+    sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
     return " ".join(sentences)
-
-
-def _of(bars: Iterable[_Case], tone: Tone) -> list[_Case]:
-    return [bar for bar in bars if tone_of(bar.result) is tone]
 
 
 def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
     """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis."""
-    by_axes: dict[tuple[str, ...], list[_Case]] = {}
-    for case in cases:
-        placed = speed_up(case.result) is not None or standing(case.result) in (Standing.REFERENCE, Standing.EMULATED)
-        if math.isfinite(case.error) and case.error > 0 and placed:
-            by_axes.setdefault((case.metric, case.run, case.reference), []).append(case)
+    by_axes = together(
+        ((case.metric, case.run, case.reference), case)
+        for case in cases
+        if 0 < case.error < math.inf and (case.speed is not None or standing(case.result) is Standing.EMULATED)
+    )
     numbers = count(1)
     for (metric, *_), spots in by_axes.items():
         if any(standing(spot.result) is not Standing.REFERENCE for spot in spots):
@@ -186,41 +176,22 @@ def _point(spot: _Case, better: _Case | None, titled: bool) -> Point:
 
 def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
     """Cases that another one of their group beats in both, with that one; what is in doubt is not weighed."""
-    groups: dict[tuple[str, str], list[_Case]] = {}
-    for spot in spots:
-        if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT:
-            groups.setdefault((spot.title, spot.setting), []).append(spot)
-    better = {
-        spot: next((other for other in members if _beats(other, spot)), None)
-        for members in groups.values()
-        for spot in members
-    }
-    return {spot: other for spot, other in better.items() if other is not None}
-
-
-def _beats(other: _Case, spot: _Case) -> bool:
-    """More exact, and faster by intervals that do not touch."""
-    return (
-        other.speed is not None
-        and spot.speed is not None
-        and other.error < spot.error
-        and other.speed.low > spot.speed.high
-    )
+    sure = ((spot, spot.speed) for spot in spots if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT)
+    outdone: dict[_Case, _Case] = {}
+    for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
+        for spot, speed in members:  # more exact, and faster by intervals that do not touch
+            better = next((one for one, own in members if one.error < spot.error and own.low > speed.high), None)
+            if better is not None:
+                outdone[spot] = better
+    return outdone
 
 
 def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
     """The range of errors by precision, and which cases are outdone."""
-    by_mode: dict[str, list[float]] = {}
-    for spot in spots:
-        by_mode.setdefault(spot.result.mode, []).append(spot.error)
-    ranges = [f"{mode} {_span(errors)}" for mode, errors in by_mode.items()]
+    by_mode = together((spot.result.mode, spot.error) for spot in spots)
+    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
     sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
     if outdone:
         named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
         sentences.append(f"Outdone in both: {listed(named, 8)}.")
     return " ".join(sentences)
-
-
-def _span(errors: Sequence[float]) -> str:
-    low, high = units.relative_error(min(errors)), units.relative_error(max(errors))
-    return low if low == high else f"{low} to {high}"

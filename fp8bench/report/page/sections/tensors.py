@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8bench import units
-from fp8bench.report.elements import Column, Element, Field, Part, Table, Text, Tone
+from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Panel, Result, ResultGroup
@@ -24,11 +24,6 @@ from fp8bench.report.tensor_panels import (
 )
 from fp8bench.report.words.naming import listed, titled_panels
 
-_LEAD = (
-    "SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is "
-    "left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, and in what "
-    "underflows. Times have no part here: the suite cast is about them."
-)
 _IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 
@@ -37,19 +32,20 @@ class Tensors(Section):
     """SQNR by format and scaling, tensor by tensor; what tells more about it on hovering."""
 
     name = "tensors"
-    summary = "what each format and scaling leaves of each tensor"
+    title = "What is left of a tensor"
+    lead = (
+        "SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that "
+        "nothing is left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, "
+        "and in what underflows. Times have no part here: the suite cast is about them."
+    )
     rank = 45
 
-    def build(self, material: Material) -> Part | None:
+    def elements(self, material: Material) -> Iterator[Element]:
         panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
-        elements = [
-            element
-            for title, panel in panels
-            for group in panel.groups
-            for element in _grid(title, tensor_name(panel, group), group)
-        ]
-        elements += [_all_figures(title, panel) for title, panel in panels]
-        return Part(self.name, "What is left of a tensor", tuple(elements), _LEAD) if elements else None
+        for title, panel in panels:
+            for group in panel.groups:
+                yield from _grid(title, tensor_name(panel, group), group)
+        yield from (_all_figures(title, panel) for title, panel in panels)
 
 
 def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
@@ -58,7 +54,11 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     best = {fmt: _best(fmt, cells) for fmt in formats}
     rows = tuple(
-        (_scaling(scaling), *(_sqnr(cells.get((scaling, fmt)), best[fmt]) for fmt in formats)) for scaling in scalings
+        (
+            Field(scaling, hint="a recipe with formats and scalings by role" if scaling == OWN else ""),
+            *(_sqnr(cells.get((scaling, fmt)), best[fmt]) for fmt in formats),
+        )
+        for scaling in scalings
     )
     columns = (Column("scaling"), *(Column(fmt, number=True, unit="dB") for fmt in formats))
     yield Table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", columns, rows)
@@ -74,27 +74,19 @@ def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
     return max(values) if len(values) > 1 else None
 
 
-def _scaling(scaling: str) -> Field:
-    return Field(scaling, hint="a recipe with formats and scalings by role" if scaling == OWN else "")
-
-
 def _sqnr(result: Result | None, best: float | None) -> Field:
     if result is None:
         return Field(units.NONE)
     text, value = figure(result, SQNR)
     if value is None:
         return Field(units.NONE, hint=result.record.reason)
+    others = {metric: figure(result, metric)[0] for metric in _IN_HINTS}
     named = [
-        f"{FIGURES[metric][0]} {_with_unit(result, metric)}"
-        for metric in _IN_HINTS
-        if figure(result, metric)[1] is not None
+        f"{FIGURES[metric][0]} {text}{' dB' if metric.endswith('_db') and text != 'exact' else ''}"
+        for metric, text in others.items()
+        if text != units.NONE
     ]
     return Field(text, value, Tone.STRONG if value == best else Tone.PLAIN, ", ".join(named))
-
-
-def _with_unit(result: Result, metric: str) -> str:
-    text = figure(result, metric)[0]
-    return f"{text} dB" if metric.endswith("_db") and text != "exact" else text
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
@@ -105,7 +97,7 @@ def _all_figures(title: str, panel: Panel) -> Table:
         (
             Field(tensor_name(panel, group)),
             Field(cell_of(one).words, hint=one.mode),
-            *(_field(one, metric) for metric in present),
+            *(Field(*figure(one, metric)) for metric in present),
         )
         for group in panel.groups
         for one in group.results
@@ -118,8 +110,3 @@ def _column(metric: str) -> Column:
     name, hint = FIGURES[metric]
     unit = units.unit_of(metric)
     return Column(name, number=True, hint=f"{hint}; {metric}", unit="" if unit == units.RATIO else unit)
-
-
-def _field(result: Result, metric: str) -> Field:
-    text, value = figure(result, metric)
-    return Field(text, value)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.model import Status
 from fp8bench.report.case_status import emulated, show_speed_up, speed_up, status_words, tone_of
-from fp8bench.report.elements import Element, Field, Items, Part, Text, Tone, Verdicts
+from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.energies import ratio_within
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.memories import share_of
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.tensor_panels import about_tensors, timed_panels
 from fp8bench.report.terminal.tables import main_error, value_of
+from fp8bench.report.words import legend
 from fp8bench.report.words.outcomes import emulations, failures, outcomes, skips
 from fp8bench.report.words.run_facts import counts, missing_of
 from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once
@@ -28,13 +28,10 @@ _MOST = 12
 _MOSTLY = 0.75
 # Memory that differs by less is called the same.
 _ALIKE = 0.01
-# The largest relative error that still has the word.
-_ACCURACIES = ((0.0, "exact"), (1e-3, "fine"), (1e-2, "close"), (1e-1, "rough"), (math.inf, "coarse"))
 _TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
 _NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
 _NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
 _Case = tuple[Panel, ResultGroup, Result]
-_LEAD = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval."
 
 
 @sections.register("verdict")
@@ -42,60 +39,60 @@ class VerdictSection(Section):
     """For every precision a word a question, then a sentence a suite, failures first; nothing but the verdicts."""
 
     name = "verdict"
-    summary = "the answer at a glance, and in plain sentences"
+    title = "Verdict"
+    lead = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval."
     rank = 10
 
-    def build(self, material: Material) -> Part:
-        strip = _strip(material)
-        elements = (*strip, *(element for entry in material.entries for element in _entry(entry, material.alone)))
+    def elements(self, material: Material) -> Iterator[Element]:
+        rows = tuple(row for entry in material.entries for row in _rows(entry))
+        strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
+        told = [element for entry in material.entries for element in _entry(entry, material.alone)]
+        yield from [*strip, *told] or [Text("There is no run.")]
+
+    def lead_of(self, material: Material) -> str:
         compared = any(speed_up(result) for _, panel in timed_panels(material) for result in panel.results)
-        return Part(self.name, "Verdict", elements or (Text("There is no run."),), _LEAD if compared else "")
+        return self.lead if compared else ""
 
 
-def _strip(material: Material) -> list[Verdicts]:
-    """For each precision of a run whether it is faster, exact, small and thrifty."""
-    rows = []
-    for entry in material.entries:
-        by_mode: dict[str, list[_Case]] = {}
-        for panel in entry.panels:
-            for group in panel.groups if not about_tensors(panel) else ():
-                for result in group.results:
-                    if not result.record.is_reference:
-                        by_mode.setdefault(result.mode, []).append((panel, group, result))
-        for mode, cases in by_mode.items():
-            words = (_speed(cases), _accuracy(cases), _memory(cases), _energy(cases))
-            rows.append((", ".join(filter(None, (mode, entry.label))), words))
-    return [Verdicts(("speed", "accuracy", "memory", "energy"), tuple(rows[:_MOST]))] if rows else []
+def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
+    """For each precision of a run whether it is faster, right, small and thrifty."""
+    by_mode = together(
+        (result.mode, (panel, group, result))
+        for panel in entry.panels
+        for group in (panel.groups if not about_tensors(panel) else ())
+        for result in group.results
+        if not result.record.is_reference
+    )
+    for mode, cases in by_mode.items():
+        yield (
+            ", ".join(filter(None, (mode, entry.label))),
+            (_speed(cases), _error(cases), _memory(cases), _energy(cases)),
+        )
 
 
 def _speed(cases: Sequence[_Case]) -> Field:
     """Its verdict where all cases have the same; 'mostly faster' where most have it."""
     words = Counter(status_words(result) for _, _, result in cases).most_common()
-    speeds = [speed.point for _, _, result in cases if (speed := speed_up(result))]
+    speeds = units.span((speed.point for _, _, result in cases if (speed := speed_up(result))), units.speed_up)
     (word, number), *others = words
-    if others:
-        said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
-        mostly = number >= _MOSTLY * len(cases)
-        tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
-        return Field(
-            f"mostly {word}" if mostly else "mixed", tone=tone, hint=_told(said, _range(speeds, units.speed_up))
-        )
-    alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
-    return Field(
-        word.replace(units.NONE, "not timed"), tone=tone_of(cases[0][2]), hint=alone or _range(speeds, units.speed_up)
-    )
+    if not others:
+        alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
+        return Field(word.replace(units.NONE, "not timed"), tone=tone_of(cases[0][2]), hint=alone or speeds)
+    said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
+    mostly = number >= _MOSTLY * len(cases)
+    tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
+    return Field(f"mostly {word}" if mostly else "mixed", tone=tone, hint="; ".join(filter(None, (said, speeds))))
 
 
-def _accuracy(cases: Sequence[_Case]) -> Field:
-    """By the largest error: what a precision keeps of the numbers, emulated or not."""
+def _error(cases: Sequence[_Case]) -> Field:
+    """By the largest: what a precision costs in numbers, emulated or not."""
     found = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
     errors = [error for error in found if error is not None]
     if not errors:
         return _NOT_MEASURED
-    if not all(map(math.isfinite, errors)):
-        return Field("lost", tone=Tone.BAD, hint="errors that are no finite numbers")
-    word = next(word for most, word in _ACCURACIES if max(errors) <= most)
-    return Field(word, hint=f"error {_range(errors, units.relative_error)}")
+    word = legend.error_word(errors)
+    tone = Tone.BAD if word == legend.NOT_FINITE else Tone.PLAIN
+    return Field(word, tone=tone, hint=units.span(errors, units.relative_error))
 
 
 def _memory(cases: Sequence[_Case]) -> Field:
@@ -116,16 +113,7 @@ def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[floa
     if not words:
         return _NO_CLAIM if all(emulated(result) for _, _, result in cases) else _NOT_MEASURED
     word = words.pop() if len(words) == 1 else "mixed"
-    return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{_range(shares, units.ratio)} of the reference's")
-
-
-def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
-    ends = dict.fromkeys((show(min(values)), show(max(values)))) if values else ()
-    return " to ".join(ends)
-
-
-def _told(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
+    return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{units.span(shares, units.ratio)} of the reference's")
 
 
 def _entry(entry: Entry, alone: bool) -> Iterator[Element]:

@@ -8,7 +8,8 @@ import pytest
 
 from fp8bench.model import OperatorTime, Request
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.sections.operators import MOST, MOST_ROWS
+from fp8bench.report.page.section import MOST_ROWS
+from fp8bench.report.page.sections.operators import MOST
 from tests.materials import Made, built, many, of_kind, part, skipped
 from tests.runs import transformer
 

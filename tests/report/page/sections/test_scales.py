@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from fp8bench.model import LayerScale
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.sections.scales import MOST_ROWS
-from fp8bench.report.page.sections.scales import Scales as Section
+from fp8bench.report.page.section import MOST_ROWS
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import transformer
 
@@ -41,4 +40,3 @@ def test_a_table_has_an_end() -> None:
 
 def test_a_run_without_them_says_nothing() -> None:
     assert built("scales", transformer()) is None
-    assert Section.name == "scales"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import pytest
+
 from fp8bench.model import Label, Record, Status, Verdict
-from fp8bench.report.elements import Items, Text, Tone
+from fp8bench.report.elements import Items, Text, Tone, Verdicts
+from fp8bench.report.terminal.run import render
+from fp8bench.report.words.legend import ERRORS, error_word
 from tests.materials import Made, built, nothing, of_kind, part, skipped
-from tests.runs import NATIVE, case, gemm, judged, run_of, transformer
+from tests.runs import NATIVE, case, error, gemm, judged, run_of, transformer
 
 FEW = Label.FEW_SAMPLES
 
@@ -62,6 +67,27 @@ def test_nothing_measured_is_said() -> None:
     assert part("verdict", skipped()).lead == "" == part("verdict", nothing()).lead
     found = built("verdict")
     assert found is not None and found.elements == (Text("There is no run."),)
+
+
+@pytest.mark.parametrize(
+    ("errors", "word"),
+    [
+        ((0.0, 1e-5), "negligible"), ((1e-5, -1e-2), "small"), ((0.1,), "moderate"), ((2.0, 0.0), "large"),
+        ((0.0, math.nan), "not finite"), ((math.inf,), "not finite"),
+    ],
+)  # fmt: skip
+def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float, ...], word: str) -> None:
+    """That of the largest, by the sizes that the terminal's legend names."""
+    run, findings = judged(*[(Verdict.FASTER, 0.5)] * len(errors))
+    measured = iter(errors)
+    records = tuple(
+        one if one.is_reference else replace(one, measurements=(error("product_error", next(measured)),))
+        for one in run.records
+    )
+    (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
+    assert strip.rows[0][1][strip.questions.index("error")].text == word == error_word(errors)
+    text = render(replace(run, records=records), findings, width=200)
+    assert f"error: bf16 {word} (" in text and ERRORS in text
 
 
 def test_many_kinds_of_failures_are_cut() -> None:
