@@ -7,18 +7,20 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
-from fp8bench.model import Finding, Run
+from fp8bench.model import Run
 from fp8bench.model.duel import Duel
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
-from fp8bench.report.terminal.layout import Look, wrap
+from fp8bench.report.elements import Page
+from fp8bench.report.terminal.layout import Look, render, wrap
 from fp8bench.store.runs.read import store_of
 
 if TYPE_CHECKING:
@@ -96,42 +98,55 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
     return Wanted(pages if given.get("report", True) else None, given.get("tensorboard"), given.get("wandb"))
 
 
+def tell(
+    arguments: argparse.Namespace,
+    page: Callable[[], Page],
+    as_json: Callable[[], str] = str,
+    as_csv: Callable[[], str] = str,
+    whole: Callable[[], Page] | None = None,
+    again: str = "",
+) -> None:
+    """What was found, as it was asked for: JSON or rows on stdout instead of the page, and the files that are wanted.
+
+    `whole` is the page for Markdown, where that has more; `again` says how to repeat a file that cannot be written.
+    """
+    given = vars(arguments)
+    rows, text = as_csv() if given.get("csv") is not None else "", ""
+    if given.get("md") is not None:
+        from fp8bench.report.page import markdown  # heavy
+
+        text = markdown.render((whole or page)())
+    with write_outputs({"--csv": (given.get("csv"), rows), "--md": (given.get("md"), text)}, again):
+        if given.get("csv") == "-":
+            say(rows)
+        else:
+            say(as_json() if given.get("json") else render(page(), **stdout_look(given.get("explain", False))))
+
+
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
     """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
     from fp8bench.analysis.findings import findings
-    from fp8bench.report.data.run import as_csv
+    from fp8bench.jobs.report_files import place_of_report
+    from fp8bench.report.data.run import as_csv, as_json
+    from fp8bench.report.terminal.run import page_of
 
     found = findings(run)
-    rows = as_csv(run, found, getattr(arguments, "csv_wide", False)) if arguments.csv is not None else ""
+    page = partial(page_of, run, found, stdout_look()["width"], place_of_report(run))
+    rows = partial(as_csv, run, found, getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
-    with write_outputs({"--csv": (arguments.csv, rows)}, again):
-        try:
-            say(rows if arguments.csv == "-" else _text(run, found, arguments.json, arguments.explain))
-        except NotPrinted as error:
-            raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
+    its_own = argparse.Namespace(**{**vars(arguments), "md": None})  # that is the report's
+    try:
+        tell(its_own, page, partial(as_json, run, found), rows, again=again)
+    except NotPrinted as error:
+        raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
-def _text(run: Run, found: Mapping[str, Finding], in_json: bool, explain: bool) -> str:
-    if in_json:
-        from fp8bench.report.data.run import as_json
-
-        return as_json(run, found)
-    from fp8bench.jobs.report_files import place_of_report
-    from fp8bench.report.terminal.run import render
-
-    return render(run, found, report=place_of_report(run), **stdout_look(explain))
-
-
-def print_duel(duel: Duel, as_json: bool = False, explain: bool = False) -> None:
+def print_duel(duel: Duel, arguments: argparse.Namespace) -> None:
     """A duel as it was asked for."""
-    if as_json:
-        from fp8bench.report.data.run import duel_as_json
+    from fp8bench.report.data.run import duel_as_json
+    from fp8bench.report.terminal.duel import page_of
 
-        say(duel_as_json(duel))
-    else:
-        from fp8bench.report.terminal.duel import render
-
-        say(render(duel, **stdout_look(explain)))
+    tell(arguments, partial(page_of, duel), partial(duel_as_json, duel))
 
 
 def how_to_resume(run: Run) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TextIO
@@ -200,7 +201,7 @@ class TerminalJob:
             yield tell
 
     def cut_off(self, duel: Duel) -> None:
-        print_duel(duel)
+        print_duel(duel, Namespace())
 
 
 TERMINAL: JobObserver = TerminalJob()

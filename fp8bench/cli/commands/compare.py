@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, stdout_look, write_outputs
+from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK
 
 
@@ -30,15 +30,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read both sides, hold them against each other, tell. What it finds is no failure: `gate` judges."""
     from fp8bench.jobs.compare import compared_sides
-    from fp8bench.report.data.comparison import as_csv, as_json, as_markdown
-    from fp8bench.report.terminal.comparison import render
+    from fp8bench.report.data.comparison import as_csv, as_json
+    from fp8bench.report.terminal.comparison import page_of
 
     check_outputs(arguments)
     compared = compared_sides(arguments.before, arguments.after, arguments.store, TERMINAL)
-    rows = as_csv(compared.comparisons)
-    with write_outputs({"--csv": (arguments.csv, rows), "--md": (arguments.md, as_markdown(compared))}):
-        if arguments.csv == "-":
-            say(rows)
-        else:
-            say(as_json(compared) if arguments.json else render(compared, **stdout_look(arguments.explain)))
+    tell(
+        arguments, partial(page_of, compared), partial(as_json, compared), partial(as_csv, compared.comparisons),
+        whole=partial(page_of, compared, everything=True),
+    )  # fmt: skip
     return EXIT_OK

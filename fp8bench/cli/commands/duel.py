@@ -7,7 +7,7 @@ import argparse
 from fp8bench.analysis.metric import TIME
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import request_of, shared
-from fp8bench.cli.outputs import print_duel
+from fp8bench.cli.outputs import check_outputs, print_duel
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.interrupts import only_once
@@ -53,18 +53,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(how, "--store", help="where duels are kept, below duels/; default .fp8bench")
     shared(how, "--explain")
     shared(how, "--json", help="print the duel as JSON, all samples and comparisons, instead of the tables")
+    shared(how, "--md")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
     from fp8bench.jobs.duel.run import run_duel
 
+    check_outputs(arguments)
     question = Question(
         arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
     )
     with only_once():
         duel = run_duel(question, request_of(arguments), arguments.store, TERMINAL)
-        print_duel(duel, arguments.json, arguments.explain)
+        print_duel(duel, arguments)
     return exit_code(duel)
 
 

@@ -15,6 +15,7 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import UsageError
 from fp8bench.interrupts import only_once
+from fp8bench.report.terminal.layout import render
 
 if TYPE_CHECKING:
     from fp8bench.jobs.gate.source import Source
@@ -58,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.cli.thresholds_file import read_rules
     from fp8bench.jobs.gate.source import judged
     from fp8bench.report.data.gate import as_junit, as_trend
-    from fp8bench.report.terminal.gate import as_markdown, render
+    from fp8bench.report.page import markdown
+    from fp8bench.report.terminal.gate import page_of
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
@@ -67,14 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
             complain(note)
         verdict = judged(source, rules, arguments.rerun, TERMINAL)
-        markdown = as_markdown(verdict)
+        page = page_of(verdict)
+        summary = markdown.render(page)
         with write_outputs({
             "--junit": (arguments.junit, as_junit(verdict)),
-            "--md": (arguments.md, markdown),
+            "--md": (arguments.md, summary),
             "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged)),
         }):  # fmt: skip
-            _summarise(markdown)
-            say(render(verdict, **stdout_look(arguments.explain)))
+            _summarise(summary)
+            say(render(page, **stdout_look(arguments.explain)))
     return verdict.exit_code
 
 

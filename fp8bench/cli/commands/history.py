@@ -6,25 +6,26 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import in_store, options_of, stdout_look
+from fp8bench.cli.outputs import check_outputs, in_store, options_of, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
 from fp8bench.files import is_locked
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.history import (
-    render_course,
-    render_courses,
-    render_faults,
-    render_joined,
-    render_rebuilt,
-    render_runs,
+    course_page,
+    courses_page,
+    faults_page,
+    joined_page,
+    rebuilt_page,
     run_row,
+    runs_page,
 )
 from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.find_runs import gone
@@ -56,10 +57,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _add_reading(command: Callable[..., argparse.ArgumentParser]) -> None:
     listing = command("list", "the series that there are, or the runs")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
-    shared(listing, "--explain")
+    shared(listing, "--explain", "--md")
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
     show = command("show", "one series, commit by commit")
-    shared(show, "--explain")
+    shared(show, "--explain", "--md")
     words = "as `history list` names it; a part that fits one series will do"
     show.add_argument("series", metavar="SERIES", help=words)
 
@@ -69,7 +70,7 @@ def _add_changes(command: Callable[..., argparse.ArgumentParser]) -> None:
     regressions = command("regressions", "where series stepped up or down, and stayed there", codes)
     words = "also what was acknowledged, taken back by a later change, or measured with another version"
     regressions.add_argument("--all", action="store_true", help=words)
-    shared(regressions, "--explain")
+    shared(regressions, "--explain", "--md")
     shared(regressions, "--json", help="print all of them as JSON instead")
     ack = command("ack", "say that a change of a series is known and stays, so that it alarms no more")
     words = "as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
@@ -94,6 +95,7 @@ def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what one of history's commands asks for; returns the exit code."""
+    check_outputs(arguments)
     commands = {
         "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
         "rebuild": _rebuild, "merge": _merge,
@@ -111,26 +113,17 @@ def _list(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     word = arguments.word.lower()
     if arguments.runs:
-        return _list_runs(store, word)
+        return _list_runs(arguments, store, word)
     found = opened(store, TERMINAL)
     endings = found.endings(lambda name: word in name.lower())
     if not endings and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
-    say(
-        render_courses(
-            endings,
-            str(store),
-            found.runs,
-            found.commits,
-            found.left,
-            options_of(arguments),
-            **stdout_look(arguments.explain),
-        )
-    )
+    options = options_of(arguments)
+    tell(arguments, partial(courses_page, endings, str(store), found.runs, found.commits, found.left, options))
     return EXIT_OK
 
 
-def _list_runs(store: Path, word: str) -> int:
+def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     left: Counter[str] = Counter()
     for path in run_files(store):
@@ -144,7 +137,7 @@ def _list_runs(store: Path, word: str) -> int:
             rows.append(row)
     if not rows and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    say(render_runs(rows, str(store), left, in_store(store), **stdout_look()))
+    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store)))
     return EXIT_OK
 
 
@@ -161,7 +154,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if lost == commits:
         complain("none of these commits is in the repository of this directory")
         lost = frozenset()
-    say(render_course(courses, _description(courses[0]), lost, **stdout_look(arguments.explain)))
+    tell(arguments, partial(course_page, courses, _description(courses[0]), lost))
     return EXIT_OK
 
 
@@ -177,15 +170,13 @@ def _description(course: Course) -> str:
 def _regressions(arguments: argparse.Namespace) -> int:
     """Tell the open changes; the exit code says whether one of them is worse."""
     from fp8bench.jobs.history import all_changes, announce, existing_store, opened
-    from fp8bench.report.terminal.changes import changes_json, render_changes
+    from fp8bench.report.terminal.changes import changes_json, page_of
 
     store = existing_store(arguments.store)
     announce(store, TERMINAL, reading=False)
     found = all_changes(opened(store, TERMINAL), store, TERMINAL)
-    if arguments.json:
-        say(changes_json(found))
-    else:
-        say(render_changes(found, str(store), arguments.all, options_of(arguments), **stdout_look(arguments.explain)))
+    page = partial(page_of, found, str(store), arguments.all, options_of(arguments))
+    tell(arguments, page, partial(changes_json, found))
     return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
 
 
@@ -209,7 +200,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = existing_store(arguments.store)
     announce(store, TERMINAL)
     found = verify(store, Path(), datetime.now(UTC))
-    say(render_faults(found.faults, found.sound, str(store), **stdout_look()))
+    tell(arguments, partial(faults_page, found.faults, found.sound, str(store)))
     return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK
 
 
@@ -220,7 +211,7 @@ def _rebuild(arguments: argparse.Namespace) -> int:
     store = existing_store(arguments.store)
     announce(store, TERMINAL)
     made = rebuild(store)
-    say(render_rebuilt(str(store), len(made.files), made.series, made.runs, made.left, **stdout_look()))
+    tell(arguments, partial(rebuilt_page, str(store), len(made.files), made.series, made.runs, made.left))
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in made.aside)
     return _complain_of(made.failed)
 
@@ -247,11 +238,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     if done.renamed:
         counts["asv's files that have come under another interpreter"] = len(done.folded)
     counts["asv's files made again from the runs"] = len(done.view.files)
-    say(
-        render_joined(
-            f"{store}: took in {other}" if other is not None else str(store), counts, done.renamed, **stdout_look()
-        )
-    )
+    title = f"{store}: took in {other}" if other is not None else str(store)
+    tell(arguments, partial(joined_page, title, counts, done.renamed))
     _complain_of([*done.runs.notes, *done.taken.notes])
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in done.view.aside)
     return _complain_of(done.failed)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from fp8bench.analysis.shape_findings import homeless
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, stdout_look, write_outputs
-from fp8bench.cli.streams import say
+from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.jobs.shapes import look
 from fp8bench.model.request import whole_number
 from fp8bench.report.data.shapes import as_csv, as_json
-from fp8bench.report.terminal.shapes import render
+from fp8bench.report.terminal.shapes import page_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = look(
         arguments.model, arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes, arguments.devices
     )
-    rows = as_csv(found.findings) if arguments.csv is not None else ""
-    with write_outputs({"--csv": (arguments.csv, rows)}):
-        if arguments.csv == "-":
-            say(rows)
-        elif arguments.json:
-            say(as_json(found.source, found.findings))
-        else:
-            say(render(found.title, found.findings, **stdout_look(True)))
+    tell(
+        arguments, partial(page_of, found.title, found.findings),
+        partial(as_json, found.source, found.findings), partial(as_csv, found.findings),
+    )  # fmt: skip
     return EXIT_FAILED if homeless(found.findings) else EXIT_OK

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from fp8bench.analysis.sensitivity import By, Study
+from fp8bench.analysis.sensitivity import By
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, stdout_look, write_outputs
+from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from fp8bench.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.report.data.sensitivity import as_csv, as_json
-from fp8bench.report.terminal.sensitivity import render
+from fp8bench.report.terminal.sensitivity import page_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
     from fp8bench.jobs.sensitivity import Question, kept, studied
 
-    def tell(study: Study) -> None:
-        rows = as_csv(study)
-        with write_outputs({"--csv": (arguments.csv, rows)}):
-            if arguments.csv == "-":
-                say(rows)
-            else:
-                say(as_json(study) if arguments.json else render(study, **stdout_look(arguments.explain)))
-
     check_outputs(arguments)
     question = Question(
         arguments.dtype, arguments.reference, By(arguments.by), arguments.size, arguments.steps,
@@ -69,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             study = kept(study, arguments.store)
         finally:  # what the store does not take is told at least
-            tell(study)
+            tell(arguments, partial(page_of, study), partial(as_json, study), partial(as_csv, study))
     if not study.finished and not study.baseline.failure:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if study.baseline.failure else EXIT_OK

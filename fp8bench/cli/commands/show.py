@@ -34,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{duel.stem} is a duel, which {option} does not go with. Leave it out, or use --json.")
-    print_duel(load_duel(duel), arguments.json, arguments.explain)
+    print_duel(load_duel(duel), arguments)
     return EXIT_OK

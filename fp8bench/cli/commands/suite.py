@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import request_of, shared
-from fp8bench.cli.outputs import check_outputs, how_to_resume, print_run, stdout_look, wanted_of
+from fp8bench.cli.outputs import check_outputs, how_to_resume, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.interrupts import only_once
 from fp8bench.measure.environment import command_line
@@ -20,7 +21,7 @@ from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
 from fp8bench.registry import workloads
-from fp8bench.report.terminal.plan import render_plan
+from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.runs.read import find_run
 from fp8bench.units import clock
 
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fp8bench.pipeline import plan_only
 
         plan, facts = plan_only(request, arguments.store)
-        say(f"{render_plan(plan, facts, **stdout_look())}{_expected(plan, request)}\n\n")
+        tell(arguments, partial(page_of, plan, facts, _expected(plan, request)))
         return EXIT_OK
     from fp8bench.pipeline import execute
 

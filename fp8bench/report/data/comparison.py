@@ -1,4 +1,4 @@
-"""A comparison for programs: one JSON document, CSV with a row a figure, Markdown for a pull request."""
+"""A comparison for programs: one JSON document, or CSV with a row a figure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from fp8bench.analysis.compare.sides import Side
 from fp8bench.model import Comparison
 from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.page import markdown
-from fp8bench.report.terminal.comparison import page_of
 
 COLUMNS = (
     "case", "suite", "metric", "unit", "direction", "evidence", "before", "after", "ratio", "low", "high", "level",
@@ -47,8 +45,3 @@ def _row(one: Comparison) -> dict[str, Any]:
     interval = plain.pop("ratio") or {}
     ends = {"ratio": interval.get("point"), **{name: interval.get(name) for name in ("low", "high", "level")}}
     return {**plain, **ends, "labels": " ".join(one.labels), "failed": "yes" if one.failed else "no"}
-
-
-def as_markdown(compared: Compared) -> str:
-    """The page that a terminal shows, with every figure, for a pull request."""
-    return markdown.render(page_of(compared, everything=True))

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Unpack
 
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import BY_CHANCE
@@ -14,9 +13,7 @@ from fp8bench.analysis.steps.changes import Change, Found, State
 from fp8bench.model import Scalar
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.elements import Code, Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.history import value, where
-from fp8bench.report.terminal.layout import Look
 from fp8bench.report.words.comparisons import signed
 
 _COLUMNS = (
@@ -34,13 +31,7 @@ _REVERTED = "reverted: a later step took at least half of it back"
 _OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
 
 
-def render_changes(
-    found: Found,
-    store: str,
-    everything: bool = False,
-    options: str = "",
-    **look: Unpack[Look],
-) -> str:
+def page_of(found: Found, store: str, everything: bool = False, options: str = "") -> Page:
     """Open changes in both directions; with `everything` the others, too.
 
     `options` are words that a command needs to find the same.
@@ -57,8 +48,7 @@ def render_changes(
     alarming = next((change for change in found.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
-    page = Page("", f"{store}: {_counted(found)}", tuple(parts), _legend(found, everything))
-    return layout.render(page, **look)
+    return Page(f"{store}: {_counted(found)}", "", tuple(parts), _legend(found, everything))
 
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:

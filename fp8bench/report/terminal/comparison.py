@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Unpack
 
 from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
@@ -12,8 +11,6 @@ from fp8bench.analysis.compare.sides import Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 from fp8bench.report.words.comparisons import (
     TIMES,
     TONES,
@@ -40,11 +37,6 @@ _HOW_VERDICT = (
     f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
     f"+-{units.percent(SAME, 0)}, else unsure"
 )
-
-
-def render(compared: Compared, **look: Unpack[Look]) -> str:
-    """All of it for a terminal."""
-    return layout.render(page_of(compared), **look)
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Unpack
 
 from fp8bench import units
 from fp8bench.analysis.compare.duel_interval import BELIEVED
@@ -14,8 +13,6 @@ from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.duel import CaseResult, Duel, Side
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 from fp8bench.report.words.comparisons import TONES, counted, direction, label_legend, signed, value
 
 _TIMES = (
@@ -39,11 +36,6 @@ _HOW_VERDICT = (
     f"lies beyond {units.percent(BELIEVED, 0)}, and further apart than processes of one side, is told"
 )
 _LEGEND = (_HOW_RATIO, _HOW_APART, _HOW_VERDICT)
-
-
-def render(duel: Duel, **look: Unpack[Look]) -> str:
-    """All of it for a terminal."""
-    return layout.render(page_of(duel), **look)
 
 
 def page_of(duel: Duel) -> Page:

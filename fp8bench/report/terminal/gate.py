@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Unpack
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.page import markdown
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 from fp8bench.report.words.comparisons import label_legend, setting_of, signed, value
 from fp8bench.report.words.gate import limit
 
@@ -28,18 +24,8 @@ _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
 
 
-def render(verdict: Verdict, **look: Unpack[Look]) -> str:
-    """What failed, what is worse, what is in doubt and what is better; the rest is counted."""
-    return layout.render(page_of(verdict), **look)
-
-
-def as_markdown(verdict: Verdict) -> str:
-    """The same under a build."""
-    return markdown.render(page_of(verdict))
-
-
 def page_of(verdict: Verdict) -> Page:
-    """A part for each outcome that matters."""
+    """What failed, what is worse, what is in doubt and what is better; the rest is counted."""
     parts = [_part(name, title, found) for name, title in _TITLES.items() if (found := verdict.of(name))]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))

@@ -9,14 +9,11 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Unpack
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Course, Ending, Fault, Figure, Run, Scalar, Status
 from fp8bench.report.elements import Code, Column, Field, Items, Page, Part, Table, Text
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 
 _HASTY = "~"
 _MOST_WORDS = 20
@@ -37,15 +34,14 @@ def value(course: Course, number: float | None, digits: int = 3) -> str:
     return units.shown(number, unit_of_series(course.series), course.series.metric, digits)
 
 
-def render_courses(
+def courses_page(
     endings: Sequence[Ending],
     store: str,
     runs: int,
     commits: int,
     left: Mapping[str, int],
     options: str = "",
-    **look: Unpack[Look],
-) -> str:
+) -> Page:
     """What there is: a line for each series and cell, by machine and interpreter.
 
     `options` are words that a command needs to find the same.
@@ -63,11 +59,10 @@ def render_courses(
     if endings:
         name = shlex.quote(endings[0].course.name)
         parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
-    page = Page("", f"{store}: {counts}", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
-    return layout.render(page, **look)
+    return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
 
 
-def render_course(courses: Sequence[Course], description: str, gone: Collection[str], **look: Unpack[Look]) -> str:
+def course_page(courses: Sequence[Course], description: str, gone: Collection[str]) -> Page:
     """One series, commit by commit, on every machine and under every interpreter that it was measured with.
 
     `gone` are commits that the repository does not have.
@@ -84,10 +79,8 @@ def render_course(courses: Sequence[Course], description: str, gone: Collection[
     words = [INTERVAL.format(_samples(courses))] if any(one.low is not None for one in figures) else []
     words += [VERSUS] if any(len(one.measured) > 1 for one in courses) else []
     words += [HASTY] if any(one.hasty for one in figures) else []
-    page = Page(
-        "", courses[0].name, (Part("what", "", (Items((Text(f"{description}; lower is better"),)),)), *parts), words
-    )
-    return layout.render(page, **look)
+    what = Part("what", "", (Items((Text(f"{description}; lower is better"),)),))
+    return Page(courses[0].name, "", (what, *parts), words)
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
@@ -104,9 +97,7 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     return tuple(map(Field, words))
 
 
-def render_runs(
-    rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "", **look: Unpack[Look]
-) -> str:
+def runs_page(rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "") -> Page:
     """The runs, in the order given. `options` are words that a command needs to find the same."""
     columns = (
         Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
@@ -116,12 +107,10 @@ def render_runs(
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
     head = f"{store}: {_many(len(rows), 'run')}, newest first"
-    return layout.render(Page("", head, (*parts, *_left_out(left))), **look)
+    return Page(head, "", (*parts, *_left_out(left)))
 
 
-def render_faults(
-    faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str, **look: Unpack[Look]
-) -> str:
+def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str) -> Page:
     """What is wrong with a store, what is worth knowing about it, and how many of how many files are sound."""
     broken = sum(fault.broken for fault in faults)
     head = f"{store}: {_many(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
@@ -130,23 +119,21 @@ def render_faults(
         found = [Text(f"{one.path}: {one.what}. {one.remedy}.") for one in faults if one.broken is kind]
         parts += [Part(title, title, (Items(tuple(found)),))] if found else []
     counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
-    return layout.render(Page("", head, (*parts, Part("sound", "", (Text(f"sound: {counted}"),)))), **look)
+    return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {counted}"),))))
 
 
-def render_rebuilt(
-    store: str, files: int, series: int, runs: int, left: Mapping[str, int], **look: Unpack[Look]
-) -> str:
+def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[str, int]) -> Page:
     """What of asv's view was made, and what of the runs is not in it."""
     made = f"{_many(files, 'file')} of asv's, {_many(series, 'benchmark')}, from {_many(runs, 'run')}"
-    return layout.render(Page("", f"{store}: made {made}", tuple(_left_out(left))), **look)
+    return Page(f"{store}: made {made}", "", tuple(_left_out(left)))
 
 
-def render_joined(title: str, counts: Mapping[str, int], renamed: Mapping[str, str], **look: Unpack[Look]) -> str:
+def joined_page(title: str, counts: Mapping[str, int], renamed: Mapping[str, str]) -> Page:
     """What was taken from another store, and which interpreters count as others from now on."""
     facts = tuple((what, str(count)) for what, count in counts.items())
     now = tuple(Text(f"{old} counts as {new}") for old, new in renamed.items())
     parts = (Part("renamed", "from now on", (Items(now),)),) if now else ()
-    return layout.render(Page("", title, parts, facts=facts), **look)
+    return Page(title, "", parts, facts=facts)
 
 
 def _next(words: str, command: str) -> Part:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Unpack
 
 from fp8bench.model import DeviceFacts, Group, Plan, PlannedCase
 from fp8bench.report.elements import Column, Field, Items, Page, Part, Table, Text
 from fp8bench.report.panels import heading, merge_notes, shared_params, show_params
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 
 
-def render_plan(plan: Plan, facts: Sequence[DeviceFacts], **look: Unpack[Look]) -> str:
-    """Groups, cases, what the device makes of each precision, skips and notes."""
+def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
+    """Groups, cases, what the device makes of each precision, skips, notes, and what it is `expected` to take."""
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
     parts = [part for _, members in by_panel for part in _panel(tuple(members), facts)]
     running = sum(planned.runs for group in plan for planned in group.cases)
     total = f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped"
-    ending = Part("ending", "", tuple(map(Text, (*(f"note: {note}" for note in plan.notes), total))))
-    return layout.render(Page("", "", (*parts, ending)), **look)
+    words = filter(None, (*(f"note: {note}" for note in plan.notes), total, expected))
+    ending = Part("ending", "", tuple(map(Text, words)))
+    return Page("", "", (*parts, ending))
 
 
 def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:

@@ -29,16 +29,18 @@ def render(
     explain: bool = True,
     report: str = "",
 ) -> str:
-    """The text of a run; `findings` by case id, `report` is where its report is. No line is wider than `width`.
+    """The text of a run. Without colour it depends on nothing but its arguments."""
+    return layout.render(page_of(run, findings, width, report), width=width, color=color, explain=explain)
 
-    Without colour the text depends on nothing but its arguments.
-    """
+
+def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
+    """A run's page; `findings` by case id, `report` is where its report is. No line shall be wider than `width`."""
     width = max(width, layout.MIN_WIDTH)
     panels = panels_of(run, findings)
     parts = [part for panel in panels for part in _parts(panel, run, width)]
     parts += [] if panels else [Part("nothing", "", (Text("Nothing was measured."),))]
     parts += [Part("ending", "", tuple(_ending(run))), summary(run, panels, width, report)]
-    return layout.render(Page("", "", tuple(parts), _legend(panels)), width=width, color=color, explain=explain)
+    return Page("", "", tuple(parts), _legend(panels))
 
 
 def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Unpack
 
 from fp8bench import units
 from fp8bench.analysis.sensitivity import By, Study, Suffers, Trial, as_words, last_of
 from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 
 _LEGEND = (
     "loss gap: of the same steps, weights and data, relative to the reference's loss; above 0 is worse",
@@ -19,11 +16,6 @@ _LEGEND = (
     "order: failed runs, gaps beyond the noise, then gradient errors; together: the root of the sum of squares",
 )
 _TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Tone.GOOD, Suffers.NOISE: Tone.DOUBT}
-
-
-def render(study: Study, **look: Unpack[Look]) -> str:
-    """All of it for a terminal."""
-    return layout.render(page_of(study), **look)
 
 
 def page_of(study: Study) -> Page:

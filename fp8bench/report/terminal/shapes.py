@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar, Unpack
+from typing import TypeVar
 
 from fp8bench import units
 from fp8bench.analysis.shape_findings import Finding, Judgement, Outcome, homeless
 from fp8bench.formats.product_rules import conditions
 from fp8bench.formats.scaled_products import Sides
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.layout import Look
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
@@ -21,13 +19,8 @@ Places = Iterable[tuple[str, str]]
 _MOST_NAMES = 4
 
 
-def render(title: str, findings: Sequence[Finding], **look: Unpack[Look]) -> str:
-    """What fits where, what does not and why, what is missing; at last one sentence."""
-    return layout.render(page_of(title, findings), **look)
-
-
 def page_of(title: str, findings: Sequence[Finding]) -> Page:
-    """A part for each thing one can say of products, where there is any."""
+    """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
         "refused, and no padding helps": _items(_unpadded(findings)),

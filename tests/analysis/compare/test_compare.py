@@ -35,8 +35,10 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import decode
 from fp8bench.model.duel import CaseResult
-from fp8bench.report.data.comparison import as_csv, as_json, as_markdown
-from fp8bench.report.terminal.comparison import render
+from fp8bench.report.data.comparison import as_csv, as_json
+from fp8bench.report.page import markdown
+from fp8bench.report.terminal.comparison import page_of
+from fp8bench.report.terminal.layout import render
 from tests.runs import CPU, NATIVE, case, run_of
 
 PARTS = ("cast", "gemm", "unattributed")
@@ -261,7 +263,7 @@ def test_what_only_one_side_has() -> None:
     alone = replace(run(1), records=run(1).records[:1])
     compared = held([alone], [run(2)])
     assert compared.only_after == ("gemm[m=64]@cpu/bf16",) and not compared.only_before
-    assert "only in B" in render(compared) and "gemm[m=64]@cpu/bf16" in render(compared)
+    assert "only in B" in render(page_of(compared)) and "gemm[m=64]@cpu/bf16" in render(page_of(compared))
 
 
 def test_what_differs_is_said() -> None:
@@ -270,7 +272,7 @@ def test_what_differs_is_said() -> None:
     compared = held([run(1, facts={"asv_cpu": "EPYC"})], [after])
     assert [one.name for one in compared.differing] == ["asv_cpu", "torch"]
     assert [one.name for one in compared.hardware] == ["asv_cpu"]
-    text = render(compared)
+    text = render(page_of(compared))
     assert "asv_cpu: EPYC -> Xeon (times do not compare for it)" in text and "torch: 2.13.0 -> 2.14.0" in text
     gpu = replace(CPU, kind="cuda", name="H100", memory_bytes=80 << 30)
     devices = [replace(run(n), devices=(replace(gpu, name=name),)) for n, name in ((1, "H100"), (2, "H200"))]
@@ -305,14 +307,14 @@ def test_outputs_say_the_same() -> None:
     assert [row["metric"] for row in rows] == [one.metric for one in compared.comparisons]
     assert float(rows[3]["ratio"]) == compared.comparisons[3].ratio.point  # type: ignore[union-attr]
     assert rows[1]["p_value"] == "" and rows[0]["failed"] == "no"
-    page = MarkdownIt("commonmark").enable("table").render(as_markdown(compared))
+    page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(compared, everything=True)))
     assert page.count("<tr>") == 1 + len(compared.comparisons) and "worse" in page
 
 
 def test_the_text_is_narrow_and_whole() -> None:
     """No line runs over; memory that stayed is counted, not listed."""
-    text = render(held([run(1)], [run(2, 1.5)]))
+    text = render(page_of(held([run(1)], [run(2, 1.5)])))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "bf16 relative_time" in text and "peak_memory" not in text
     assert "4 of them, memory and errors that are the same" in text
-    assert "\x1b[" in render(held([run(1)], [run(2, 1.5)]), color=True)
+    assert "\x1b[" in render(page_of(held([run(1)], [run(2, 1.5)])), color=True)

@@ -9,7 +9,8 @@ import pytest
 from fp8bench.analysis.compare.duel_verdicts import compared, comparisons, judged, p_value
 from fp8bench.model import Comparison, Direction, Evidence, Level, Measurement, Record, Status, Support
 from fp8bench.model.duel import CaseResult, Session
-from fp8bench.report.terminal.duel import render
+from fp8bench.report.terminal.duel import page_of
+from fp8bench.report.terminal.layout import render
 from tests.duels import header
 from tests.fakes import record, steady
 
@@ -94,7 +95,7 @@ def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
     duel = header(
         results=results, cases=("a", "b", "c"), sessions=4, notes=("mind the gap",), troubles=("line 3 is broken",)
     )
-    lines = render(duel, width=width).split("\n")
+    lines = render(page_of(duel), width=width).split("\n")
     text = " ".join(" ".join(lines).split())
     assert all(len(line) <= width for line in lines)
     for words in (
@@ -114,4 +115,4 @@ def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
 
 def test_nothing_measured_is_said() -> None:
     """Not an empty table."""
-    assert "Nothing was measured." in render(header())
+    assert "Nothing was measured." in render(page_of(header()))

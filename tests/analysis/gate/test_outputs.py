@@ -14,7 +14,9 @@ from markdown_it import MarkdownIt
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict, first_look
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.report.data.gate import as_junit, as_trend
-from fp8bench.report.terminal.gate import MOST_ROWS, as_markdown, render
+from fp8bench.report.page import markdown
+from fp8bench.report.terminal.gate import MOST_ROWS, page_of
+from fp8bench.report.terminal.layout import render
 
 
 def judged(outcome: Outcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", **changes: object) -> Judged:
@@ -66,28 +68,28 @@ def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str,
     """What XML cannot hold is replaced."""
     verdict = Verdict("", (judged(Outcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
     assert parsed(verdict, tmp_path_factory).failures == 1
-    as_markdown(verdict).encode()
-    render(verdict)
+    markdown.render(page_of(verdict)).encode()
+    render(page_of(verdict))
 
 
 def test_markdown() -> None:
     """A table for what matters, and no more of it than GitHub shows."""
-    page = MarkdownIt("commonmark").enable("table").render(as_markdown(ALL))
+    page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(ALL)))
     for title in ("2 failed and 2 regressions", "Regressions", "To confirm", "Cleared", "Better", "Unsure, because"):
         assert title in page
     assert "HEAD against HEAD~1" in page and "torch was 2.12" in page
     many = Verdict("", tuple(judged(Outcome.REGRESSION, f"gemm[m={n}]@cpu/{'x' * 300}") for n in range(5000)))
-    text = as_markdown(many)
+    text = markdown.render(page_of(many))
     assert len(text.encode()) < 1 << 20 and f"and {5000 - MOST_ROWS} more" in text
 
 
 def test_text() -> None:
     """Narrow, and says all that failed and why."""
-    text = render(ALL)
+    text = render(page_of(ALL))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "because regression" in text and "because to confirm" in text and "because unsure (2)" in text
     assert "because fine" not in text and "noisy:" in text
-    assert "no baseline to judge by" in render(Verdict("", problem="no run", code=4))
+    assert "no baseline to judge by" in render(page_of(Verdict("", problem="no run", code=4)))
 
 
 def test_trend() -> None:

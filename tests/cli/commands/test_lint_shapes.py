@@ -17,7 +17,8 @@ from fp8bench.cli.main import main
 from fp8bench.formats.hardware import CLASSES
 from fp8bench.jobs.shapes import examine, modes_of, shapes_of_model
 from fp8bench.nn.sizes import PRODUCTS
-from fp8bench.report.terminal.shapes import render
+from fp8bench.report.terminal.layout import render
+from fp8bench.report.terminal.shapes import page_of
 from tests.commands import unfolded
 
 REFUSED = """\
@@ -70,10 +71,10 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
     """With all there is to say; colour takes no room."""
     shapes = [*shapes_of_model("gpt2", 1), LinearShape("a_layer_with_quite_a_name", 1, 2, 3, "fp32", True)]
     findings = examine(shapes, tuple(PRODUCTS), modes_of(["fp8", "fp8-e5m2", "fp8-rowwise", "mxfp8"], CLASSES), CLASSES)
-    text = render("what was looked at", findings, width=width)
+    text = render(page_of("what was looked at", findings), width=width)
 
     assert max(map(len, text.splitlines())) <= width
-    colored = render("what was looked at", findings, width=width, color=True)
+    colored = render(page_of("what was looked at", findings), width=width, color=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == text != colored
 
 

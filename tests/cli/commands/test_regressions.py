@@ -182,6 +182,24 @@ def test_two_machines_are_told_apart(store: Path, say: Say) -> None:
     assert out.count(SERIES) == 2
 
 
+@pytest.mark.parametrize("words", [["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]])
+def test_as_markdown(words: list[str], store: Path, say: Say) -> None:
+    """A file beside what is printed: the same page, as tables. Where it cannot be is said before anything is read."""
+    history(store, *times((12, 1.0), (4, 1.1)))
+    code, out, err = say(*words, "--md", "page.md")
+    page = Path("page.md").read_text()
+    assert (
+        (code, out, err) == say(*words)
+        and page.startswith("# ")
+        and SERIES.partition(".")[0] in page
+        and "\n| ---" in page
+    )
+    assert page.splitlines()[0].removeprefix("# ").replace("\\", "") == out.splitlines()[0]
+    assert say(*words, "--md", "no/such/page.md")[::2] == (
+        2, "fp8bench: --md 'no/such/page.md' cannot be written: there is no directory no/such. Give a file.\n",
+    )  # fmt: skip
+
+
 def test_as_json(store: Path, say: Say) -> None:
     """All of it, the acknowledged with what was said, on one line of strict JSON."""
     history(store, *times((12, 1.0), (4, 1.1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.
     assert not found.finished and exit_code(found) == 130
     assert [len(result.sessions) for result in found.results] == [2, 1]
     assert "interrupted; what was finished is kept in" in capsys.readouterr().err
-    print_duel(found)
+    print_duel(found, Namespace())
     assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
 
 
@@ -181,9 +182,18 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     assert words in run_duel(of_two_trees({}, {})).notes[0] and said == [1]
 
 
+def test_markdown_for_a_pull_request(run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a file of its own, beside the tables on stdout."""
+    file = tmp_path / "page.md"
+    print_duel(run_duel(started({"fp32": Script()})), Namespace(md=file))
+    page = file.read_text()
+    assert page.startswith("# duel ") and "| worse |" in page.replace("\N{BLACK DOWN-POINTING TRIANGLE} ", "")
+    assert "worse" in capsys.readouterr().out
+
+
 def test_json_holds_samples_and_comparisons(run_duel: RunDuel, capsys: pytest.CaptureFixture[str]) -> None:
     """One document on one line."""
-    print_duel(run_duel(started({"fp32": Script()})), as_json=True)
+    print_duel(run_duel(started({"fp32": Script()})), Namespace(json=True))
     document = json.loads(capsys.readouterr().out)
     assert document["comparisons"][0]["ratio"]["point"] == pytest.approx(1.2)
     assert len(document["results"][0]["sessions"][2]["after"][1]["slots"]) == 6

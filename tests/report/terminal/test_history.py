@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Course, Fault, Figure, Series, Status
 from fp8bench.report.terminal.history import (
-    render_course,
-    render_courses,
-    render_faults,
-    render_joined,
-    render_rebuilt,
-    render_runs,
+    course_page,
+    courses_page,
+    faults_page,
+    joined_page,
+    rebuilt_page,
     run_row,
+    runs_page,
     value,
 )
+from fp8bench.report.terminal.layout import render
 from tests.histories import MACHINE, PYTHON, commit, run_at
 
 NAME = "gemm.Gemm.track_time"
@@ -53,7 +54,9 @@ def test_what_else_changed_stands_between_the_commits() -> None:
     """A step that came with another torch or another GPU is not taken for the commit's."""
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))
     new = (("torch", "2.13.0"), ("torch_git", "2"), ("device", "NVIDIA H200"), ("env_NVIDIA_TF32_OVERRIDE", "0"))
-    shown = render_course([course(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))], "x", ())
+    shown = render(
+        course_page([course(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))], "x", ())
+    )
     lines = shown.splitlines()
     place = next(number for number, line in enumerate(lines) if "00000002" in line)
     assert " ".join(" ".join(lines[place - 1 : place]).split()) == (
@@ -64,7 +67,7 @@ def test_what_else_changed_stands_between_the_commits() -> None:
 
 def test_a_series_commit_by_commit() -> None:
     """Failures keep their reason, hasty ones their mark, versions their break, and a commit that is gone is said."""
-    shown = render_course([MANY], "a step, the fastest call of each round, in seconds", {commit(2)})
+    shown = render(course_page([MANY], "a step, the fastest call of each round, in seconds", {commit(2)}))
     assert shown == (
         """\
 gemm.Gemm.track_time(bf16, 512)
@@ -93,7 +96,7 @@ how to read this
 
 def test_one_commit_needs_no_word_on_changes() -> None:
     """The legend has what occurs, and nothing else."""
-    shown = render_course([course(figure(1, 1.0, low=None, high=None))], "words", ())
+    shown = render(course_page([course(figure(1, 1.0, low=None, high=None))], "words", ()))
     assert "how to read this" not in shown and "change:" not in shown
     assert shown.splitlines()[-1].split() == ["2026-01-06", "12:00", "00000001", "1", "24", "1.000", "ms", "-", "-"]
 
@@ -101,7 +104,7 @@ def test_one_commit_needs_no_word_on_changes() -> None:
 def test_machines_and_interpreters_have_sections() -> None:
     """A GPU is part of the machine; what a machine does not say is not invented."""
     other = course(figure(1, 1.0), machine={"machine": "h200", "gpu": "NVIDIA H200", "cpu": ""}, python="/b/python")
-    lines = render_course([course(figure(1, 2.0)), other], "words", ()).splitlines()
+    lines = render(course_page([course(figure(1, 2.0)), other], "words", ())).splitlines()
     assert "on box (AMD EPYC, 2 CPUs), /venv/bin/python3" in lines
     assert "on h200 (NVIDIA H200), /b/python" in lines
 
@@ -113,7 +116,7 @@ def test_what_there_is() -> None:
     bytes_of = replace(figure(1, None), value=3 << 20)
     courses = [MANY, failed, course(bytes_of, series=memory), course(*MANY.figures[:5], python="/b/python")]
     left = {"the files differed from their commit": 3, "they cannot be read": 1}
-    assert render_courses([one.ending for one in courses], ".fp8bench", 9, 6, left) == (
+    assert render(courses_page([one.ending for one in courses], ".fp8bench", 9, 6, left)) == (
         """\
 .fp8bench: 4 series, 9 runs of 6 commits
 
@@ -144,7 +147,7 @@ one of them, commit by commit
 
 def test_hasty_figures_are_marked_in_the_list() -> None:
     """The value, and the change on either side of it."""
-    shown = render_courses([course(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending], "s", 2, 2, {})
+    shown = render(courses_page([course(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending], "s", 2, 2, {}))
     assert "2.00 ms  ~+100.0%" in shown and "~: of a --quick run" in shown
 
 
@@ -176,14 +179,14 @@ def test_joules_of_another_source_do_not_compare() -> None:
         figure(2, 2000, under=counter),
         figure(3, 1700, under=instant),
     )
-    shown = render_course([course(*three, series=energy)], "x", ()).splitlines()
+    shown = render(course_page([course(*three, series=energy)], "x", ())).splitlines()
     assert [line.split()[-1] for line in shown if line.endswith(("%", " -"))] == ["-", "+100.0%", "-"]
     assert "energy_source counter -> instant" in shown
-    listed = render_courses([course(*three, series=energy).ending], "s", 3, 3, {})
+    listed = render(courses_page([course(*three, series=energy).ending], "s", 3, 3, {}))
     assert "1.70 J" in listed and "new source\n" in listed
     assert "new source: joules were read elsewhere" in listed
     assert "median over windows" in listed and "the median over windows" in "\n".join(shown)
-    both = render_courses([course(*three, series=energy).ending, course(*three).ending], "s", 3, 3, {})
+    both = render(courses_page([course(*three, series=energy).ending, course(*three).ending], "s", 3, 3, {}))
     assert "median over rounds (of energy: windows)" in both
 
 
@@ -191,7 +194,7 @@ def test_changes_of_nothing() -> None:
     """An error of 0 has no ratio; 0 after 0 is the same."""
     errors = replace(TIME, unit="ratio", metric="product_error")
     three = [replace(figure(number, None), value=one) for number, one in enumerate((0.0, 0.0, 0.1))]
-    lines = render_course([course(*three, series=errors)], "words", ()).splitlines()
+    lines = render(course_page([course(*three, series=errors)], "words", ())).splitlines()
     assert [line.split()[-1] for line in lines if "0000000" in line] == ["-", "0%", "-"]
 
 
@@ -202,7 +205,7 @@ def test_runs() -> None:
         run_row(run_at(2, finished=False, records=(), facts={"dirty": True}), True),
         run_row(run_at(3, finished=False, records=(), facts={"commit": None, "dirty": None}), False),
     ]
-    assert render_runs(rows, ".fp8bench", {}) == (
+    assert render(runs_page(rows, ".fp8bench", {})) == (
         """\
 .fp8bench: 3 runs, newest first
 
@@ -221,7 +224,7 @@ one of them
 
 def test_no_runs_are_a_line() -> None:
     """And what was left out of it."""
-    assert render_runs([], "s", {"they cannot be read": 2}) == (
+    assert render(runs_page([], "s", {"they cannot be read": 2})) == (
         "s: 0 runs, newest first\n\nnot in it\n  2 runs: they cannot be read\n"
     )
 
@@ -232,7 +235,7 @@ def test_faults() -> None:
         Fault("a.partial", "it is left over", "Delete it", broken=False),
         Fault("runs/b.jsonl", "line 7 is broken", "Resume it"),
     ]
-    assert render_faults(faults, {"run files": (3, 4), "asv's files": (2, 2)}, ".fp8bench") == (
+    assert render(faults_page(faults, {"run files": (3, 4), "asv's files": (2, 2)}, ".fp8bench")) == (
         """\
 .fp8bench: 1 thing is broken
 
@@ -249,15 +252,15 @@ sound: 3 of 4 run files, 2 of 2 asv's files
 
 def test_nothing_is_broken() -> None:
     """Said in the first line, whatever else is worth knowing."""
-    assert render_faults([], {"run files": (1, 1)}, "s") == "s: nothing is broken\n\nsound: 1 of 1 run files\n"
+    assert render(faults_page([], {"run files": (1, 1)}, "s")) == "s: nothing is broken\n\nsound: 1 of 1 run files\n"
 
 
 def test_what_was_made_and_taken() -> None:
     """Counts, what is left out, and what counts as what."""
-    assert render_rebuilt("s", 1, 7, 2, {"dirty": 1}) == (
+    assert render(rebuilt_page("s", 1, 7, 2, {"dirty": 1})) == (
         "s: made 1 file of asv's, 7 benchmarks, from 2 runs\n\nnot in it\n  1 run: dirty\n"
     )
-    assert render_joined("s: took in t", {"runs that are new here": 2}, {"/a": "/b"}) == (
+    assert render(joined_page("s: took in t", {"runs that are new here": 2}, {"/a": "/b"})) == (
         "s: took in t\n  runs that are new here: 2\n\nfrom now on\n  /a counts as /b\n"
     )
 
@@ -273,10 +276,10 @@ def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date:
     figures.append(figure(2, None, status=Status.FAILED, reason=reason, version=name[:60]))
     one = course(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
     texts = [
-        render_course([one], reason, {commit(1)}),
-        render_courses([one.ending], "s", 1, 1, {reason: 1}),
-        render_faults([Fault(name, reason, name)], {name: (1, 1)}, "s"),
-        render_joined("s", {}, {name: reason}),
+        render(course_page([one], reason, {commit(1)})),
+        render(courses_page([one.ending], "s", 1, 1, {reason: 1})),
+        render(faults_page([Fault(name, reason, name)], {name: (1, 1)}, "s")),
+        render(joined_page("s", {}, {name: reason})),
     ]
     lines = [line for text in texts for line in text.splitlines() if "history show" not in line]
     assert max(map(len, lines)) <= 100

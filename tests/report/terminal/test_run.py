@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
 from fp8bench.model.words import REMARKS
-from fp8bench.report.terminal.plan import render_plan
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words.legend import LABELS
 from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
@@ -45,7 +46,7 @@ def test_golden(name: str) -> None:
 def test_golden_plan(name: str) -> None:
     """As for runs; the text that --dry-run prints."""
     run, _ = {"transformer": transformer, "gemm": gemm}[name]()
-    assert render_plan(run.plan, run.devices) == (GOLDEN / f"plan_{name}.txt").read_text()
+    assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
@@ -216,7 +217,7 @@ def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> Non
     misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
     (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
     cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
-    text = render_plan(replace(run.plan, groups=(replace(first, cases=cases), *others)), run.devices)
+    text = layout.render(plan_page(replace(run.plan, groups=(replace(first, cases=cases), *others)), run.devices))
     assert [line for line in text.splitlines() if line.startswith("  fp8 ")] == [
         "  fp8    emulated  no hardware for FP8: values rounded, products in fp32"
     ]
@@ -270,7 +271,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild
-    for text in (render(run, findings, width), render_plan(run.plan, run.devices, width=width)):
+    for text in (render(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from fp8bench.analysis.sensitivity import By, Study, Trial
 from fp8bench.report.data.sensitivity import COLUMNS, as_csv, as_json
-from fp8bench.report.terminal.sensitivity import render
+from fp8bench.report.terminal.layout import render
+from fp8bench.report.terminal.sensitivity import page_of
 
 BASE = Trial("reference", "", "bf16", losses=(3.0, 2.0))
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.1.mlp.up", "head")
@@ -71,7 +72,7 @@ mind: the tolerance is below the noise of 1.50%, so that a gap may be within it 
 
 def test_a_study_as_text() -> None:
     """Layers in order, attention against feed-forward, the map and its gap, and how to read it."""
-    text = render(STUDY)
+    text = render(page_of(STUDY))
     assert text.startswith(TEXT), text
     assert "\nhow to read this\n" in text and "\n\nstored in store/sensitivity/x.json\n" in text
     assert widest(text) <= 100
@@ -84,30 +85,30 @@ def widest(text: str) -> int:
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_line_is_wider_than_it_may_be(width: int) -> None:
     """Whatever the terminal."""
-    assert widest(render(STUDY, width=width)) <= width
-    assert "\x1b[" in render(STUDY, color=True)
+    assert widest(render(page_of(STUDY), width=width)) <= width
+    assert "\x1b[" in render(page_of(STUDY), color=True)
 
 
 def test_by_kind_there_is_nothing_to_put_together() -> None:
     """Nor a column of kinds."""
-    text = render(replace(STUDY, by=By.KIND, probes=(low("attn", 2.0, 0.1), low("mlp", 2.2, 0.2))))
+    text = render(page_of(replace(STUDY, by=By.KIND, probes=(low("attn", 2.0, 0.1), low("mlp", 2.2, 0.2)))))
     assert "one layer kind at a time" in text and "together, by" not in text and "  low   loss gap" in text
 
 
 def test_a_study_without_a_map_says_so() -> None:
     """Because none was found, or because nobody waited."""
     lost = replace(STUDY, candidates=CANDIDATES[:1])
-    assert "no map with fp8 in some layer keeps the loss within 1.0%: every map was tried" in render(lost)
-    assert "it was interrupted before all maps were" in render(replace(lost, finished=False))
+    assert "no map with fp8 in some layer keeps the loss within 1.0%: every map was tried" in render(page_of(lost))
+    assert "it was interrupted before all maps were" in render(page_of(replace(lost, finished=False)))
 
 
 def test_a_study_cut_short_tells_what_there_is() -> None:
     """Down to nothing."""
     early = replace(STUDY, draws=(), probes=PROBES[:1], candidates=())
-    assert "so that a gap" not in render(early) and "suggested" not in render(early)
+    assert "so that a gap" not in render(page_of(early)) and "suggested" not in render(page_of(early))
     failed = Study(**{**vars(STUDY), "baseline": replace(BASE, losses=(), failure="crash"), "draws": (), "probes": (),
                       "candidates": ()})  # fmt: skip
-    assert "the reference itself failed: crash" in render(failed)
+    assert "the reference itself failed: crash" in render(page_of(failed))
 
 
 def test_json_has_everything_and_what_it_says() -> None:
