@@ -5,28 +5,24 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8bench.devices.cpu import Cpu
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import Case, DeviceFacts, MemoryUse, PlannedCase, Request, Scalar, Work
+from fp8bench.model import Case, MemoryUse, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Phases, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker import bench as bench_module
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import ThreadsLeft
+from tests.worker.told import CPU, Storages, Tell, setup_of
+from tests.worker.told import tell as tell
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "gemm": (("shape", ("64x48x32",)),),
     "mlp": (("tokens", ("32",)), ("width", ("64",)), ("hidden", ("128",)), ("gated", ("yes",))),
@@ -48,46 +44,16 @@ def planned(name: str, precision: str) -> PlannedCase:
     return make_plan(Request(name, (precision,), ("cpu",), axes=SMALL[name]), (CPU,)).groups[0].cases[0]
 
 
-class Storages(TorchDispatchMode):
-    """The second way: every storage that any operation of a step gives or takes, from when it is seen to its end.
-
-    What an operation allocates and frees within itself is not seen, so it fits workloads whose operations do not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.highest = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves((args, kwargs, made)):
-            if isinstance(one, torch.Tensor):
-                self.see(one.untyped_storage())
-        self.highest = max(self.highest, sum(self.held.values()))
-        return made
-
-    def see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.held:
-            self.held[key] = storage.nbytes()
-            weakref.finalize(storage, self.held.pop, key, None)
-
-
-def second_witness(case: Case, seed: int = 0) -> int:
+def second_witness(case: Case) -> int:
     """The most bytes that storages hold at once within the second step of a fresh state."""
-    workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-    arithmetic = precision.arithmetic(CPU)
-    with precision.scope():
-        with Storages() as storages:
-            state = workload.prepare(Setup(case, CPU, seed, arithmetic, arithmetic, {}, precision.loss_scale))
-            workload.step(state, SilentPhases())
-            gc.collect()
-            storages.highest = sum(storages.held.values())
-            workload.step(state, SilentPhases())
-        return storages.highest
+    workload = workloads.get(case.workload)
+    with precisions.get(case.precision).scope(), Storages() as storages:
+        state = workload.prepare(setup_of(case))
+        workload.step(state, SilentPhases())
+        gc.collect()
+        storages.highest = sum(storages.held.values())
+        workload.step(state, SilentPhases())
+    return storages.highest
 
 
 @pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate"])
@@ -118,66 +84,26 @@ def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: B
     assert peaks[0] >= one.work.least_memory > 0
 
 
-class Told(Workload):
-    """A workload made of what a test says: a state, and a step."""
-
-    name = "told"
-    summary = "what a test says"
-
-    def __init__(self, prepare: Callable[[], Any], step: Callable[[Any], None]) -> None:
-        self._prepare = prepare
-        self._step = step
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
-
-    def prepare(self, setup: Setup) -> Any:
-        return self._prepare()
-
-    def step(self, state: Any, phase: Phases) -> None:
-        self._step(state)
-
-
-Tell = Callable[[Callable[[], Any], Callable[[Any], None]], Case]
-
-
-@pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Makes the bench find a workload of the test's own."""
-
-    def told(prepare: Callable[[], Any], step: Callable[[Any], None]) -> Case:
-        class Known:
-            get = staticmethod(lambda name: Told(prepare, step))
-
-        monkeypatch.setattr(bench_module, "workloads", Known)
-        return Case("told", (), "fp32", "cpu")
-
-    return told
-
-
 def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:
     """The second step is the one that is looked at."""
 
-    def step(state: dict[str, Any]) -> None:
+    def step(state: dict[str, Any], phase: Phases) -> None:
         if "made" not in state:
             torch.empty(1 << 20)
             state["made"] = torch.empty(100)
         torch.empty(7)
 
-    assert peak(bench, tell(lambda: {"weights": torch.empty(10)}, step)) == 4 * (10 + 100 + 7)
+    assert peak(bench, tell(lambda _: {"weights": torch.empty(10)}, step)) == 4 * (10 + 100 + 7)
 
 
 def test_garbage_of_the_first_step_does_not_count(bench: Bench, tell: Tell) -> None:
     """A cycle goes when it is collected, which is done by hand: chance has no say."""
 
-    def step(state: list[Any]) -> None:
+    def step(state: list[Any], phase: Phases) -> None:
         cycle: list[Any] = [torch.empty(500)]
         cycle.append(cycle)
 
-    case = tell(list, step)
+    case = tell(lambda _: [], step)
     assert gc.isenabled()
     assert [peak(bench, case) for _ in range(3)] == [2000] * 3
     assert gc.isenabled()
@@ -187,32 +113,32 @@ def test_the_state_is_given_back(bench: Bench, tell: Tell) -> None:
     """Also one that refers to itself."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
-    def prepare() -> list[Any]:
+    def prepare(setup: Setup) -> list[Any]:
         state: list[Any] = [torch.empty(100)]
         state.append(state)
         seen.append(weakref.ref(state[0]))
         return state
 
-    assert peak(bench, tell(prepare, lambda state: None)) == 400
+    assert peak(bench, tell(prepare, lambda state, phase: None)) == 400
     assert seen[0]() is None
 
 
 def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
     """The worker lives on where memory did not suffice, and later cases are timed in it."""
 
-    def step(state: list[int]) -> None:
+    def step(state: list[int], phase: Phases) -> None:
         state.append(1)
         if len(state) == 2:
             raise MemoryError("planted")
 
     with LocalWorker(Settings()) as worker:
-        case = tell(list, step)
+        case = tell(lambda _: [], step)
         for _ in range(2):
             with pytest.raises(WorkerFault, match="planted") as caught:
                 worker.memory(case, CPU, 60.0)
             assert caught.value.out_of_memory
             assert not torch.autograd._profiler_enabled() and gc.isenabled()
-        use = worker.memory(tell(lambda: torch.empty(5), lambda state: None), CPU, 60.0)
+        use = worker.memory(tell(lambda _: torch.empty(5), lambda state, phase: None), CPU, 60.0)
         assert isinstance(use, MemoryUse) and use.peak == 20
 
 
@@ -220,11 +146,11 @@ def test_threads_that_are_left_are_an_error(bench: Bench, tell: Tell) -> None:
     """They would be timed with what comes next; the profiler itself leaves none of Python's."""
     before, done = set(threading.enumerate()), threading.Event()
 
-    def prepare() -> None:
+    def prepare(setup: Setup) -> None:
         threading.Thread(target=done.wait, name="stayer", daemon=True).start()
 
     with pytest.raises(ThreadsLeft, match=r"it left 1 running \(stayer\)"):
-        peak(bench, tell(prepare, lambda state: None))
+        peak(bench, tell(prepare, lambda state, phase: None))
     done.set()
     for one in set(threading.enumerate()) - before:
         assert one.name == "stayer"
@@ -234,4 +160,4 @@ def test_threads_that_are_left_are_an_error(bench: Bench, tell: Tell) -> None:
 def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is prepared for it."""
     monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: "it was never taught to count")
-    assert bench.memory(tell(lambda: 1 / 0, lambda state: None), CPU) == "it was never taught to count"
+    assert bench.memory(tell(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.model import Case, DeviceFacts, MemoryRole, MemoryUse, Request, Scalar, Work
+from fp8bench.model import Case, MemoryRole, MemoryUse, Request
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Phases, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis
-from fp8bench.worker import bench as bench_module
+from fp8bench.protocols import Phases, Role, Setup
 from fp8bench.worker import memory_pass as remembering
 from fp8bench.worker.bench import Bench
+from tests.worker.told import CPU, Tell
+from tests.worker.told import tell as tell
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 R = MemoryRole
 TOKENS, WIDTH, HIDDEN, OUT = 32, 8, 16, 4
 
@@ -58,45 +56,6 @@ class Network:
             torch.empty(256)
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-
-class Told(Workload):
-    """A workload whose state knows its step."""
-
-    name = "told"
-    summary = "what a test says"
-
-    def __init__(self, make: Callable[[Setup], Any]) -> None:
-        self.make = make
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
-
-    def prepare(self, setup: Setup) -> Any:
-        return self.make(setup)
-
-    def step(self, state: Any, phase: Phases) -> None:
-        state.step(phase)
-
-
-Tell = Callable[[Callable[[Setup], Any]], Case]
-
-
-@pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Makes the bench find a workload of the test's own."""
-
-    def told(make: Callable[[Setup], Any], precision: str = "fp32") -> Case:
-        class Known:
-            get = staticmethod(lambda name: Told(make))
-
-        monkeypatch.setattr(bench_module, "workloads", Known)
-        return Case("told", (), precision, "cpu")
-
-    return told
 
 
 def measured(bench: Bench, case: Case) -> MemoryUse:
@@ -147,7 +106,7 @@ class Casting:
 def test_what_is_cast_says_what_it_is(bench: Bench, tell: Tell) -> None:
     """bf16 copies beside fp32 sources; in fp32 nothing is copied. The product is what passes by."""
     x, w = TOKENS * WIDTH, HIDDEN * WIDTH
-    use = measured(bench, tell(Casting, "bf16"))
+    use = measured(bench, tell(Casting, precision="bf16"))
     known = {"weights": 4 * w, "low_precision_weights": 2 * w, "activations": 4 * x, "low_precision_activations": 2 * x}
     assert {role: size for role, size in use.roles if role != "workspace"} == known
     assert dict(use.roles)["workspace"] >= 2 * TOKENS * HIDDEN

@@ -7,66 +7,40 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
-from fp8bench.model import PHASES, Case, DeviceFacts, Scalar, Work
-from fp8bench.protocols import Phases, Setup, Workload
-from fp8bench.protocols.axes import Axis
-from fp8bench.worker import bench as bench_module
+from fp8bench import files
+from fp8bench.model import PHASES, Case
+from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import ThreadsLeft
 from fp8bench.worker.tracing import STEPS, WARM_UPS, traced_phases, write
+from tests.worker.told import CPU, Tell
+from tests.worker.told import tell as tell
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 Step = Callable[[Phases], None]
-
-
-class Told(Workload):
-    """A workload whose step is what a test says; its state refers to itself."""
-
-    name = "told"
-    summary = "what a test says"
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
-
-    def prepare(self, setup: Setup) -> Any:
-        state: list[Any] = [torch.empty(100)]
-        STATES.append(weakref.ref(state[0]))
-        state.append(state)
-        return state
-
-    def step(self, state: Any, phase: Phases) -> None:
-        self._step(phase)
 
 
 STATES: list[weakref.ref[torch.Tensor]] = []
 
 
 @pytest.fixture
-def stepping(monkeypatch: pytest.MonkeyPatch) -> Callable[[Step], Case]:
-    """Makes the bench find a workload of the test's own."""
+def stepping(tell: Tell) -> Callable[[Step], Case]:
+    """Makes the bench find a workload of the test's own; its state refers to itself."""
 
-    def told(step: Step) -> Case:
-        class Known:
-            get = staticmethod(lambda name: Told(step))
+    def make(setup: Setup) -> list[Any]:
+        state: list[Any] = [torch.empty(100)]
+        STATES.append(weakref.ref(state[0]))
+        state.append(state)
+        return state
 
-        monkeypatch.setattr(bench_module, "workloads", Known)
-        return Case("told", (), "fp32", "cpu")
-
-    return told
+    return lambda step: tell(make, lambda state, phase: step(phase))
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -137,12 +111,11 @@ def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path) -> N
 def test_nothing_is_left_of_a_trace_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full says so; half a file would be read by somebody."""
 
-    def full(self: Path, data: bytes) -> None:
-        with self.open("wb") as stream:
-            stream.write(data[:3])
+    def full(file: IO[bytes], content: bytes, sync: bool) -> None:
+        file.write(content[:3])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "append", full)
     with pytest.raises(OSError, match="No space left"):
         write({"traceEvents": []}, tmp_path / "a.pt.trace.json.gz")
     assert list(tmp_path.iterdir()) == []

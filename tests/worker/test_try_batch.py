@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8bench.devices.cpu import Cpu, data_bytes
 from fp8bench.errors import WorkerFault, WorkerLost
@@ -22,16 +19,15 @@ from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import CaseOutcome
-from fp8bench.model import Capacity, Case, DeviceFacts, PlannedCase, Request, Scalar, Work
+from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
-from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, whole_number
+from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.memory_pass import try_batch
+from tests.worker.told import CPU, Storages, Told, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 MIB = 1 << 20
 # What takes the batch's share of MiB, in a suite of a user's own; `how` says what it does from 64 on.
 SUITE = """
@@ -100,35 +96,12 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     return outcome.draft.capacity
 
 
-class Storages(TorchDispatchMode):
-    """Another way of counting: every storage that any operation gives or takes, from when it is seen to its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.highest = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves((args, kwargs, made)):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
-                if storage._cdata not in self.held:
-                    self.held[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.held.pop, storage._cdata, None)
-        self.highest = max(self.highest, sum(self.held.values()))
-        return made
-
-
 def seen(case: Case) -> int:
     """The most bytes that storages hold at once, from preparing to the end of the second step."""
-    workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-    arithmetic = precision.arithmetic(CPU)
+    workload = workloads.get(case.workload)
     gc.collect()
-    with precision.scope(), Storages() as storages:
-        state = workload.prepare(Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale))
+    with precisions.get(case.precision).scope(), Storages() as storages:
+        state = workload.prepare(setup_of(case))
         for _ in range(2):
             workload.step(state, SilentPhases())
     return storages.highest
@@ -222,60 +195,36 @@ def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
     torch.ones(1 << 26)
 
 
-class Told(Workload):
-    """A workload made of what a test says."""
-
-    name = "told"
-    summary = "what a test says"
-
-    def __init__(self, prepare: Callable[[], Any], step: Callable[[Any], None]) -> None:
-        self._prepare = prepare
-        self._step = step
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return (Axis("n", "a number", ("1",), whole_number()),)
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
-
-    def prepare(self, setup: Setup) -> Any:
-        return self._prepare()
-
-    def step(self, state: Any, phase: Phases) -> None:
-        self._step(state)
-
-
 def setup() -> Setup:
-    arithmetic = precisions.get("fp32").arithmetic(CPU)
-    return Setup(Case("told", (), "fp32", "cpu"), CPU, 0, arithmetic, arithmetic, {})
+    return setup_of(Case("told", (), "fp32", "cpu"))
 
 
 @linux
 def test_preparing_counts_and_both_steps_do() -> None:
     """The highest point lies where it lies."""
 
-    def rough() -> dict[str, Any]:
+    def rough(setup: Setup) -> dict[str, Any]:
         torch.empty(5000)
         return {"weights": torch.empty(10)}
 
-    def first(state: dict[str, Any]) -> None:
+    def first(state: dict[str, Any], phase: Phases) -> None:
         if "moments" not in state:
             state["moments"] = torch.empty(100)
             torch.empty(7000)
         torch.empty(6950)
 
-    def peak(prepare: Callable[[], Any], step: Callable[[Any], None]) -> int | None:
+    def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
         return try_batch(Told(prepare, step), setup, Cpu(), 0, 1 << 30)
 
-    assert peak(rough, lambda state: None) == 4 * 5000
+    assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
-    assert peak(lambda: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
+    assert peak(lambda _: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
 
 
 def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is prepared."""
 
-    def never() -> Any:
+    def never(*given: object) -> Any:
         raise AssertionError("it was prepared")
 
     blind = Cpu()
@@ -290,7 +239,7 @@ def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest
 def test_without_a_limit_nobody_has_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     blind, steps = Cpu(), list[int]()
     monkeypatch.setattr(blind, "memory_meter", lambda index: "nobody")
-    assert try_batch(Told(dict, lambda state: steps.append(1)), setup, blind, 0, None) is None
+    assert try_batch(Told(lambda _: {}, lambda state, phase: steps.append(1)), setup, blind, 0, None) is None
     assert len(steps) == 2
 
 
@@ -304,13 +253,13 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
     monkeypatch.setattr(meter, "stop", lambda: stopped.append(1) or inner())
     monkeypatch.setattr(device, "memory_meter", lambda index: meter)
 
-    def step(state: Any) -> None:
+    def step(state: Any, phase: Phases) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(Told(dict, step), setup, device, 0, None)
+        try_batch(Told(lambda _: {}, step), setup, device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(Told(dict, lambda state: None), setup, Cpu(), 0, None) == 0
+    assert try_batch(Told(lambda _: {}, lambda state, phase: None), setup, Cpu(), 0, None) == 0
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:

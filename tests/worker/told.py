@@ -1,0 +1,93 @@
+"""A workload that is what a test says, and a second way of counting what its tensors take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8bench.model import Case, DeviceFacts, Scalar, Work
+from fp8bench.protocols import Phases, Setup, Workload
+from fp8bench.protocols.axes import Axis
+from fp8bench.registry import precisions
+from fp8bench.worker import bench
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+
+
+def setup_of(case: Case) -> Setup:
+    """As the worker makes it, without a map and a partner."""
+    precision = precisions.get(case.precision)
+    arithmetic = precision.arithmetic(CPU)
+    return Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale)
+
+
+class Told(Workload):
+    """A state, and a step: by default the state's own."""
+
+    name = "told"
+    summary = "what a test says"
+
+    def __init__(
+        self,
+        make: Callable[[Setup], Any],
+        step: Callable[[Any, Phases], None] = lambda state, phase: state.step(phase),
+    ) -> None:
+        self._make, self._step = make, step
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return self._make(setup)
+
+    def step(self, state: Any, phase: Phases) -> None:
+        self._step(state, phase)
+
+
+Tell = Callable[..., Case]
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
+    """Makes the bench find a workload of the test's own."""
+
+    def told(*parts: Any, precision: str = "fp32") -> Case:
+        monkeypatch.setattr(bench, "workloads", SimpleNamespace(get=lambda name: Told(*parts)))
+        return Case("told", (), precision, "cpu")
+
+    return told
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that any operation gives or takes, from when it is seen to its end.
+
+    What an operation allocates and frees within itself is not seen, so it fits workloads whose operations do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.highest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs, made)):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                if storage._cdata not in self.held:
+                    self.held[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.held.pop, storage._cdata, None)
+        self.highest = max(self.highest, sum(self.held.values()))
+        return made
