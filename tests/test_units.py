@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,41 +13,70 @@ from hypothesis import strategies as st
 from fp8bench import units
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def tokens(value: float | None) -> str:
+    return units.count(value, "tok/s")
+
+
+# What each function makes of numbers; None is a dash everywhere, and none at all is told apart from hardly any.
+SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
+    units.significant: [
         (0.0, "0"), (1.0, "1.00"), (-1.0, "-1.00"), (0.0243, "0.0243"), (0.9996, "1.00"), (9.996, "10.0"),
         (99.96, "100"), (999.6, "1000"), (123456.0, "123000"), (999999.0, "1.00e+06"), (1.5e7, "1.50e+07"),
-        (1e-7, "1.00e-07"), (1.7976931348623157e308, "1.80e+308"), (5e-324, "4.94e-324"),
-        (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"),
+        (1e-7, "1.00e-07"), (1.7976931348623157e308, "1.80e+308"), (5e-324, "4.94e-324"), (math.nan, "nan"),
+        (math.inf, "inf"), (-math.inf, "-inf"),
     ],
-)  # fmt: skip
-def test_significant(value: float, text: str) -> None:
-    assert units.significant(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+    units.seconds: [
         (None, "-"), (0.0, "0 s"), (-0.0, "0 s"), (1.0, "1.00 s"), (0.0243, "24.3 ms"), (0.9996e-3, "1.00 ms"),
         (0.99949e-3, "999 us"), (0.9996, "1.00 s"), (999.6e-9, "1.00 us"), (3e-9, "3.00 ns"), (3e-12, "0.00300 ns"),
         (-0.0243, "-24.3 ms"), (3600.0, "3600 s"), (math.nan, "nan s"), (math.inf, "inf s"), (-math.inf, "-inf s"),
     ],
-)  # fmt: skip
-def test_seconds(value: float | None, text: str) -> None:
-    assert units.seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+    units.joules: [
         (None, "-"), (0.0, "0 J"), (1.9, "1.90 J"), (0.0191, "19.1 mJ"), (0.9996e-3, "1.00 mJ"), (3e-6, "3.00 uJ"),
         (4.2e-9, "4.20 nJ"), (4e-12, "0.00400 nJ"), (999.6, "1.00 kJ"), (2.5e6, "2.50 MJ"), (3e9, "3000 MJ"),
         (-0.5, "-500 mJ"), (math.nan, "nan J"), (math.inf, "inf J"),
     ],
-)  # fmt: skip
-def test_joules(value: float | None, text: str) -> None:
-    assert units.joules(value) == units.shown(value, "J") == text
+    tokens: [
+        (None, "-"), (0, "0 tok/s"), (84_300, "84.3 ktok/s"), (999.4, "999 tok/s"), (999.6, "1.00 ktok/s"),
+        (999_600, "1.00 Mtok/s"), (1.5e12, "1.50 Ttok/s"), (-84_300, "-84.3 ktok/s"), (0.5, "0.500 tok/s"),
+        (math.nan, "nan tok/s"), (math.inf, "inf tok/s"),
+    ],
+    units.size: [
+        (None, "-"), (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1610612736, "1.50 GiB"),
+        (2**20 - 1, "1.00 MiB"), (2**50, "1020 TiB"), (-1024, "-1.00 KiB"), (-3, "-3 B"), (math.nan, "nan B"),
+    ],
+    units.percent: [
+        (None, "-"), (0.0, "0.0%"), (0.123, "12.3%"), (-0.0001, "0.0%"), (-0.01, "-1.0%"), (0.9996, "100.0%"),
+        (math.nan, "nan%"), (math.inf, "inf%"),
+    ],
+    units.share: [
+        (0.0, "-"), (1e-300, "<0.01%"), (9.9e-5, "<0.01%"), (1e-4, "0.01%"), (0.0025, "0.25%"), (0.0123, "1.2%"),
+        (1.0, "100.0%"), (math.nan, "nan%"),
+    ],
+    units.whole: [
+        (0, "0"), (7, "7"), (9999, "9999"), (10_000, "10.0 k"), (131_072, "131 k"), (1 << 40, "1.10 T"),
+    ],
+    units.ratio: [
+        (None, "-"), (0.0, "0.000x"), (1.0312, "1.031x"), (0.512, "0.512x"), (0.0512, "0.0512x"),
+        (0.0004, "0.000400x"), (12.345, "12.35x"), (123456.0, "123500x"), (math.inf, "infx"), (math.nan, "nanx"),
+    ],
+    units.relative_error: [
+        (None, "-"), (0.0012, "1.2e-03"), (0.0, "0.0e+00"), (9.96e-4, "1.0e-03"), (math.nan, "nan"), (math.inf, "inf"),
+    ],
+    units.speed_up: [
+        (None, "-"), (1.6197, "1.62x"), (0.9404, "0.940x"), (12.345, "12.3x"), (1.005026, "1.01x"), (math.inf, "infx"),
+    ],
+    units.clock: [
+        (0.0, "0 s"), (0.4, "0 s"), (59.6, "1 min 00 s"), (192.4, "3 min 12 s"), (3599.7, "1 h 00 min"), (-1.0, "0 s"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"), [(function, *row) for function, rows in SHOWN.items() for row in rows]
+)
+def test_numbers_as_text(function: Callable[[float | None], str], value: float | None, text: str) -> None:
+    assert function(value) == text
+    assert function is not units.joules or units.shown(value, "J") == text
 
 
 @pytest.mark.parametrize(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
@@ -62,95 +92,8 @@ def test_no_time_below_a_second_shows_a_thousand(value: float) -> None:
     assert 1 <= number < 1000
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"), (0, "0 tok/s"), (84_300, "84.3 ktok/s"), (999.4, "999 tok/s"), (999.6, "1.00 ktok/s"),
-        (999_600, "1.00 Mtok/s"), (1.5e12, "1.50 Ttok/s"), (-84_300, "-84.3 ktok/s"), (0.5, "0.500 tok/s"),
-        (math.nan, "nan tok/s"), (math.inf, "inf tok/s"),
-    ],
-)  # fmt: skip
-def test_count(value: float | None, text: str) -> None:
-    assert units.count(value, "tok/s") == text
-
-
 def test_count_without_a_unit_has_no_trailing_blank() -> None:
     assert units.count(7) == "7.00"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"), (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1610612736, "1.50 GiB"),
-        (2**20 - 1, "1.00 MiB"), (2**50, "1020 TiB"), (-1024, "-1.00 KiB"), (-3, "-3 B"),
-        (math.nan, "nan B"),
-    ],
-)  # fmt: skip
-def test_size(value: float | None, text: str) -> None:
-    assert units.size(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0.0, "0.0%"), (0.123, "12.3%"), (-0.0001, "0.0%"), (-0.01, "-1.0%"), (0.9996, "100.0%"),
-     (math.nan, "nan%"), (math.inf, "inf%")],
-)  # fmt: skip
-def test_percent(value: float | None, text: str) -> None:
-    assert units.percent(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "-"), (1e-300, "<0.01%"), (9.9e-5, "<0.01%"), (1e-4, "0.01%"), (0.0025, "0.25%"), (0.0123, "1.2%"),
-        (1.0, "100.0%"), (math.nan, "nan%"),
-    ],
-)  # fmt: skip
-def test_share(value: float, text: str) -> None:
-    """None at all and hardly any are told apart."""
-    assert units.share(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (7, "7"), (9999, "9999"), (10_000, "10.0 k"), (131_072, "131 k"), (1 << 40, "1.10 T")]
-)
-def test_whole(value: int, text: str) -> None:
-    assert units.whole(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"), (0.0, "0.000x"), (1.0312, "1.031x"), (0.512, "0.512x"), (0.0512, "0.0512x"), (0.0004, "0.000400x"),
-        (12.345, "12.35x"), (123456.0, "123500x"), (math.inf, "infx"), (math.nan, "nanx"),
-    ],
-)  # fmt: skip
-def test_ratio(value: float | None, text: str) -> None:
-    assert units.ratio(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0.0012, "1.2e-03"), (0.0, "0.0e+00"), (9.96e-4, "1.0e-03"), (math.nan, "nan"), (math.inf, "inf")],
-)
-def test_relative_error(value: float | None, text: str) -> None:
-    assert units.relative_error(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (1.6197, "1.62x"), (0.9404, "0.940x"), (12.345, "12.3x"), (1.005026, "1.01x"), (math.inf, "infx")],
-)
-def test_speed_up(value: float | None, text: str) -> None:
-    assert units.speed_up(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0 s"), (0.4, "0 s"), (59.6, "1 min 00 s"), (192.4, "3 min 12 s"), (3599.7, "1 h 00 min"), (-1.0, "0 s")],
-)
-def test_clock(value: float, text: str) -> None:
-    assert units.clock(value) == text
 
 
 @pytest.mark.parametrize(
@@ -195,22 +138,6 @@ def test_units_that_a_person_writes() -> None:
     )  # fmt: skip
 
 
-def test_unknown_is_never_a_number() -> None:
-    """A dash, in every unit."""
-    functions = (
-        units.seconds,
-        units.count,
-        units.size,
-        units.percent,
-        units.ratio,
-        units.speed_up,
-        units.relative_error,
-        units.percentage,
-        units.decibels,
-    )
-    assert {function(None) for function in functions} == {"-"}
-
-
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_every_float_becomes_a_short_text(value: float) -> None:
     """Nothing raises, and nothing runs over a column."""
@@ -235,24 +162,10 @@ def test_sizes_are_read(text: str, value: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "G",
-        "-1G",
-        "+1G",
-        "1e9",
-        "1,5G",
-        "1.G",
-        "1GiBs",
-        "1PiB",
-        "1 G i B",
-        "0x10",
-        "\u0661G",
-        "inf",
-        "nan",
-        "1..5G",
+        "", "G", "-1G", "+1G", "1e9", "1,5G", "1.G", "1GiBs", "1PiB", "1 G i B", "0x10", "\u0661G", "inf", "nan", "1..5G",
         "9" * 40,
     ],
-)
+)  # fmt: skip
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
         units.bytes_of(text)

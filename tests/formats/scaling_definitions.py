@@ -69,20 +69,20 @@ def differing(left: torch.Tensor, right: torch.Tensor) -> int:
     return int((~same).sum())
 
 
-def gaussian(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def outliers(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     """Gaussian, with one in a thousand a hundred times as large."""
     chosen = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed + 100)) < 1e-3
-    return gaussian(rows, columns, seed) * torch.where(chosen, 100.0, 1.0)
+    return gaussian(rows, columns, seed=seed) * torch.where(chosen, 100.0, 1.0)
 
 
 def octaves(rows: int, columns: int, seed: int = 7) -> torch.Tensor:
     """Gaussian, squares of 16 from 1 to 2^-30 in size: all of NVFP4's block scales, subnormal ones and zero too."""
     size = torch.rand(rows // 16, columns // 16, generator=torch.Generator().manual_seed(seed)).mul(-30).exp2()
-    return gaussian(rows, columns, seed) * size.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    return gaussian(rows, columns, seed=seed) * size.repeat_interleave(16, 0).repeat_interleave(16, 1)
 
 
 def wide(rows: int, columns: int, seed: int = 2) -> torch.Tensor:

@@ -32,7 +32,7 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
 @each_length
 def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
     """But for the rounding of each turned element to float32."""
-    a, b = outliers(24, columns), gaussian(40, columns, 5)
+    a, b = outliers(24, columns), gaussian(40, columns, seed=5)
     left, right = rotated(a, 7), rotated(b, 7)
     assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
     exact = a.double() @ b.double().t()

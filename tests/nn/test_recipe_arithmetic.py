@@ -19,12 +19,9 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
+from tests.formats.scaling_definitions import gaussian
 
 TURNED = (Role.INPUT, Role.GRADIENT)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of(mode: str, layer: str = "") -> RecipeArithmetic:
@@ -36,7 +33,7 @@ def of(mode: str, layer: str = "") -> RecipeArithmetic:
 def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
     """Inputs and gradients for the weight gradient, by the same matrix; weights and all that is not turned stay."""
     arithmetic = of("mxfp4:hadamard=on")
-    source = normal(48, 64)
+    source = gaussian(48, 64)
     for role in Role:
         operand = arithmetic.cast(source, role)
         assert torch.equal(operand.data, values(source, E2M1, MX))
@@ -57,7 +54,7 @@ def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
     found = []
     for recipe in (plain, rotated):
         arithmetic = RecipeArithmetic(recipe)
-        g, x = normal(tokens, 24), normal(tokens, 40, seed=1)
+        g, x = gaussian(tokens, 24), gaussian(tokens, 40, seed=1)
         operands = (
             arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in ((g, TURNED[1]), (x, TURNED[0]))
         )
@@ -67,14 +64,14 @@ def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
 
 def test_rotations_are_a_layers_own_and_can_be_had_again() -> None:
     """By its name."""
-    source = normal(48, 64)
+    source = gaussian(48, 64)
     one, again, other = (of("nvfp4:stochastic=off", name).turned(source, Role.INPUT).data for name in ("a", "a", "b"))
     assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     """From role to role, from layer to layer, and by turning; the same when everything begins again."""
-    source = normal(64, 64)
+    source = gaussian(64, 64)
 
     def casts(name: str) -> list[Tensor]:
         arithmetic = of("mxfp4:stochastic=on", name)
@@ -92,7 +89,7 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
 
 def test_stochastic_gradients_are_right_on_average() -> None:
     """With NVFP4's scales rounded up, so that nothing saturates: the mean of many casts comes nearer and nearer."""
-    source, arithmetic = normal(64, 64), of("nvfp4")
+    source, arithmetic = gaussian(64, 64), of("nvfp4")
     treatment = arithmetic.recipe.gradient
     assert treatment.stochastic and treatment.scaling == NVFP4_UP
     total, errors = torch.zeros(64, 64), []
@@ -105,7 +102,7 @@ def test_stochastic_gradients_are_right_on_average() -> None:
 
 def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
     """Turned without another rounding."""
-    arithmetic, weight = of("nvfp4"), normal(48, 64)
+    arithmetic, weight = of("nvfp4"), gaussian(48, 64)
     operand = arithmetic.cast(weight, Role.WEIGHT)
     assert torch.equal(operand.data, values(weight, E2M1, NVFP4_SQUARE))
     assert torch.equal(arithmetic.turn(operand, weight, Role.WEIGHT).data, operand.data.t())
@@ -118,7 +115,7 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     arithmetic = of(mode)
     assert arithmetic.explicit
     torch.manual_seed(0)
-    layer, x, pull = Linear(300, 70, arithmetic), normal(200, 300).bfloat16().requires_grad_(), normal(200, 70)
+    layer, x, pull = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16().requires_grad_(), gaussian(200, 70)
     y = layer(x, SilentPhases())
     found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
     kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
@@ -169,7 +166,7 @@ def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
             return torch.tensor(2.0)
 
     recipe = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2, TENSOR))
-    arithmetic, x = RecipeArithmetic(recipe, scales={Role.INPUT: Fixed()}), 100 * normal(16, 16)
+    arithmetic, x = RecipeArithmetic(recipe, scales={Role.INPUT: Fixed()}), 100 * gaussian(16, 16)
     assert torch.equal(arithmetic.cast(x, Role.INPUT).data, values(x, E4M3, TENSOR, scale=torch.tensor(2.0)))
     assert torch.equal(arithmetic.cast(x, Role.GRADIENT).data, values(x, E5M2, TENSOR))
 
@@ -177,6 +174,6 @@ def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
 def test_formats_wider_than_eight_bits_are_values_too() -> None:
     """BF16 elements are multiplied as float32 values, not as what is left in bf16."""
     arithmetic = RecipeArithmetic(Recipe(Treatment(BF16), Treatment(TF32), Treatment(BF16)))
-    a, b = arithmetic.cast(normal(8, 32), Role.INPUT), arithmetic.cast(normal(8, 32, seed=1), Role.WEIGHT)
+    a, b = arithmetic.cast(gaussian(8, 32), Role.INPUT), arithmetic.cast(gaussian(8, 32, seed=1), Role.WEIGHT)
     assert a.data.dtype == b.data.dtype == torch.float32
     assert relative_frobenius(arithmetic.product(a, b, torch.float32), a.data.double() @ b.data.double().t()) < 1e-6

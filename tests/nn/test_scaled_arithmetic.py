@@ -16,6 +16,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU, H200
+from tests.formats.scaling_definitions import gaussian
 
 MODES = (
     "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
@@ -24,10 +25,6 @@ MODES = (
 )  # fmt: skip
 EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "fp8-block", "mxfp8",
             "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
@@ -49,7 +46,7 @@ def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
     """Bit for bit, cast after cast, and contiguous along the contraction."""
     native, emulated = pair(mode)
-    source = normal(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    source = gaussian(48, 64) * torch.logspace(-3, 3, 48)[:, None]
     for tensor in (source, source.t(), 8 * source.to(torch.bfloat16), torch.zeros(16, 32)):
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
         assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
@@ -67,7 +64,7 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
 def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
     """But for the order of sums, and for the rounding of the result where CUDA gives bfloat16 only."""
     native, emulated = pair(mode)
-    sources = normal(48, 64), normal(32, 64, seed=1) * torch.logspace(-2, 2, 32)[:, None]
+    sources = gaussian(48, 64), gaussian(32, 64, seed=1) * torch.logspace(-2, 2, 32)[:, None]
     for dtype, tolerance in ((torch.float32, 4e-3 if "rowwise" in mode else 1e-6), (torch.bfloat16, 4e-3)):
         found = [
             one.product(*(one.cast(source, role) for source, role in zip(sources, roles, strict=True)), dtype)
@@ -100,7 +97,7 @@ def needlessly_converted(mode: str, dtype: torch.dtype) -> bool:
             return result
 
     arithmetic = precisions.get(mode).arithmetic(H200)
-    sources = ((normal(48, 32), Role.GRADIENT), (normal(48, 64), Role.INPUT))
+    sources = ((gaussian(48, 32), Role.GRADIENT), (gaussian(48, 64), Role.INPUT))
     operands = [arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in sources]
     with Conversions() as seen:
         found = arithmetic.product(operands[0], operands[1], dtype)
@@ -116,9 +113,9 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
         torch.manual_seed(1)
         layer, found = Linear(64, 32, precisions.get(mode).arithmetic(facts).layer("one")), []
         for step in range(2):
-            x = (normal(48, 64, seed=step) * 3.0**step).requires_grad_()
+            x = (gaussian(48, 64, seed=step) * 3.0**step).requires_grad_()
             y = layer(x, SilentPhases())
-            found += [y, *torch.autograd.grad(y, (x, layer.weight), normal(48, 32, seed=9).to(y.dtype))]
+            found += [y, *torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype))]
         outcomes.append(found)
     for native, emulated in zip(*outcomes, strict=True):
         assert relative_frobenius(native, emulated) < 6e-3
@@ -127,8 +124,8 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
 def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
     """The very scale, and the codes in the other order."""
     native, _ = pair("fp8")
-    operand = native.cast(normal(48, 64), Role.INPUT)
-    turned = native.turn(operand, normal(48, 64), Role.INPUT)
+    operand = native.cast(gaussian(48, 64), Role.INPUT)
+    turned = native.turn(operand, gaussian(48, 64), Role.INPUT)
     assert turned.scale is operand.scale and turned.data.is_contiguous() and not native.keeps_source
     assert torch.equal(turned.data.float(), operand.data.float().t())
 
@@ -136,11 +133,11 @@ def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
 def test_what_cuda_cannot_is_refused() -> None:
     """Two gradients, and codes without scales."""
     native, _ = pair("fp8")
-    gradient = native.cast(normal(16, 32), Role.GRADIENT)
+    gradient = native.cast(gaussian(16, 32), Role.GRADIENT)
     with pytest.raises(ValueError, match="two E5M2"):
         native.product(gradient, gradient, torch.float32)
     with pytest.raises(ValueError, match="scales"):
-        native.product(gradient, Operand(native.cast(normal(16, 32), Role.WEIGHT).data), torch.float32)
+        native.product(gradient, Operand(native.cast(gaussian(16, 32), Role.WEIGHT).data), torch.float32)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
@@ -159,7 +156,7 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", spy)
     native = precisions.get(mode).arithmetic(H200)
     layer = Linear(32, 16, native)
-    layer(normal(48, 32).requires_grad_(), SilentPhases()).sum().backward()
+    layer(gaussian(48, 32).requires_grad_(), SilentPhases()).sum().backward()
     assert [one["use_fast_accum"] for one in seen] == [True, False, False]
     assert all(one["layout"] and one["scales"] and one["output_dtype"] == torch.bfloat16 for one in seen)
 
@@ -180,6 +177,6 @@ def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
 def gradients(arithmetic: Arithmetic) -> list[Tensor]:
     """Of the input and of the weight; the gradient that comes in is the same for all."""
     torch.manual_seed(1)
-    layer, x = Linear(64, 32, arithmetic), normal(48, 64).to(torch.bfloat16).requires_grad_()
+    layer, x = Linear(64, 32, arithmetic), gaussian(48, 64).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
-    return list(torch.autograd.grad(y, (x, layer.weight), normal(48, 32, seed=9).to(y.dtype)))
+    return list(torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype)))

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from fp8bench.numerics.products import exact_product, rows_within, values_product
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.formats.scaling_definitions import gaussian
 
 
 @pytest.mark.parametrize("columns", [1, 1024, 1100])
 def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
-    a, b = normal(9, 33).to(torch.bfloat16), normal(columns, 33, seed=1)
+    a, b = gaussian(9, 33).to(torch.bfloat16), gaussian(columns, 33, seed=1)
     rows = (0, 4, 8)
     result = exact_product(a, b, rows)
     expected = torch.stack([(a[row].double() * b.double()).sum(1) for row in rows])
@@ -23,7 +20,7 @@ def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
 
 
 def test_exact_product_without_rows() -> None:
-    assert exact_product(normal(3, 4), normal(5, 4), ()).shape == (0, 5)
+    assert exact_product(gaussian(3, 4), gaussian(5, 4), ()).shape == (0, 5)
 
 
 def test_rows_are_all_of_them_where_affordable() -> None:
@@ -50,6 +47,6 @@ def test_no_rows_of_nothing() -> None:
 
 
 def test_values_product_sums_in_float32_and_rounds_once() -> None:
-    a, b = normal(6, 40), normal(7, 40, seed=1)
+    a, b = gaussian(6, 40), gaussian(7, 40, seed=1)
     assert torch.equal(values_product(a, b, torch.bfloat16), (a @ b.t()).to(torch.bfloat16))
     assert values_product(a.to(torch.bfloat16), b, torch.float32).dtype == torch.float32

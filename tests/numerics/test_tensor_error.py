@@ -15,14 +15,11 @@ from fp8bench.formats.quantise import round_to
 from fp8bench.numerics import norms
 from fp8bench.numerics.factors import Factors
 from fp8bench.numerics.tensor_error import BLOCK, Spread, TensorError, tensor_error
+from tests.formats.scaling_definitions import gaussian
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
 EVERY_GRID = pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
 Array = NDArray[np.float64]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def scaled(x: torch.Tensor, fmt: Format, steps: torch.Tensor) -> torch.Tensor:
@@ -83,7 +80,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""
     monkeypatch.setattr(norms, "TILE", tile)
-    x = normal(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
+    x = gaussian(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
     x[:, ::7] = 0
     x[4] = 0
     steps = torch.logspace(-3, 3, 9, base=2).unsqueeze(1) * (1 if fmt in (BF16, TF32) else 12 / fmt.largest)
@@ -98,7 +95,7 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, blocks along rows, squares that pieces cut, the whole."""
     monkeypatch.setattr(norms, "TILE", 96)
-    x = normal(40, 72)
+    x = gaussian(40, 72)
     for rows, columns in ((1, 0), (1, 16), (16, 16), (128, 128), (0, 0)):
         shape = (-(-40 // rows) if rows else 1, -(-72 // columns) if columns else 1)
         steps = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
@@ -131,7 +128,7 @@ def test_by_hand() -> None:
 
 def test_gaussian_sqnr_is_that_of_the_literature() -> None:
     """Facts measured apart from this code, within 0.05 dB: formats on their own grid, scaled to the largest."""
-    x = normal(1024, 4096)
+    x = gaussian(1024, 4096)
     for fmt, wanted in ((E4M3, 31.56), (E5M2, 25.57)):
         steps = (x.abs().max() / fmt.largest).reshape(1, 1)
         found = tensor_error(x, scaled(x, fmt, steps), fmt, Factors(steps))
@@ -147,7 +144,7 @@ def test_nearest_rounding_is_within_half_an_ulp(fmt: Format) -> None:
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=generator, dtype=torch.int64)
     x = bits.to(torch.int32).view(torch.float32)
     ties = torch.arange(1, 1 << 12, dtype=torch.float32) * (fmt.smallest_subnormal / 2)
-    for values in (x[x.isfinite()], normal(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
+    for values in (x[x.isfinite()], gaussian(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
         found = tensor_error(values, round_to(values, fmt), fmt)
         assert found.max_ulp is not None and found.max_ulp <= 0.5
     # Of the ties half lie in the middle exactly.
@@ -157,7 +154,7 @@ def test_nearest_rounding_is_within_half_an_ulp(fmt: Format) -> None:
 @EVERY_GRID
 def test_stochastic_rounding_is_within_an_ulp(fmt: Format) -> None:
     """And has no bias: the slope is 1 within four standard errors."""
-    x = normal(1 << 16) * min(fmt.largest / 8, 2.0**40)
+    x = gaussian(1 << 16) * min(fmt.largest / 8, 2.0**40)
     y = round_to(x, fmt, seed=torch.tensor([7]))
     found = tensor_error(x, y, fmt)
     assert found.max_ulp is not None and 0.5 < found.max_ulp < 1
@@ -167,7 +164,7 @@ def test_stochastic_rounding_is_within_an_ulp(fmt: Format) -> None:
 
 def test_a_wrong_neighbour_shows_in_ulp() -> None:
     """One value of many that went to the neighbour next to the right one."""
-    x = normal(1000)
+    x = gaussian(1000)
     y = round_to(x, E4M3)
     assert tensor_error(x, y, E4M3).max_ulp <= 0.5  # type: ignore[operator]
     y[500] = float(round_to(y[500] * 1.2, E4M3))
@@ -190,7 +187,7 @@ def test_sums_are_in_double_precision() -> None:
 
 def test_no_copy_of_a_whole_tensor_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows longer than a piece are cut too, and figures stay the same."""
-    x = normal(3, 1000)
+    x = gaussian(3, 1000)
     y = round_to(x, E4M3)
     whole = tensor_error(x, y, E4M3)
     monkeypatch.setattr(norms, "TILE", 96)
@@ -223,7 +220,7 @@ def test_an_empty_tensor_has_no_figures(shape: tuple[int, ...]) -> None:
 
 def test_what_is_exact_has_an_infinite_sqnr() -> None:
     """In all parts; a tensor with one wrong value has one part that is not."""
-    x = normal(200, 64).to(torch.bfloat16)
+    x = gaussian(200, 64).to(torch.bfloat16)
     found = tensor_error(x, x.float(), BF16)
     assert found.sqnr_db == math.inf and found.rows == found.blocks == Spread(math.inf, math.inf)
     assert found.relative == 0 and found.slope == 1 and found.max_ulp == 0
@@ -237,7 +234,7 @@ def test_what_is_exact_has_an_infinite_sqnr() -> None:
 
 def test_what_is_gone_has_lost_its_direction() -> None:
     """All zeros: an SQNR of 0 dB, a slope and a cosine of 0."""
-    found = tensor_error(normal(4, 4) * 1e-9, torch.zeros(4, 4), E4M3)
+    found = tensor_error(gaussian(4, 4) * 1e-9, torch.zeros(4, 4), E4M3)
     assert (found.sqnr_db, found.slope, found.cosine) == (0, 0, 0)
     assert found.underflow_percent == found.underflow_nonzero_percent == found.subnormal_percent == 100
 
@@ -261,7 +258,7 @@ def test_the_smallest_normal_is_none_of_the_subnormals() -> None:
 def test_a_current_scale_saturates_nothing() -> None:
     """Although its inverse, rounded, may put the largest value a little above the format's."""
     for seed in range(50):
-        x = normal(1, 64, seed=seed)
+        x = gaussian(1, 64, seed=seed)
         step = (448 / x.abs().max()).reciprocal().reshape(1, 1)
         assert tensor_error(x, scaled(x, E4M3, step), E4M3, Factors(step)).saturated == 0
 
@@ -289,7 +286,7 @@ def test_a_factor_of_nothing_leaves_nothing() -> None:
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3, 40)])
 def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None:
     """And any strides."""
-    x = normal(*shape) if shape else torch.tensor(1.3)
+    x = gaussian(*shape) if shape else torch.tensor(1.3)
     found = tensor_error(x, round_to(x, E4M3), E4M3)
     assert found.count == x.numel() and found.rows is not None
     turned = x.t() if x.dim() == 2 else x.movedim(0, -1) if x.dim() > 2 else x

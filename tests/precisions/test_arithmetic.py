@@ -28,6 +28,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
 from tests.facts import CPU, H200
+from tests.formats.scaling_definitions import gaussian
 
 CARRIERS = {
     "fp32": torch.float32,
@@ -48,10 +49,6 @@ ERRORS = {
 }  # fmt: skip
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def on_cpu(name: str) -> Arithmetic:
     return precisions.get(name).arithmetic(CPU)
 
@@ -61,8 +58,8 @@ def on_cpu(name: str) -> Arithmetic:
 def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
     arithmetic = on_cpu(name)
     assert arithmetic.carrier == CARRIERS[name]
-    a = arithmetic.cast(normal(24, 40).to(arithmetic.carrier), Role.INPUT)
-    b = arithmetic.cast(normal(16, 40, seed=1), Role.WEIGHT)
+    a = arithmetic.cast(gaussian(24, 40).to(arithmetic.carrier), Role.INPUT)
+    b = arithmetic.cast(gaussian(16, 40, seed=1), Role.WEIGHT)
     result = arithmetic.product(a, b, dtype)
     assert result.shape == (24, 16)
     assert result.dtype == dtype
@@ -71,7 +68,7 @@ def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", CARRIERS)
 def test_error_of_a_product_is_the_format_s(name: str) -> None:
     arithmetic = on_cpu(name)
-    a, b = normal(128, 256), normal(96, 256, seed=1)
+    a, b = gaussian(128, 256), gaussian(96, 256, seed=1)
     with precisions.get(name).scope():
         result = arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), arithmetic.carrier)
     error = relative_frobenius(result, a.double() @ b.double().t())
@@ -84,7 +81,7 @@ def test_error_of_a_product_is_the_format_s(name: str) -> None:
 @pytest.mark.parametrize("name", CARRIERS)
 def test_turning_is_casting_the_transposed_source(name: str) -> None:
     arithmetic = on_cpu(name)
-    source = normal(48, 80) * torch.logspace(-4, 4, 48)[:, None]
+    source = gaussian(48, 80) * torch.logspace(-4, 4, 48)[:, None]
     operand = arithmetic.cast(source, Role.WEIGHT)
     turned = arithmetic.turn(operand, source, Role.WEIGHT)
     assert turned.data.shape == (80, 48)
@@ -101,7 +98,7 @@ def test_only_fp32_casts_nothing() -> None:
     native_tf32 = precisions.get("tf32").arithmetic(H200)
     assert isinstance(native_tf32, PlainArithmetic)
     assert not native_tf32.casts
-    source = normal(3, 4)
+    source = gaussian(3, 4)
     assert on_cpu("fp32").cast(source, Role.INPUT).data.data_ptr() == source.data_ptr()
 
 
@@ -132,7 +129,7 @@ CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
 @pytest.mark.parametrize("mode", CASTS)
 def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None:
     """Whatever the options say."""
-    source, arithmetic = normal(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
+    source, arithmetic = gaussian(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
     given = CASTS[mode]
     by_role = (given, given, given) if len(given) == 2 else given
     for role, (fmt, scaling) in zip(Role, by_role, strict=True):
@@ -144,7 +141,7 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
 def test_zeros_stay_zeros(name: str) -> None:
     arithmetic = on_cpu(name)
     zeros = arithmetic.cast(torch.zeros(16, 32), Role.INPUT)
-    result = arithmetic.product(zeros, arithmetic.cast(normal(16, 32), Role.WEIGHT), torch.float32)
+    result = arithmetic.product(zeros, arithmetic.cast(gaussian(16, 32), Role.WEIGHT), torch.float32)
     assert torch.equal(result, torch.zeros(16, 16))
 
 
