@@ -211,26 +211,17 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
 
 
 @pytest.mark.parametrize(
-    "energy",
-    [
-        None,
-        used(source="none", why="no GPU, and RAPL may be read by root only"),
-        used(seen(1.0), seen(1.02), seen(0.99)),
-        used(seen(1.0, 0.01)),
-        used(seen(1.0), seen(1.025), seen(0.976)),
-        used(seen(1.0, steps=10), seen(1.0, steps=1000), source="rapl"),
-        used(seen(1.0, throttle=0x1 | 0x4 | 0x2)),
-        replace(used(seen(1.0)), idle_before=None, why="idle power: a call failed"),
-    ],
-)
-def test_resolved_or_never_promised(energy: EnergyUse | None) -> None:
-    """Nobody asked, nothing could tell it, or all windows agree; a missing idle power spoils the net energy alone."""
-    assert why_unresolved(energy) == ""
-
-
-@pytest.mark.parametrize(
     ("energy", "why"),
     [
+        # Nobody asked, nothing could tell it, or all windows agree; a missing idle power spoils the net energy alone.
+        (None, ""),
+        (used(source="none", why="no GPU, and RAPL may be read by root only"), ""),
+        (used(seen(1.0), seen(1.02), seen(0.99)), ""),
+        (used(seen(1.0, 0.01)), ""),
+        (used(seen(1.0), seen(1.025), seen(0.976)), ""),
+        (used(seen(1.0, steps=10), seen(1.0, steps=1000), source="rapl"), ""),
+        (used(seen(1.0, throttle=0x1 | 0x4 | 0x2)), ""),
+        (replace(used(seen(1.0)), idle_before=None, why="idle power: a call failed"), ""),
         (used(why="7 tick interval(s), 10 are needed"), "7 tick interval(s), 10 are needed"),
         (used(), "no window was measured"),
         (replace(used(why="the device has gone"), idle_after=None), "the device has gone"),
@@ -239,10 +230,7 @@ def test_resolved_or_never_promised(energy: EnergyUse | None) -> None:
         (used(seen(1.0), seen(1.0, 0.03)), "a window is sure to +-3.0% only"),
         (used(seen(0.97), seen(1.0), seen(1.021)), "its windows are 5.1% apart"),
         (used(seen(1.0), seen(2.0)), "its windows are 66.7% apart"),
-        (
-            used(seen(1.0, None), source="average"),
-            "error unknown, source average",
-        ),
+        (used(seen(1.0, None), source="average"), "error unknown, source average"),
         (used(seen(1.0, throttle=0x40 | 0x4)), "clocks were held back in its windows: hw-thermal"),
         (used(seen(0.0)), "a window has no energy"),
         (used(seen(math.nan)), "a window has no energy"),
@@ -251,6 +239,6 @@ def test_resolved_or_never_promised(energy: EnergyUse | None) -> None:
         (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window is sure to +-2.0% only; its windows are 18.2% apart"),
     ],
 )  # fmt: skip
-def test_unresolved(energy: EnergyUse, why: str) -> None:
+def test_unresolved(energy: EnergyUse | None, why: str) -> None:
     """Every reason by itself, at its bound where it has one, and two together."""
     assert why_unresolved(energy) == why

@@ -31,32 +31,30 @@ def test_nobody_looks_at_fixed_rounds_or_before_the_least() -> None:
     assert StoppingRule(least=8).looks(8)
 
 
+FIXED = StoppingRule(fixed=10, budget=1.0)
+
+
 @pytest.mark.parametrize(
-    ("rounds", "seconds", "why"),
+    ("rule", "rounds", "seconds", "why"),
     [
-        (15, 11.0, ""),
-        (24, 9.99, ""),
-        (24, 10.0, "time was up after 24 rounds"),
-        (100, 10.0, "time was up after 100 rounds"),
-        (3, 119.9, ""),
-        (3, 120.0, "time was up after 3 rounds"),
-        (0, 500.0, ""),
-        (4095, 0.0, ""),
-        (4096, 0.0, "4096 rounds, the most a group gets"),
+        (StoppingRule(), 15, 11.0, ""),
+        (StoppingRule(), 24, 9.99, ""),
+        (StoppingRule(), 24, 10.0, "time was up after 24 rounds"),
+        (StoppingRule(), 100, 10.0, "time was up after 100 rounds"),
+        (StoppingRule(), 3, 119.9, ""),
+        (StoppingRule(), 3, 120.0, "time was up after 3 rounds"),
+        (StoppingRule(), 0, 500.0, ""),
+        (StoppingRule(), 4095, 0.0, ""),
+        (StoppingRule(), 4096, 0.0, "4096 rounds, the most a group gets"),
+        (FIXED, 9, 60.0, ""),
+        (FIXED, 10, 0.0, "10 rounds, a fixed number"),
+        (FIXED, 9, 120.0, "time was up after 9 rounds"),
+        (FIXED, 0, 120.0, ""),
     ],
 )
-def test_caps(rounds: int, seconds: float, why: str) -> None:
-    """The budget waits for the least rounds, the ceiling for one, and no group goes on for ever."""
-    assert StoppingRule().ended(rounds, seconds) == why
-
-
-@pytest.mark.parametrize(
-    ("rounds", "seconds", "why"),
-    [(9, 60.0, ""), (10, 0.0, "10 rounds, a fixed number"), (9, 120.0, "time was up after 9 rounds"), (0, 120.0, "")],
-)
-def test_fixed_rounds_end_with_their_number_or_the_ceiling(rounds: int, seconds: float, why: str) -> None:
-    """The budget does not count."""
-    assert StoppingRule(fixed=10, budget=1.0).ended(rounds, seconds) == why
+def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
+    """The budget waits for the least rounds and is no matter to a fixed number, the ceiling waits for one round."""
+    assert rule.ended(rounds, seconds) == why
 
 
 def test_preparing_counts_only_against_a_whole_budget() -> None:

@@ -73,19 +73,15 @@ def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> 
         assert found[0].dtype == dtype and relative_frobenius(*found) < tolerance
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
-def test_a_native_product_in_its_own_dtype_is_not_converted(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        *((mode, torch.bfloat16) for mode in ("bf16", "fp8", "fp8-rowwise", "fp8:weight-gradient=bf16")),
+        *((mode, torch.float32) for mode in ("fp32", "mxfp8", "fp8:accumulator=short")),
+    ],
+)
+def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dtype) -> None:
     """Such a conversion changes nothing, and in torch 2.11's compiled graphs leaves zeros for gradients."""
-    assert not needlessly_converted(mode, torch.bfloat16)
-
-
-@pytest.mark.parametrize("mode", ["fp32", "mxfp8", "fp8:accumulator=short"])
-def test_an_emulated_product_in_its_own_dtype_is_not_converted(mode: str) -> None:
-    assert not needlessly_converted(mode, torch.float32)
-
-
-def needlessly_converted(mode: str, dtype: torch.dtype) -> bool:
-    """Whether a weight gradient's product ends in a conversion to what it is already."""
 
     class Conversions(TorchFunctionMode):
         unchanged: ClassVar[list[Tensor]] = []
@@ -101,8 +97,7 @@ def needlessly_converted(mode: str, dtype: torch.dtype) -> bool:
     operands = [arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in sources]
     with Conversions() as seen:
         found = arithmetic.product(operands[0], operands[1], dtype)
-    assert found.dtype == dtype
-    return any(found is one for one in seen.unchanged)
+    assert found.dtype == dtype and not any(found is one for one in seen.unchanged)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,9 +1,10 @@
-"""Figures by names that say their unit."""
+"""Figures by names that say their unit; drift and lag of scales."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,32 @@ def test_the_page_has_every_figure_with_its_unit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text().partition("## Of a GEMM")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
     assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS
+
+
+@pytest.mark.parametrize(
+    ("scales", "amaxes", "drift", "lag"),
+    [
+        # A current scale uses the format to its largest value at each step, and drifts as the data do.
+        ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0)),
+        # One of the step before: twice too large is an octave of overflow, a quarter two octaves that lie idle.
+        ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0)),
+        # What never overflows has a negative lag: a margin of an octave.
+        ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0)),
+        # What has no logarithm is left out: an amax of 0, and scales that are none.
+        ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,)),
+        # One step has no drift, and none no lag.
+        ((2.0,), (448.0,), (), (1.0,)),
+        ((), (), (), ()),
+    ],
+)
+def test_drift_and_lag_of_scales(
+    scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...]
+) -> None:
+    course = scale_course(scales, amaxes, E4M3)
+    assert (course.drift, course.lag) == (drift, lag)
+    assert (course.most_drift, course.most_lag) == (max(drift, default=0.0), max(lag, default=0.0))
+
+
+def test_steps_must_agree() -> None:
+    with pytest.raises(ValueError, match="2 scales cannot be those of 1 steps"):
+        scale_course([1.0, 1.0], [1.0], E4M3)

@@ -299,16 +299,21 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
 
 
 @pytest.mark.parametrize(
-    "request_",
+    ("request_", "sentence"),
     [
-        Request("gem"), Request("gemm", dtypes=("bf61",)), Request("gemm", reference="x"),
-        Request("transformer", precision_map=(("mpl", "bf16"),)),
-        Request("transformer", dtypes=("fp32",), precision_map=(("mlp", "bf16"),)),
+        (Request("gem"), "Did you mean 'gemm'"),
+        (Request("gemm", dtypes=("bf61",)), "Did you mean 'bf16'"),
+        (Request("gemm", reference="x"), "unknown dtype 'x'"),
+        (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
+        (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
+        (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),
+        (Request("transformer", precision_map=(("mpl", "bf16"),)), "Did you mean 'mlp'"),
+        (Request("transformer", dtypes=("fp32",), precision_map=(("mlp", "bf16"),)), "change nothing"),
     ],
-)  # fmt: skip
-def test_names_are_checked_before_any_device_is_known(request_: Request) -> None:
+)
+def test_names_are_checked_before_any_device_is_known(request_: Request, sentence: str) -> None:
     """So that nothing slow is started for a typing error."""
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=sentence):
         check_names(request_)
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
@@ -387,20 +392,6 @@ def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: st
     asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
     with pytest.raises(UsageError, match="TF32 is one switch"):
         check_names(asked)
-
-
-@pytest.mark.parametrize(
-    ("request_", "sentence"),
-    [
-        (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
-        (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
-        (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),
-    ],
-)
-def test_names_of_devices_axes_and_values_need_no_worker(request_: Request, sentence: str) -> None:
-    """Refused with the nearest known word before anything slow is started."""
-    with pytest.raises(UsageError, match=sentence):
-        check_names(request_)
 
 
 def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
@@ -488,6 +479,7 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
             check_names(asked)
 
 
+# Layers are asked for when a map is given, and not before.
 BAD_LAYERS: dict[str, tuple[Any, str]] = {
     "no tuple": ([Layer("a", "a")], r"layers\(\) gave \[Layer"),
     "none": (None, r"layers\(\) gave None, and must give a tuple of Layer"),
@@ -531,14 +523,6 @@ def test_lists_that_are_none_are_sentences(
     asked = Request("answering", precision_map=(("mlp", "bf16"),) if "layer_kinds" in words else ())
     with pytest.raises(UsageError, match="suite 'answering' cannot be planned"):
         check_names(asked)
-
-
-def test_a_limit_that_nobody_could_keep_is_refused() -> None:
-    """Without a worker there is nothing to end."""
-    check_names(Request("gemm", case_timeout=5.0))
-    check_names(Request("gemm", isolation=False))
-    with pytest.raises(UsageError, match="--case-timeout cannot be kept with --no-isolation"):
-        check_names(Request("gemm", case_timeout=5.0, isolation=False))
 
 
 ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing native to compare with (--reference bf16 "
