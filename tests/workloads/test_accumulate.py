@@ -11,45 +11,26 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.errors import UsageError
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Scalar
 from fp8bench.protocols import Setup, SilentPhases
-from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+from tests.workloads.steps import phases, small
 
 
 def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
-    params = {"micro_batches": 3, "tensors": 2, "width": 48, "gradients": "fp32"}
-    one = precisions.get(precision)
-    case = Case("accumulate", tuple((params | changes).items()), precision, "cpu")
-    return Setup(case, CPU, seed, one.arithmetic(CPU), one.arithmetic(CPU), {}, one.loss_scale)
-
-
-def phases(setup: Setup) -> list[str]:
-    workload, clock = Accumulate(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    for _ in range(2):
-        clock.begin()
-        workload.step(state, clock)
-        codes, _ = clock.end()
-    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+    return small("accumulate", precision, seed, **changes)
 
 
 def test_plain_buffers_only_add() -> None:
     """Once a micro-batch; nothing is cast."""
     for precision in ("fp32", "bf16", "fp16"):
-        assert phases(setup_for(precision)) == ["accumulate"] * 3
+        assert phases(Accumulate(), setup_for(precision), steps=2) == ["accumulate"] * 3
 
 
 def test_buffers_with_a_scale_are_restored_and_cast_for_every_micro_batch() -> None:
     """But the first, which is cast as it comes."""
     for precision in ("fp8", "mxfp8", "nvfp4"):
-        assert phases(setup_for(precision)) == ["cast"] + ["cast", "accumulate", "cast"] * 2
+        assert phases(Accumulate(), setup_for(precision), steps=2) == ["cast"] + ["cast", "accumulate", "cast"] * 2
 
 
 def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
@@ -174,26 +155,9 @@ def test_work_is_the_gradients_of_all_micro_batches() -> None:
     assert Accumulate().work({**params, "gradients": "fp32"}).bytes == 3 * 2 * 64 * 4
 
 
-@pytest.mark.parametrize(
-    ("axis", "text"), [("micro_batches", "1"), ("micro_batches", "many"), ("width", "0"), ("gradients", "fp64")]
-)
-def test_axes_refuse_nonsense_with_a_sentence(axis: str, text: str) -> None:
-    """One micro-batch accumulates nothing."""
-    (one,) = (one for one in Accumulate().axes(CPU) if one.name == axis)
-    with pytest.raises(UsageError, match=f"{axis}.*expected"):
-        one.values([text])
-
-
 def test_sums_that_are_not_finite_are_told() -> None:
     """Gradients too large for fp16."""
     state = Accumulate().prepare(setup_for("fp16"))
     state.micro_batches[0][0][0, 0] = 1e30
     Accumulate().step(state, SilentPhases())
     assert "not finite" in Accumulate().check(state)
-
-
-def test_tf32_is_no_buffer() -> None:
-    """It is refused with the reason, native or emulated."""
-    for facts in (CPU, H200):
-        support = Accumulate().support({}, precisions.get("tf32"), facts)
-        assert support.level is Level.REFUSED and "no buffer" in support.reason

@@ -10,38 +10,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.attention import Attention
+from tests.workloads.steps import CPU, H200, SMALL, phases, small
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
-TINY: dict[str, Scalar] = {
-    "part": "layer", "sequence": 32, "batch": 2, "heads": 4, "key_heads": 2, "head_width": 16, "causal": "yes",
-    "pass": "training", "scores": "high", "spread": 1,
-}  # fmt: skip
+TINY = SMALL["attention"]
 
 
-def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
-    case = Case("attention", tuple({**TINY, **changes}.items()), precision, "cpu")
-    mode = precisions.get(precision)
-    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
-    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale)
+def setup_for(precision: str = "fp32", **changes: Scalar) -> Setup:
+    return small("attention", precision, **changes)
 
 
-def phases(setup: Setup) -> set[str]:
-    workload, clock = Attention(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    clock.begin()
-    workload.step(state, clock)
-    codes, _ = clock.end()
-    return {CELL_PHASES[code] for code in codes} - {"unattributed"}
+def marked(setup: Setup) -> set[str]:
+    return set(phases(Attention(), setup))
 
 
 @pytest.mark.parametrize("pass_", ["forward", "training"])
@@ -49,9 +35,9 @@ def phases(setup: Setup) -> set[str]:
 def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
     """The core is attention whatever its scores are; the layer adds products and their casts."""
     common = {"scores": scores, "pass": pass_}
-    assert phases(setup_for("bf16", part="core", **common)) == {"attention", "elementwise"}
-    assert phases(setup_for("fp8", part="layer", **common)) == {"attention", "elementwise", "gemm", "cast"}
-    assert phases(setup_for("fp32", part="layer", **common)) == {"attention", "elementwise", "gemm"}
+    assert marked(setup_for("bf16", part="core", **common)) == {"attention", "elementwise"}
+    assert marked(setup_for("fp8", part="layer", **common)) == {"attention", "elementwise", "gemm", "cast"}
+    assert marked(setup_for("fp32", part="layer", **common)) == {"attention", "elementwise", "gemm"}
 
 
 @pytest.mark.parametrize("causal", ["yes", "no"])
@@ -90,14 +76,6 @@ def test_the_case_says_how_many_key_heads() -> None:
     request = Request("attention", axes=(("key_heads", ("3",)),))
     with pytest.raises(UsageError, match=r"key_heads=3 does not divide heads=4.*Choose a divisor"):
         make_plan(request, (CPU,))
-
-
-@pytest.mark.parametrize(("axis", "value"), [("sequence", "0"), ("key_heads", "few"), ("scores", "lo"), ("pass", "")])
-def test_what_an_axis_cannot_be_is_refused(axis: str, value: str) -> None:
-    """With the axis's name."""
-    axes = {one.name: one for one in Attention().axes(CPU)}
-    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}'"):
-        axes[axis].values([value])
 
 
 def support(precision: str, facts: DeviceFacts = CPU, **changes: Scalar) -> tuple[Level, str]:
@@ -239,17 +217,6 @@ def test_a_core_alone_has_no_layer_to_map() -> None:
     cases = {str(group.cases[1].case.param("part")): group.cases[1] for group in make_plan(request, (CPU,)).groups}
     assert cases["core"].skip.startswith("no layer is called out here")
     assert cases["layer"].support.level is Level.EMULATED
-
-
-@pytest.mark.parametrize("part", ["core", "layer"])
-def test_two_states_of_one_seed_are_alike(part: str) -> None:
-    """The control has tensors of its own with the same values, and gives the same numbers."""
-    one, other, different = (Attention().prepare(setup_for("bf16", seed, part=part)) for seed in (3, 3, 4))
-    for mine, others in zip(one.leaves(), other.leaves(), strict=True):
-        assert torch.equal(mine, others) and mine.data_ptr() != others.data_ptr()
-    assert torch.equal(one.outcome()[0], other.outcome()[0])
-    assert not torch.equal(one.outcome()[0], different.outcome()[0])
-    assert one.inputs[0].dtype == torch.bfloat16
 
 
 def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:

@@ -9,24 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Scalar
 from fp8bench.protocols import Setup, SilentPhases
-from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.cast import Cast, parse_shape
+from tests.workloads.steps import CPU, marks, small
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 ALL = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 
 
 def setup_for(precision: str = "fp8", seed: int = 0, **changes: Scalar) -> Setup:
-    params = {"rows": 40, "columns": 72, "source": "fp32", "direction": "to", "scaling": "on", "role": "input"}
-    one = precisions.get(precision)
-    arithmetic = one.arithmetic(CPU)
-    case = Case("cast", tuple((params | changes).items()), precision, "cpu")
-    return Setup(case, CPU, seed, arithmetic, arithmetic, {}, one.loss_scale)
+    return small("cast", precision, seed, **changes)
 
 
 def result(setup: Setup) -> torch.Tensor:
@@ -89,14 +81,11 @@ def test_formats_without_scales_have_both_scalings_alike() -> None:
 def test_a_step_never_hands_back_what_it_was_given(precision: str, source: str, direction: str) -> None:
     """Where a cast changes nothing the step copies, so that no case has a time of nothing."""
     setup = setup_for(precision, source=source, direction=direction)
-    state, clock = Cast().prepare(setup), PhaseClock(HostStamper())
+    state = Cast().prepare(setup)
     one, other = state.change(), state.change()
     assert isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     assert one.shape == (40, 72) and torch.equal(one, other) and one.data_ptr() != other.data_ptr()
-    clock.begin()
-    Cast().step(state, clock)
-    codes, _ = clock.end()
-    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "cast", "unattributed"]
+    assert marks(Cast(), state) == ["unattributed", "cast", "unattributed"]
 
 
 def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
@@ -183,11 +172,3 @@ def test_the_source_comes_from_the_seed_alone() -> None:
     before = one.source.clone()
     Cast().step(one, SilentPhases())
     assert torch.equal(one.source, before)
-
-
-def test_tf32_is_no_cast() -> None:
-    """It is refused with the reason, native or emulated."""
-    for facts in (CPU, H200):
-        support = Cast().support({}, precisions.get("tf32"), facts)
-        assert support.level is Level.REFUSED and "nothing to cast" in support.reason
-        assert Cast().support({}, precisions.get("fp8"), facts).level is not Level.REFUSED

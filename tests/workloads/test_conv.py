@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.model import Level, Request, Scalar
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.conv import Conv
+from tests.workloads.steps import CPU, H200, MI300, SMALL, phases, small
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
-MI300 = DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942")
-SMALL = {"batch": 4, "channels": 16, "image": 6, "pass": "training"}
+SIZES = SMALL["conv"]
 
 
-def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setup:
-    mode = precisions.get(precision)
-    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
-    case = Case("conv", tuple({**SMALL, **changes}.items()), precision, "cpu")
-    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale)
+def setup_for(precision: str = "bf16", **changes: Scalar) -> Setup:
+    return small("conv", precision, **changes)
 
 
 def test_work_by_hand() -> None:
     """Two convolutions of nine weights a channel pair, at every position; backward is twice forward."""
     forward = 2 * 2.0 * (4 * 6 * 6) * (9 * 16 * 16)
-    assert Conv().work({**SMALL, "pass": "forward"}).flops == forward
-    assert Conv().work(SMALL).flops == 3 * forward
+    assert Conv().work({**SIZES, "pass": "forward"}).flops == forward
+    assert Conv().work(SIZES).flops == 3 * forward
 
 
 LEVELS = [
@@ -43,7 +35,7 @@ LEVELS = [
 @pytest.mark.parametrize(("precision", "level"), LEVELS)
 def test_only_what_torch_convolves_is_native(precision: str, level: Level) -> None:
     """FP8's products are native on that GPU, its convolutions are not."""
-    support = Conv().support(SMALL, precisions.get(precision), H200)
+    support = Conv().support(SIZES, precisions.get(precision), H200)
     assert support.level is level
     if precision == "fp8":
         assert precisions.get(precision).support(H200).level is Level.NATIVE
@@ -52,24 +44,19 @@ def test_only_what_torch_convolves_is_native(precision: str, level: Level) -> No
 
 def test_what_a_device_refuses_stays_refused() -> None:
     """And what it emulates stays emulated."""
-    assert Conv().support(SMALL, precisions.get("tf32"), MI300).level is Level.REFUSED
-    assert Conv().support(SMALL, precisions.get("tf32"), CPU).level is Level.EMULATED
-
-
-def phases(setup: Setup) -> list[str]:
-    workload, clock = Conv(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    clock.begin()
-    workload.step(state, clock)
-    return [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
+    assert Conv().support(SIZES, precisions.get("tf32"), MI300).level is Level.REFUSED
+    assert Conv().support(SIZES, precisions.get("tf32"), CPU).level is Level.EMULATED
 
 
 def test_each_pass_runs_its_convolutions() -> None:
     """Two forward; four more backward, which only training runs."""
-    assert phases(setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
-    assert phases(setup_for("fp32")).count("gemm") == 6
-    assert "cast" not in phases(setup_for("fp32"))
-    assert set(phases(setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
+    assert phases(Conv(), setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
+    assert phases(Conv(), setup_for("fp32")).count("gemm") == 6
+    assert "cast" not in phases(Conv(), setup_for("fp32"))
+    state = Conv().prepare(setup_for())
+    assert state.inputs[0].shape == (4, 6, 6, 16)
+    assert len(state.outcome()[1]) == 1 + 2 + 4  # the images, two convolutions, weight and bias of two norms
+    assert set(phases(Conv(), setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
 
 
 @pytest.mark.parametrize("pass_", ["forward", "training"])
@@ -92,18 +79,6 @@ def test_statistics_count_every_operand_once() -> None:
     assert {one.role for one in forward} == {"input", "weight"}
 
 
-def test_two_states_of_one_seed_are_alike() -> None:
-    """Bit by bit, gradients included, with tensors of their own."""
-    one, other, different = (Conv().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
-    assert one.inputs[0].shape == (4, 6, 6, 16) and one.inputs[0].dtype == torch.bfloat16
-    assert one.inputs[0].data_ptr() != other.inputs[0].data_ptr()
-    outcomes = [state.outcome() for state in (one, other, different)]
-    (output, gradients), (others_output, others_gradients), (different_output, _) = outcomes
-    assert torch.equal(output, others_output) and not torch.equal(output, different_output)
-    assert all(torch.equal(mine, others) for mine, others in zip(gradients, others_gradients, strict=True))
-    assert len(gradients) == 1 + 2 + 4  # the images, two convolutions, weight and bias of two norms
-
-
 def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
     """Training, by default."""
     for facts, least, most in ((CPU, 1e7, 1e9), (H200, 1e10, 1e13)):
@@ -117,13 +92,5 @@ def test_a_single_value_has_no_batch_norm() -> None:
     with pytest.raises(UsageError, match=r"batch=1 with image=1 is one value a channel.*choose a larger"):
         make_plan(Request("conv", axes=(("batch", ("1", "2")), ("image", ("1",)))), (CPU,))
     for changes in ({"batch": 2, "image": 1}, {"batch": 1, "image": 2}):
-        assert Conv().expand({**SMALL, **changes}) == (tuple({**SMALL, **changes}.items()),)
+        assert Conv().expand({**SIZES, **changes}) == (tuple({**SIZES, **changes}.items()),)
         assert set(Conv().error(setup_for(**changes))) == {"output_error", "gradient_error"}
-
-
-@pytest.mark.parametrize(("axis", "value"), [("batch", "0"), ("channels", "3.5"), ("image", ""), ("pass", "both")])
-def test_what_an_axis_cannot_be_is_refused(axis: str, value: str) -> None:
-    """With the axis's name."""
-    axes = {one.name: one for one in Conv().axes(CPU)}
-    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}'"):
-        axes[axis].values([value])

@@ -7,24 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Level, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+from tests.workloads.steps import CPU, H200, phases, small
 
 
 def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setup:
-    params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", **changes}
-    arithmetic = precisions.get(precision).arithmetic(CPU)
-    case = Case("gemm", tuple(params.items()), precision, "cpu")
-    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
+    return small("gemm", precision, seed, **changes)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +79,11 @@ def test_the_shapes_of_models_are_those_of_their_papers() -> None:
     assert MODELS["deepseek-v3"]["kv_b"] == (128 * (128 + 128), 512)
 
 
-def phases(setup: Setup) -> list[str]:
-    workload, clock = Gemm(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    clock.begin()
-    workload.step(state, clock)
-    codes, _ = clock.end()
-    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
-
-
 def test_operands_are_cast_in_every_step_or_once_before_it() -> None:
     """Which of the two is the user's question."""
-    assert phases(setup_for("fp8")) == ["cast", "gemm"]
-    assert phases(setup_for("fp8", operands="ready")) == ["gemm"]
-    assert phases(setup_for("fp32")) == ["gemm"]
+    assert phases(Gemm(), setup_for("fp8")) == ["cast", "gemm"]
+    assert phases(Gemm(), setup_for("fp8", operands="ready")) == ["gemm"]
+    assert phases(Gemm(), setup_for("fp32")) == ["gemm"]
 
 
 def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:

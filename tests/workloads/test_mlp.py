@@ -8,24 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.errors import UsageError
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.mlp import Mlp
+from tests.workloads.steps import CPU, H200, SMALL, phases, small
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
-SMALL = {"tokens": 24, "width": 16, "hidden": 48, "gated": "no", "pass": "training"}
+SIZES = SMALL["mlp"]
 
 
 def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setup:
-    mode = precisions.get(precision)
-    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
-    case = Case("mlp", tuple({**SMALL, **changes}.items()), precision, "cpu")
-    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale)
+    return small("mlp", precision, seed, **changes)
 
 
 @pytest.mark.parametrize("gated", ["no", "yes"])
@@ -45,25 +38,17 @@ def test_it_is_a_feed_forward_block(gated: str) -> None:
 @pytest.mark.parametrize(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
 def test_work_by_hand(gated: str, weights: int) -> None:
     """Two FLOPs a weight and token forward, four more backward."""
-    training, forward = (Mlp().work({**SMALL, "gated": gated, "pass": one}) for one in ("training", "forward"))
+    training, forward = (Mlp().work({**SIZES, "gated": gated, "pass": one}) for one in ("training", "forward"))
     assert (training.flops, forward.flops) == (6.0 * 24 * weights, 2.0 * 24 * weights)
     assert training.tokens == forward.tokens == 24 and training.least_memory > 4 * weights
 
 
-def phases(setup: Setup) -> list[str]:
-    workload, clock = Mlp(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    clock.begin()
-    workload.step(state, clock)
-    return [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
-
-
 def test_each_pass_runs_its_products() -> None:
     """Two forward; four more backward, which only training runs."""
-    assert phases(setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
-    assert phases(setup_for("fp32")).count("gemm") == 6
-    assert "cast" not in phases(setup_for("fp32"))
-    assert set(phases(setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
+    assert phases(Mlp(), setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
+    assert phases(Mlp(), setup_for("fp32")).count("gemm") == 6
+    assert "cast" not in phases(Mlp(), setup_for("fp32"))
+    assert set(phases(Mlp(), setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
 
 
 @pytest.mark.parametrize("gated", ["no", "yes"])
@@ -110,7 +95,7 @@ def test_statistics_count_every_operand_once() -> None:
 )  # fmt: skip
 def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits: bool) -> None:
     """Weight gradients contract over the tokens, so training asks it of them too."""
-    params = {**SMALL, "tokens": 32, **sizes}
+    params = {**SIZES, "tokens": 32, **sizes}
     support = Mlp().support(params, precisions.get("fp8"), H200)
     assert support.level is (Level.NATIVE if fits else Level.REFUSED)
     assert fits or f"tokens={params['tokens']}, width={params['width']}" in support.reason
@@ -126,19 +111,3 @@ def test_both_kinds_and_training_are_the_default() -> None:
         params = {name: values[-1] for name, values in axes.items()}
         assert largest / 1000 < Mlp().work(params).flops < 2 * largest
         assert Mlp().support(params, precisions.get("fp8"), H200).level is Level.NATIVE
-
-
-@pytest.mark.parametrize(("axis", "value"), [("tokens", "0"), ("width", "x"), ("gated", "maybe"), ("pass", "back")])
-def test_what_an_axis_cannot_be_is_refused(axis: str, value: str) -> None:
-    """With the axis's name."""
-    axes = {one.name: one for one in Mlp().axes(CPU)}
-    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}'"):
-        axes[axis].values([value])
-
-
-def test_two_states_of_one_seed_are_alike() -> None:
-    """With tensors of their own."""
-    one, other, different = (Mlp().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
-    assert torch.equal(one.inputs[0], other.inputs[0]) and one.inputs[0].data_ptr() != other.inputs[0].data_ptr()
-    assert not torch.equal(one.inputs[0], different.inputs[0])
-    assert one.inputs[0].dtype == torch.bfloat16

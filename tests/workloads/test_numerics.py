@@ -10,32 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request, Scalar
+from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.nn.captured_tensors import captured
 from fp8bench.nn.sizes import CAPTURED
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role, Setup
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads.numerics import MADE, Numerics
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+from tests.workloads.steps import CPU, H200, marks, setup_of
 
 
 def setup_for(
     precision: str, tensor: str = "gaussian", corpus: Corpus | None = None, seed: int = 0, **changes: Scalar
 ) -> Setup:
     given = {"tensor": tensor, "rows": 96, "columns": 160, "role": "auto", **changes}
-    (params,) = Numerics().expand(given)
-    one = precisions.get(precision)
-    arithmetic = one.arithmetic(CPU)
-    path = corpus.path if corpus else None
-    return Setup(
-        Case("numerics", params, precision, "cpu"), CPU, seed, arithmetic, arithmetic, {}, one.loss_scale, corpus=path
-    )
+    params = dict(Numerics().expand(given)[0])
+    return setup_of("numerics", params, precision, seed, corpus.path if corpus else None)
 
 
 def errors(
@@ -98,12 +89,7 @@ def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
 
 def test_a_step_is_a_cast() -> None:
     """And nothing else."""
-    setup = setup_for("mxfp8")
-    state, clock = Numerics().prepare(setup), PhaseClock(HostStamper())
-    clock.begin()
-    Numerics().step(state, clock)
-    codes, _ = clock.end()
-    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "cast", "unattributed"]
+    assert marks(Numerics(), Numerics().prepare(setup_for("mxfp8"))) == ["unattributed", "cast", "unattributed"]
 
 
 def test_figures_are_those_of_ml_dtypes_casts() -> None:

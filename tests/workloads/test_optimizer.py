@@ -6,41 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.errors import UsageError
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Scalar
 from fp8bench.numerics.distributions import GradientSource
 from fp8bench.protocols import Setup, SilentPhases
-from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.optimizer import Optimizer
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+from tests.workloads.steps import phases, small
 
 
 def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
-    params = {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64}
-    arithmetic = precisions.get(precision).arithmetic(CPU)
-    case = Case("optimizer", tuple((params | changes).items()), precision, "cpu")
-    return Setup(case, CPU, seed, arithmetic, arithmetic, {})
-
-
-def phases(setup: Setup) -> list[str]:
-    workload, clock = Optimizer(), PhaseClock(HostStamper())
-    state = workload.prepare(setup)
-    clock.begin()
-    workload.step(state, clock)
-    codes, _ = clock.end()
-    return [CELL_PHASES[code] for code in codes if CELL_PHASES[code] != "unattributed"]
+    return small("optimizer", precision, seed, **changes)
 
 
 def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
     """Whole lists: three stretches, whatever the number of tensors."""
-    assert phases(setup_for("fp32")) == ["optimizer_step"]
+    assert phases(Optimizer(), setup_for("fp32")) == ["optimizer_step"]
     for precision in ("bf16", "fp16", "fp8", "nvfp4"):
-        assert phases(setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
+        assert phases(Optimizer(), setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
@@ -189,16 +171,6 @@ def test_statistics_tell_gradients_and_moments_apart() -> None:
     assert below["second_moment"]["fp16"] > below["gradient"]["fp16"]
 
 
-@pytest.mark.parametrize(
-    ("axis", "text"), [("fused", "maybe"), ("second_moment", "fp8"), ("tensors", "0"), ("width", "1.5")]
-)
-def test_axes_refuse_nonsense_with_a_sentence(axis: str, text: str) -> None:
-    """That says what is expected."""
-    (one,) = (one for one in Optimizer().axes(CPU) if one.name == axis)
-    with pytest.raises(UsageError, match=f"{axis}.*expected"):
-        one.values([text])
-
-
 def test_weights_that_are_not_finite_are_told() -> None:
     """After many steps of a state that goes wrong."""
     state = Optimizer().prepare(setup_for())
@@ -206,10 +178,3 @@ def test_weights_that_are_not_finite_are_told() -> None:
     state.buckets[0].gradients[0][0, 0] = float("nan")
     Optimizer().step(state, SilentPhases())
     assert "not finite" in Optimizer().check(state)
-
-
-def test_tf32_has_no_moments() -> None:
-    """It is refused with the reason, native or emulated."""
-    for facts in (CPU, H200):
-        support = Optimizer().support({}, precisions.get("tf32"), facts)
-        assert support.level is Level.REFUSED and "no moments" in support.reason

@@ -5,36 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts
-from fp8bench.protocols import Setup
-from fp8bench.registry import precisions, workloads
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.model import Scalar
+from fp8bench.registry import workloads
 from fp8bench.workloads import gemm
 from fp8bench.workloads.planted import Planted, PlantedState
+from tests.workloads.steps import SMALL, marks, setup_of
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-BASE = (
-    ("base", "gemm"),
-    ("base.m", 8),
-    ("base.n", 8),
-    ("base.k", 8),
-    ("base.product", "forward"),
-    ("base.operands", "cast"),
-)
+BASE: dict[str, Scalar] = {"base": "gemm", **{f"base.{name}": value for name, value in SMALL["gemm"].items()}}
 
 
 def prepared(extra: int) -> PlantedState:
-    case = Case("_planted", (*BASE, ("extra", extra)), "fp32", "cpu")
-    arithmetic = precisions.get("fp32").arithmetic(CPU)
-    return Planted().prepare(Setup(case, CPU, 0, arithmetic, arithmetic, {}))
+    return Planted().prepare(setup_of("_planted", {**BASE, "extra": extra}, "fp32"))
 
 
 def codes_of(state: PlantedState) -> list[str]:
-    clock = PhaseClock(HostStamper())
-    clock.begin()
-    Planted().step(state, clock)
-    return [CELL_PHASES[code] for code in clock.end()[0]]
+    return marks(Planted(), state)
 
 
 def test_it_is_hidden() -> None:
@@ -46,7 +31,7 @@ def test_the_other_workload_gets_its_own_parameters() -> None:
     """Names without their prefix, and nothing else."""
     state = prepared(0)
     assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner, gemm.GemmState)
-    assert state.inner.a.shape == (8, 8) and state.inner.ready is None
+    assert state.inner.a.shape == (24, 64) and state.inner.ready is None
 
 
 @pytest.mark.parametrize("extra", [1, 7])

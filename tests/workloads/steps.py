@@ -1,0 +1,60 @@
+"""A case of a workload as the worker would set it up, and the phases that its steps mark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar
+from fp8bench.protocols import Setup, Workload
+from fp8bench.registry import precisions
+from fp8bench.worker.clock import PhaseClock
+
+CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
+MI300 = DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942")
+# The parameters of small cases.
+SMALL: dict[str, dict[str, Scalar]] = {
+    "accumulate": {"micro_batches": 3, "tensors": 2, "width": 48, "gradients": "fp32"},
+    "attention": {
+        "part": "layer", "sequence": 32, "batch": 2, "heads": 4, "key_heads": 2, "head_width": 16, "causal": "yes",
+        "pass": "training", "scores": "high", "spread": 1,
+    },
+    "cast": {"rows": 40, "columns": 72, "source": "fp32", "direction": "to", "scaling": "on", "role": "input"},
+    "conv": {"batch": 4, "channels": 16, "image": 6, "pass": "training"},
+    "data": {"kind": "reading", "batch": 4, "record": 512},
+    "gemm": {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast"},
+    "mlp": {"tokens": 24, "width": 16, "hidden": 48, "gated": "no", "pass": "training"},
+    "norm_act": {"operation": "gelu", "tokens": 24, "width": 32, "pass": "training"},
+    "optimizer": {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64},
+}  # fmt: skip
+
+
+def setup_of(
+    workload: str, params: Mapping[str, Scalar], precision: str, seed: int = 0, corpus: str | None = None
+) -> Setup:
+    """Without a precision map."""
+    mode = precisions.get(precision)
+    high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
+    case = Case(workload, tuple(params.items()), precision, "cpu")
+    return Setup(case, CPU, seed, mode.arithmetic(CPU), high, {}, mode.loss_scale, corpus)
+
+
+def small(workload: str, precision: str, seed: int = 0, **changes: Scalar) -> Setup:
+    """A small case, with some of its parameters changed."""
+    return setup_of(workload, SMALL[workload] | changes, precision, seed)
+
+
+def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
+    """The phases of the last of so many steps, in their order."""
+    clock = PhaseClock(HostStamper())
+    for _ in range(steps):
+        clock.begin()
+        workload.step(state, clock)
+        codes, _ = clock.end()
+    return [CELL_PHASES[code] for code in codes]
+
+
+def phases(workload: Workload, setup: Setup, steps: int = 1) -> list[str]:
+    """Those of a fresh state; the time between them is nobody's."""
+    return [name for name in marks(workload, workload.prepare(setup), steps) if name != UNATTRIBUTED]
