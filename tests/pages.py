@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fp8bench.report.elements import (
+    AnyChart,
     Axis,
     Bars,
     Code,
@@ -29,6 +30,8 @@ from fp8bench.report.elements import (
 )
 
 SCRIPT = "<script>alert(1)</script>"
+# The hints of a map of two rows and two columns that has none.
+BLANK = (("", ""), ("", ""))
 LONG = "gemm_" + "x" * 295
 NUISANCES = (
     SCRIPT,
@@ -103,7 +106,7 @@ def _bar(dtype: str, width: int, place: int) -> Mark:
     return Mark(dtype, value, value - 0.05, value + 0.05, tone, hint)
 
 
-def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall, ...]:
+def charts() -> tuple[AnyChart, ...]:
     """One of each kind."""
     seconds, ratio = Axis("time", "s"), Axis("speed-up", "x")
     points = [
@@ -127,7 +130,7 @@ def charts() -> tuple[Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfal
             tuple(points), "no error measured",
         ),
         Stacks("phases", "Where the time goes", "Most of it is gemm.", seconds, ("cast", "gemm", "rest"), stacks),
-        Heat("shapes", "Shapes", "Large ones gain.", ("m=256", "m=1024"), ("n=256", "n=1024"), shapes, ratio),
+        Heat("shapes", "Shapes", "Large ones gain.", ("m=256", "m=1024"), ("n=256", "n=1024"), shapes, ratio, BLANK),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), seconds, history),
         Strips("samples", "Samples", "All samples.", seconds, strips),
         Waterfall("gains", "From bf16", "It saves.", seconds, ("bf16", 0.024), gains, ("fp8", 0.012), folded=True),

@@ -186,20 +186,18 @@ class Stacks(Chart):
     @property
     def present(self) -> tuple[int, ...]:
         """The places of the parts that any row has; the others need no legend and no column."""
-        values = [values for _, values in self.rows]
-        return tuple(n for n in range(len(self.parts)) if any(n < len(row) and row[n] != 0 for row in values))
+        return tuple(n for n in range(len(self.parts)) if any(values[n] != 0 for _, values in self.rows))
 
 
 @dataclass(frozen=True)
 class Heat(Chart):
-    """A value for rows and columns; None where there is none. Values on either side of `even` differ in colour."""
+    """A ratio for rows and columns; None where there is none. Those on either side of 1 differ in colour."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     values: tuple[tuple[float | None, ...], ...]
     axis: Axis
-    even: float = 1.0
-    hints: tuple[tuple[str, ...], ...] = field(default=())
+    hints: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,8 @@ class Strips(Chart):
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 
-Element = Text | Items | Facts | Code | Table | Verdicts | Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall
+AnyChart = Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall
+Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 
 @dataclass(frozen=True)

@@ -8,57 +8,59 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from functools import singledispatch
+from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.report.elements import (
+    AnyChart,
     Axis,
     Bars,
-    Chart,
     Column,
     Field,
     Heat,
     Lines,
     Mark,
+    Point,
     Scatter,
     Stacks,
     Strips,
     Table,
-    Tone,
     Waterfall,
 )
 from fp8bench.report.panels import Result, together
 from fp8bench.report.terminal.tables import phases_of
 from fp8bench.report.words.naming import phase_order, phase_words
 
-_NOTES = Column("notes")
+_SUMMARY = ("lowest", "lower quartile", "median", "upper quartile", "highest")
 # Fewer points than this are read faster as numbers.
 _LEAST_POINTS = 3
 # Where the largest whole is so many times the smallest, bars of one unit would hide the parts of the small ones.
 _WIDE = 8.0
 
 
-def worth_drawing(chart: Chart) -> bool:
+def worth_drawing(chart: AnyChart) -> bool:
     """Whether there is something to see that a table would not show: three points, in more than one column."""
+    return _points(chart) >= _LEAST_POINTS
+
+
+def _points(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            points = sum(len(marks) for _, marks in chart.groups)
+            return sum(len(marks) for _, marks in chart.groups)
         case Scatter():
-            points = len(chart.points)
+            return len(chart.points)
         case Stacks():
-            points = sum(value != 0 for _, values in chart.rows for value in values)
+            return sum(value != 0 for _, values in chart.rows for value in values)
         case Heat():
-            points = sum(value is not None for row in chart.values for value in row) if len(chart.columns) > 1 else 0
+            values = [value for row in chart.values for value in row if value is not None]
+            return len(values) if len(chart.columns) > 1 else 0
         case Lines():
-            points = len(chart.places)
+            return len(chart.places)
         case Strips():
-            points = sum(len(samples) for _, samples, _ in chart.rows)
+            return sum(len(samples) for _, samples, _ in chart.rows)
         case Waterfall():
-            points = 1 + len(chart.changes)
-        case _:
-            raise TypeError(f"{type(chart).__name__} has no points; say in report/page/charts.py what they are")
-    return points >= _LEAST_POINTS
+            return 1 + len(chart.changes)
 
 
 def stacked(
@@ -98,93 +100,80 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     return {name: phase_words(name) for name in sorted(found | {UNATTRIBUTED}, key=phase_order)}
 
 
-def numbers_table(chart: Chart) -> Table:
+def numbers_table(chart: AnyChart) -> Table:
     """Every number that the chart shows; of strips, which are many samples, what sums them up."""
-    columns, rows = _content(chart)
-    return Table(f"{chart.name}-numbers", f"{chart.title}: numbers", tuple(columns), tuple(rows))
-
-
-_Content = tuple[Sequence[Column], Sequence[tuple[Field, ...]]]
-
-
-@singledispatch
-def _content(chart: Chart) -> _Content:
-    raise TypeError(f"{type(chart).__name__} has no numbers; say in report/page/charts.py what they are")
-
-
-@_content.register
-def _(chart: Bars) -> _Content:
-    named = any(title for title, _ in chart.groups)
-    marks = [(title, mark) for title, marks in chart.groups for mark in marks]
-    columns = [*([Column("group")] if named else []), Column("case"), *_mark_columns(chart.axis)]
-    rows = [
-        (*([Field(title)] if named else []), Field(mark.label, tone=mark.tone), *_mark_fields(mark, chart.axis))
-        for title, mark in marks
+    heads, numbers, rows = _content(chart)
+    columns = [*heads, *(Column(title, number=True, unit=unit) for title, unit in numbers)]
+    fields = [
+        (*words, *(_field(value, unit) for value, (_, unit) in zip(values, numbers, strict=True)))
+        for words, values, _ in rows
     ]
-    return _with_notes(columns, rows, [mark.hint for _, mark in marks])
+    if any(hint for _, _, hint in rows):  # the words that show on hovering
+        columns.append(Column("notes"))
+        fields = [(*row, Field(hint)) for row, (_, _, hint) in zip(fields, rows, strict=True)]
+    if isinstance(chart, Heat):  # whose hints stay with their fields: notes would not say which field is meant
+        fields = [
+            (name, *(replace(field, hint=hint) for field, hint in zip(own, hints, strict=True)))
+            for (name, *own), hints in zip(fields, chart.hints, strict=True)
+        ]
+    return Table(f"{chart.name}-numbers", f"{chart.title}: numbers", tuple(columns), tuple(fields))
 
 
-@_content.register
-def _(chart: Waterfall) -> _Content:
-    wholes = [Mark(label, value) for label, value in (chart.before, chart.after)]
-    marks = [wholes[0], *chart.changes, wholes[1]]
-    rows = [(Field(mark.label, tone=mark.tone), _field(mark.value, chart.axis)) for mark in marks]
-    return _with_notes([Column("step"), _column(chart.axis)], rows, [mark.hint for mark in marks])
+_Numbers = Sequence[tuple[str, str]]
+_Rows = Sequence[tuple[Sequence[Field], Sequence[float | None], str]]
 
 
-@_content.register
-def _(chart: Scatter) -> _Content:
-    columns = [Column("series"), Column("case"), _column(chart.x), _column(chart.y)]
-    rows = [
-        (Field(point.series), Field(point.label, tone=point.tone), _field(point.x, chart.x), _field(point.y, chart.y))
-        for point in chart.points
-    ]
-    return _with_notes(columns, rows, [point.hint for point in chart.points])
+def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
+    """Columns of words, columns of numbers with their units, and of each row words, numbers and hint."""
+    match chart:
+        case Bars():
+            named = any(title for title, _ in chart.groups)
+            marks = [([Field(title)] if named else [], mark) for title, own in chart.groups for mark in own]
+            heads = [*([Column("group")] if named else []), Column("case")]
+            return heads, _ends(chart.axis), [_marked([*head, _name(mark)], mark) for head, mark in marks]
+        case Lines():
+            found = [
+                (place, name, mark)
+                for index, place in enumerate(chart.places)
+                for name, marks in chart.series
+                if (mark := marks[index]) is not None
+            ]
+            rows = [_marked([Field(place), Field(name, tone=mark.tone)], mark) for place, name, mark in found]
+            return [Column("at"), Column("series")], _ends(chart.axis), rows
+        case Waterfall():
+            first, last = (Mark(label, value) for label, value in (chart.before, chart.after))
+            steps = [([_name(mark)], [mark.value], mark.hint) for mark in (first, *chart.changes, last)]
+            return [Column("step")], [(chart.axis.title, chart.axis.unit)], steps
+        case Scatter():
+            numbers = [(axis.title, axis.unit) for axis in (chart.x, chart.y)]
+            points = [([Field(one.series), _name(one)], [one.x, one.y], one.hint) for one in chart.points]
+            return [Column("series"), Column("case")], numbers, points
+        case Stacks():
+            numbers = [(chart.parts[part], chart.axis.unit) for part in chart.present]
+            parts = [([Field(label)], [values[n] for n in chart.present], "") for label, values in chart.rows]
+            return [Column("case")], numbers, parts
+        case Heat():
+            cells = [([Field(name)], values, "") for name, values in zip(chart.rows, chart.values, strict=True)]
+            return [Column("")], [(name, chart.axis.unit) for name in chart.columns], cells
+        case Strips():
+            numbers = [(name, chart.axis.unit) for name in _SUMMARY]
+            strips = [
+                ([Field(label, tone=tone), Field(str(len(samples)), len(samples))], _summary(samples), "")
+                for label, samples, tone in chart.rows
+            ]
+            return [Column("case"), Column("samples", number=True)], numbers, strips
 
 
-@_content.register
-def _(chart: Stacks) -> _Content:
-    present = chart.present
-    columns = [Column("case"), *(Column(chart.parts[n], number=True, unit=chart.axis.unit) for n in present)]
-    rows = [(label, [values[n] if n < len(values) else 0.0 for n in present]) for label, values in chart.rows]
-    return columns, [(Field(label), *(_field(value, chart.axis) for value in values)) for label, values in rows]
+def _name(one: Mark | Point) -> Field:
+    return Field(one.label, tone=one.tone)
 
 
-@_content.register
-def _(chart: Heat) -> _Content:
-    """Hints of its fields stay with them: a column of notes would not say which field is meant."""
-    columns = [Column(""), *(Column(name, number=True, unit=chart.axis.unit) for name in chart.columns)]
-    hints = chart.hints or [[""] * len(chart.columns) for _ in chart.rows]
-    rows = [
-        (Field(name), *(_field(value, chart.axis, hint) for value, hint in zip(values, words, strict=True)))
-        for name, values, words in zip(chart.rows, chart.values, hints, strict=True)
-    ]
-    return columns, rows
+def _ends(axis: Axis) -> _Numbers:
+    return [(name, axis.unit) for name in (axis.title, "low", "high")]
 
 
-@_content.register
-def _(chart: Lines) -> _Content:
-    columns = [Column("at"), Column("series"), *_mark_columns(chart.axis)]
-    marks = [
-        (place, name, mark)
-        for index, place in enumerate(chart.places)
-        for name, marks in chart.series
-        if (mark := marks[index]) is not None
-    ]
-    rows = [(Field(place), Field(name, tone=mark.tone), *_mark_fields(mark, chart.axis)) for place, name, mark in marks]
-    return _with_notes(columns, rows, [mark.hint for _, _, mark in marks])
-
-
-@_content.register
-def _(chart: Strips) -> _Content:
-    names = ("lowest", "lower quartile", "median", "upper quartile", "highest")
-    columns = [Column("case"), Column("samples", number=True)]
-    columns += [Column(name, number=True, unit=chart.axis.unit) for name in names]
-    rows = []
-    for label, samples, tone in chart.rows:
-        many = Field(str(len(samples)), float(len(samples)))
-        rows.append((Field(label, tone=tone), many, *(_field(value, chart.axis) for value in _summary(samples))))
-    return columns, rows
+def _marked(words: Sequence[Field], mark: Mark) -> tuple[Sequence[Field], Sequence[float | None], str]:
+    return words, [mark.value, mark.low, mark.high], mark.hint
 
 
 def _summary(samples: Iterable[float]) -> Sequence[float | None]:
@@ -195,26 +184,5 @@ def _summary(samples: Iterable[float]) -> Sequence[float | None]:
     return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]
 
 
-def _column(axis: Axis) -> Column:
-    return Column(axis.title, number=True, unit=axis.unit)
-
-
-def _mark_columns(axis: Axis) -> list[Column]:
-    return [_column(axis), Column("low", number=True, unit=axis.unit), Column("high", number=True, unit=axis.unit)]
-
-
-def _mark_fields(mark: Mark, axis: Axis) -> list[Field]:
-    return [_field(value, axis) for value in (mark.value, mark.low, mark.high)]
-
-
-def _field(value: float | None, axis: Axis, hint: str = "") -> Field:
-    if value is None:
-        return Field(units.NONE, hint=hint)
-    return Field(units.shown(value, axis.unit), value, Tone.PLAIN, hint)
-
-
-def _with_notes(columns: Sequence[Column], rows: Sequence[tuple[Field, ...]], hints: Sequence[str]) -> _Content:
-    """The words that show on hovering as a last column, if there are any."""
-    if not any(hints):
-        return columns, rows
-    return [*columns, _NOTES], [(*row, Field(hint)) for row, hint in zip(rows, hints, strict=True)]
+def _field(value: float | None, unit: str) -> Field:
+    return Field(units.NONE) if value is None else Field(units.shown(value, unit), value)

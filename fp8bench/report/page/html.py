@@ -10,14 +10,15 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from itertools import count
+from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.report.elements import Chart, Element, Field, Page, Part, Table, Tone
+from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
 
 # A column with so many different texts at most can be filtered by choosing one of them.
@@ -26,50 +27,29 @@ _MOST_CHOICES = 12
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column as the page shows it; `classes` by the tone of a field. `heads`: its fields name their rows."""
+class _Column(NamedTuple):
+    """A column, whether its fields sort by their values, and the texts that it can be filtered by."""
 
-    place: int
-    title: str
-    hint: str
-    unit: str
-    number: bool
+    column: Column
     by_value: bool
-    heads: bool
-    classes: Mapping[Tone, str]
     choices: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Sheet:
-    """A table as the page shows it."""
+class _Sheet(NamedTuple):
+    """A table with its id."""
 
     id: str
+    table: Table
     columns: tuple[_Column, ...]
-    rows: tuple[tuple[Field, ...], ...]
-    main: bool
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """An element with its id; a table has a sheet, a chart its drawing and the sheet of its numbers."""
 
-    kind: str
-    id: str
     element: Element
+    id: str = ""
     sheet: _Sheet | None = None
     drawing: str = ""
-
-
-@dataclass(frozen=True)
-class _Section:
-    """A part with its id."""
-
-    id: str
-    title: str
-    lead: str
-    blocks: tuple[_Block, ...]
 
 
 def render(page: Page) -> str:
@@ -85,12 +65,12 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["sort_value"] = _sort_value
+    environment.filters |= {"sort_value": _sort_value, "kind": lambda element: type(element).__name__}
     ids = _Ids()
     script = _asset("script.js")
     text = environment.from_string(_asset("page.html.j2")).render(
         page=page,
-        parts=[_section(part, ids, draw) for part in page.parts],
+        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
         style=_asset("style.css") + _asset("drawing", "charts.css"),
         script=script,
         policy=_policy(script),
@@ -127,48 +107,30 @@ class _Ids:
         return chosen
 
 
-def _section(part: Part, ids: _Ids, draw: Callable[[Chart], str]) -> _Section:
-    own = ids.give(part.name)
-    return _Section(own, part.title, part.lead, tuple(_blocks(part, ids, draw)))
-
-
-def _blocks(part: Part, ids: _Ids, draw: Callable[[Chart], str]) -> Iterator[_Block]:
+def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[_Block]:
     for element in part.elements:
-        kind = type(element).__name__
         if isinstance(element, Table):
             own = ids.give(element.name)
-            yield _Block(kind, own, element, _sheet(element, own))
+            yield _Block(element, own, _sheet(element, own))
         elif isinstance(element, Chart):
             own = ids.give(element.name)
             numbers = _sheet(numbers_table(element), ids.give(f"{own}-numbers"))
             # Under the id, which no other chart has: what is inside a drawing is named after it.
-            yield _Block(kind, own, element, numbers, draw(replace(element, name=own)))
+            yield _Block(element, own, numbers, draw(replace(element, name=own)))
         else:
-            yield _Block(kind, "", element)
+            yield _Block(element)
 
 
 def _sheet(table: Table, own: str) -> _Sheet:
-    columns = tuple(_column(table, place) for place in range(len(table.columns)))
-    return _Sheet(own, columns, table.rows, table.main)
+    return _Sheet(own, table, tuple(_column(table, place) for place in range(len(table.columns))))
 
 
 def _column(table: Table, place: int) -> _Column:
-    column = table.columns[place]
-    fields = [row[place] for row in table.rows]
+    column, fields = table.columns[place], [row[place] for row in table.rows]
     texts = tuple(dict.fromkeys(field.text for field in fields if field.text not in ("", units.NONE)))
     chosen_from = table.main and not column.number and 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
-    words = {tone: "" if tone is Tone.PLAIN else tone.value for tone in Tone}
-    return _Column(
-        place=place,
-        title=column.title,
-        hint=column.hint,
-        unit=column.unit,
-        number=column.number,
-        by_value=column.number or any(field.value is not None for field in fields),
-        heads=place == 0 and not column.number,
-        classes={tone: " ".join(filter(None, ("n" if column.number else "", word))) for tone, word in words.items()},
-        choices=texts if chosen_from else (),
-    )
+    by_value = column.number or any(field.value is not None for field in fields)
+    return _Column(column, by_value, texts if chosen_from else ())
 
 
 def _sort_value(field: Field) -> str:

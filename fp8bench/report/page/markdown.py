@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fp8bench.report.elements import (
-    Chart,
+    AnyChart,
     Code,
     Column,
     Element,
@@ -117,7 +117,7 @@ def _told(field: Field) -> Field:
     return replace(field, text=f"{field.text}: {field.hint}") if field.hint else field
 
 
-def _chart(chart: Chart) -> Iterator[str]:
+def _chart(chart: AnyChart) -> Iterator[str]:
     """What it shows in words, then its first numbers."""
     numbers = numbers_table(chart)
     yield _heading(3, chart.title)
@@ -156,12 +156,8 @@ def _heading(level: int, text: str) -> str:
 
 def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _line(text)
-    return _toned(_STARTS.sub(_after_backslash, line), tone)
-
-
-def _after_backslash(found: re.Match[str]) -> str:
-    """'#' -> '\\#'; of a list's number it is the dot that counts, so '1' -> '1\\'."""
-    return f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}"
+    # '#' -> '\\#'; of a list's number it is the dot that counts, so '1' -> '1\\'.
+    return _toned(_STARTS.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", line), tone)
 
 
 def _toned(text: str, tone: Tone) -> str:

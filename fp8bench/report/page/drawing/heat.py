@@ -1,4 +1,4 @@
-"""Heat: a value for each row and column, in colours that part at `even`."""
+"""Heat: a ratio for each row and column, in colours that part at 1."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.report.elements import Heat
 from fp8bench.report.page.drawing.labels import shortened, worded
-from fp8bench.report.page.drawing.limits import CELLS, TABBED, described, drawable, left_out
-from fp8bench.report.page.drawing.scale import shown, tick
-from fp8bench.report.page.drawing.sheet import WIDE, Sheet, nothing
+from fp8bench.report.page.drawing.limits import CELLS, TABBED, cells_drawn
+from fp8bench.report.page.drawing.scale import shown
+from fp8bench.report.page.drawing.sheet import Sheet
 
 _HEIGHT = 30.0
 _WIDEST = 96.0
 _GAP = 10.0
-# Shades on either side of even.
+# Shades on either side of 1.
 _SHADES = 4
-# Closer to even than this, in logarithms for ratios and as a share for others, is even.
+# Closer to 1 than this is even, in logarithms.
 _EVEN = math.log(1.01)
 # Differences smaller than this do not take the strongest shade.
 _LEAST = math.log(1.2)
@@ -36,135 +36,81 @@ class _Grid:
         return self.left + column * self.wide, self.top + row * _HEIGHT
 
 
-def alone(chart: Heat) -> bool:
-    """Whether the drawing for a window is too wide for one, and scrolls: then it serves telephones too."""
-    cells = _cells(chart)
-    return any(drawable(value) for row in cells for value in row) and _needed(Sheet(chart, False), chart, cells) > WIDE
-
-
-def draw_heat(chart: Heat, narrow: bool) -> str:
-    cells = _cells(chart)
+def draw_heat(sheet: Sheet, chart: Heat) -> float:
+    cells = cells_drawn(chart)
     values = [value for row in cells for value in row if value is not None]
-    missing = sum(value is not None and not drawable(value) for row in chart.values for value in row)
-    description = described(chart, missing, left_out(chart))
     if not values:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
-    top = _key(sheet, chart, values)
-    grid = _grid(sheet, chart, cells, top)
-    shades = _Shades(chart.even, values)
+        return 0.0
+    grid = _grid(sheet, chart, values, _key(sheet, chart))
+    farthest = max(_LEAST, *(abs(math.log(value)) for value in values))
     for row, line in enumerate(cells):
         label = shortened(chart.rows[row], grid.left - _GAP, sheet.size)
         sheet.text(grid.left - _GAP, grid.top + (row + 0.5) * _HEIGHT, label, "label", anchor="end")
         for column, value in enumerate(line):
-            _cell(sheet, chart, grid, row, column, value, shades)
-    border = _border(cells, chart.even, grid)
+            _cell(sheet, chart, grid, row, column, value, farthest)
+    border = _border(cells, grid)
     if border:
         sheet.lines("even", border)
-    return sheet.svg(_columns(sheet, chart, grid, len(cells)), description)
+    return _columns(sheet, chart, grid, len(cells))
 
 
-def _cells(chart: Heat) -> list[list[float | None]]:
-    """The values that are drawn; None where there is none, as many in each row as there are columns."""
-    rows = []
-    for row in chart.values[: min(CELLS, len(chart.rows))]:
-        line = [value if drawable(value) else None for value in row[:CELLS]]
-        rows.append((line + [None] * len(chart.columns))[: min(CELLS, len(chart.columns))])
-    return rows
+def _written(value: float) -> str:
+    """In three digits; the unit is in the key."""
+    return units.significant(value) if 1e-3 <= value < 1e4 else shown(value, "x")
 
 
-def _written(value: float, unit: str) -> str:
-    """A value in three digits, its unit left to the key."""
-    return units.significant(value) if unit in ("x", "") and 1e-3 <= abs(value) < 1e4 else shown(value, unit)
-
-
-def _needed(sheet: Sheet, chart: Heat, cells: list[list[float | None]]) -> float:
-    """How wide a sheet has to be, for cells as wide as their texts."""
-    left, least = _widths(sheet, chart, cells)
-    return left + len(cells[0]) * least + 2
-
-
-def _widths(sheet: Sheet, chart: Heat, cells: list[list[float | None]]) -> tuple[float, float]:
-    """The width of the rows' names, and the least one of a cell."""
-    room = 0.3 * sheet.width
-    left = max(sheet.measure(shortened(label, room, sheet.size)) for label in chart.rows[: len(cells)]) + _GAP
-    texts = [_written(value, chart.axis.unit) for line in cells for value in line if value is not None]
-    return left, max(sheet.measure(text) for text in texts) + 8
-
-
-def _grid(sheet: Sheet, chart: Heat, cells: list[list[float | None]], top: float) -> _Grid:
+def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Grid:
     """Cells as wide as their texts at least; a sheet too narrow for them grows."""
-    left, least = _widths(sheet, chart, cells)
-    columns = len(cells[0])
+    room, columns = 0.3 * sheet.width, len(chart.columns[:CELLS])
+    left = max(sheet.measure(shortened(label, room, sheet.size)) for label in chart.rows[:CELLS]) + _GAP
+    least = max(sheet.measure(_written(value)) for value in values) + 8
     wide = max(least, min(_WIDEST, (sheet.width - left - 2) / columns))
     sheet.width = max(sheet.width, left + columns * wide + 2)
     return _Grid(left, top, wide)
 
 
-class _Shades:
-    """How far from even values go, in logarithms where all are above zero; all are even where even is no number."""
-
-    def __init__(self, even: float, values: Sequence[float]) -> None:
-        self._even = even
-        self._logs = all(drawable(value, log=True) for value in (even, *values))
-        farthest = max(abs(self._far(value)) for value in values) if drawable(even) else math.inf
-        self._least = _EVEN if self._logs else farthest * 0.02
-        self._farthest = max(farthest, _LEAST) if self._logs else farthest
-
-    def of(self, value: float) -> str:
-        """The class of a value: 'level', 'low-1' to 'low-4', 'high-1' to 'high-4'."""
-        far = self._far(value)
-        if self._farthest == math.inf or abs(far) <= self._least:
-            return "level"
-        shade = min(_SHADES, max(1, math.ceil(abs(far) / self._farthest * _SHADES - 1e-9)))
-        return f"{'low' if far < 0 else 'high'}-{shade}"
-
-    def _far(self, value: float) -> float:
-        return math.log(value) - math.log(self._even) if self._logs else value - self._even
+def _shade(value: float, farthest: float) -> str:
+    """The class of a value: 'level', 'low-1' to 'low-4', 'high-1' to 'high-4'; 2x and 0.5x are equally far from 1."""
+    far = math.log(value)
+    if abs(far) <= _EVEN:
+        return "level"
+    shade = min(_SHADES, max(1, math.ceil(abs(far) / farthest * _SHADES - 1e-9)))
+    return f"{'low' if far < 0 else 'high'}-{shade}"
 
 
-def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: float | None, shades: _Shades) -> None:
+def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: float | None, farthest: float) -> None:
     x, y = grid.corner(row, column)
     name = f"{chart.rows[row]}, {chart.columns[column]}"
     stop = len(chart.rows) * len(chart.columns) <= TABBED
-    words = chart.hints[row][column] if row < len(chart.hints) and column < len(chart.hints[row]) else ""
-    hint = worded(name, "no value" if value is None else shown(value, chart.axis.unit), words, stop)
-    style = "none" if value is None else shades.of(value)
+    hint = worded(name, "no value" if value is None else shown(value, "x"), chart.hints[row][column], stop)
+    style = "none" if value is None else _shade(value, farthest)
     sheet.box(f"mark cell {style}", x + 1, y + 1, grid.wide - 2, _HEIGHT - 2, hint=hint)
     if value is None:
         sheet.hatch("hatch", x + 1, y + 1, grid.wide - 2, _HEIGHT - 2)
     else:
-        sheet.text(x + grid.wide / 2, y + _HEIGHT / 2, _written(value, chart.axis.unit), "value", anchor="middle")
+        sheet.text(x + grid.wide / 2, y + _HEIGHT / 2, _written(value), "value", anchor="middle")
 
 
-def _border(cells: list[list[float | None]], even: float, grid: _Grid) -> list[list[tuple[float, float]]]:
-    """The line between cells on either side of even: where it begins to pay."""
+def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[float, float]]]:
+    """The line between cells on either side of 1x: where it begins to pay."""
     lines = []
     for row, line in enumerate(cells):
         for column, value in enumerate(line):
             x, y = grid.corner(row, column)
             right = line[column + 1] if column + 1 < len(line) else None
             below = cells[row + 1][column] if row + 1 < len(cells) else None
-            if value is not None and right is not None and (value < even) != (right < even):
+            if value is not None and right is not None and (value < 1) != (right < 1):
                 lines.append([(x + grid.wide, y), (x + grid.wide, y + _HEIGHT)])
-            if value is not None and below is not None and (value < even) != (below < even):
+            if value is not None and below is not None and (value < 1) != (below < 1):
                 lines.append([(x, y + _HEIGHT), (x + grid.wide, y + _HEIGHT)])
     return lines
 
 
-def _key(sheet: Sheet, chart: Heat, values: Sequence[float]) -> float:
-    """What the colours say: below even, even, above it."""
-    if chart.axis.title:
-        sheet.text(0, 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
-    y = 24.0 if chart.axis.title else 0.0
-    if not drawable(chart.even):
-        return y
-    even, x = tick(chart.even, chart.axis.unit), 0.0
-    for styles, text in (
-        (["low-4", "low-2"], f"below {even}"),
-        (["level"], "even"),
-        (["high-2", "high-4"], f"above {even}"),
-    ):
+def _key(sheet: Sheet, chart: Heat) -> float:
+    """What the colours say; returns where it ends."""
+    sheet.text(0, 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
+    x, y = 0.0, 24.0
+    for styles, text in ((["low-4", "low-2"], "below 1x"), (["level"], "even"), (["high-2", "high-4"], "above 1x")):
         for style in styles:
             sheet.box(f"cell {style}", x, y + 2, 13, 13)
             x += 13

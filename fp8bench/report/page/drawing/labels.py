@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fp8bench.report.elements import Mark
 from fp8bench.report.page.drawing.limits import drawable
-from fp8bench.report.page.drawing.scale import interval, shown
+from fp8bench.report.page.drawing.scale import shown
 
 ELLIPSIS = "\u2026"
 
@@ -92,7 +92,7 @@ def escaped(text: str) -> str:
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
 
-def ends(mark: Mark, log: bool) -> list[float]:
+def ends(mark: Mark, log: bool = False) -> list[float]:
     """The ends of the interval if both can be drawn, else none."""
     found = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
     return sorted(found) if len(found) == 2 else []
@@ -100,8 +100,9 @@ def ends(mark: Mark, log: bool) -> list[float]:
 
 def hint(mark: Mark, unit: str, *names: str) -> Hint:
     """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own words on a line of their own."""
-    known = [value for value in (mark.low, mark.high) if value is not None and math.isfinite(value)]
-    text = interval(mark.value, mark.low, mark.high, unit) if len(known) == 2 else shown(mark.value, unit)
+    text = shown(mark.value, unit)
+    if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
+        text += f" [{shown(mark.low, unit)}, {shown(mark.high, unit)}]"
     return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
 
 

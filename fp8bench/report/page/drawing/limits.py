@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from fp8bench.report.elements import Bars, Chart, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Waterfall
+from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Waterfall
 
 BARS = 25
 ROWS = 25
@@ -19,8 +19,6 @@ POINTS = 400
 POINTED = {False: 120, True: 60}
 # Where a map has more cells than this, they can be pointed at, and not tabbed to.
 TABBED = 400
-
-Drawable = Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall
 
 # Beyond these a difference of two values, or a step between ticks, is no number any more.
 _SMALLEST, _LARGEST = 1e-300, 1e300
@@ -51,9 +49,8 @@ def bars_drawn(chart: Bars) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
 
 
 def stack_rows(chart: Stacks) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """The rows that have a part to draw, with a value for each part at most."""
-    rows = tuple((label, values[: len(chart.parts)]) for label, values in chart.rows)
-    return tuple((label, values) for label, values in rows if any(part_drawable(value) for value in values))
+    """The rows that have a part to draw."""
+    return tuple(row for row in chart.rows if any(map(part_drawable, row[1])))
 
 
 def part_drawable(value: float) -> bool:
@@ -63,21 +60,22 @@ def part_drawable(value: float) -> bool:
 
 def strip_rows(chart: Strips) -> tuple[tuple[str, tuple[float, ...], str], ...]:
     """The rows that have a sample to draw, each with those samples alone."""
-    rows = []
-    for label, samples, tone in chart.rows:
-        kept = tuple(value for value in samples if drawable(value, chart.axis.log))
-        if kept:
-            rows.append((label, kept, tone.value))
-    return tuple(rows)
+    rows = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
+    return tuple(row for row in rows if row[1])
 
 
-def _has_place(chart: Scatter, point: Point) -> bool:
-    return drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+def cells_drawn(chart: Heat) -> list[list[float | None]]:
+    """The values of a map that find room; None where there is none with a place."""
+    return [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
 
 
 def points_placed(chart: Scatter) -> list[Point]:
     """The points that have a place on the axes, or in the margin."""
-    return [point for point in chart.points if _has_place(chart, point)]
+    return [
+        point
+        for point in chart.points
+        if drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+    ]
 
 
 def points_drawn(placed: list[Point]) -> list[Point]:
@@ -85,38 +83,52 @@ def points_drawn(placed: list[Point]) -> list[Point]:
     return placed[:: max(1, -(-len(placed) // POINTS))]
 
 
-def left_out(chart: Drawable) -> int:
-    """How many bars, rows, cells or marks a drawing has no room for; those without a value are not among them."""
-    match chart:
-        case Bars():
-            found = sum(drawable(mark.value, on_ratios(chart)) for _, marks in chart.groups for mark in marks)
-            return max(0, found - BARS)
-        case Stacks():
-            return max(0, len(stack_rows(chart)) - ROWS)
-        case Waterfall():
-            return max(0, sum(drawable(mark.value) for mark in chart.changes) - ROWS)
-        case Strips():
-            return max(0, len(strip_rows(chart)) - ROWS)
-        case Heat():
-            drawn = sum(drawable(value) for row in chart.values[:CELLS] for value in row[:CELLS])
-            return sum(drawable(value) for row in chart.values for value in row) - drawn
-        case Lines():
-            return _marks(chart.series, 0, chart.axis.log) - _marks(chart.series[:SERIES], -PLACES, chart.axis.log)
-        case Scatter():
-            placed = points_placed(chart)
-            return len(placed) - len(points_drawn(placed))
-
-
-def _marks(series: Iterable[tuple[str, tuple[Mark | None, ...]]], first: int, log: bool) -> int:
-    return sum(drawable(mark.value, log) for _, marks in series for mark in marks[first:] if mark is not None)
-
-
-def described(chart: Chart, missing: int, left: int, *notes: str) -> str:
+def described(chart: AnyChart) -> str:
     """The description of a chart, with what the drawing does not show."""
-    sentences = [chart.description.strip(), *notes]
+    sentences = [chart.description.strip()]
+    if isinstance(chart, Strips) and any(len(samples) > DOTS for _, samples, _ in strip_rows(chart)[:ROWS]):
+        sentences.append(f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order.")
+    missing, left = _undrawn(chart)
     if missing:
         numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
         sentences.append(f"{numbers} not finite or without a place on the axis, and not drawn.")
-    if left:
+    if left > 0:
         sentences.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
-    return " ".join(sentence for sentence in sentences if sentence)
+    return " ".join(filter(None, sentences))
+
+
+def _undrawn(chart: AnyChart) -> tuple[int, int]:
+    """How many numbers have no place on an axis, and how many bars, rows, cells or marks with one find no room."""
+    match chart:
+        case Bars():
+            log, marks = on_ratios(chart), [mark for _, own in chart.groups for mark in own]
+            return _placeless(_numbers(marks), log), sum(drawable(mark.value, log) for mark in marks) - BARS
+        case Stacks():
+            parts = [value for _, values in chart.rows for value in values if value]
+            return _placeless(parts, log=True), len(stack_rows(chart)) - ROWS
+        case Waterfall():
+            missing = _placeless(mark.value for mark in chart.changes)
+            return missing, len(chart.changes) - missing - ROWS
+        case Strips():
+            samples = (value for _, samples, _ in chart.rows for value in samples)
+            return _placeless(samples), len(strip_rows(chart)) - ROWS
+        case Heat():
+            cells = [value for row in chart.values for value in row if value is not None]
+            missing = _placeless(cells, log=True)
+            return missing, len(cells) - missing - sum(value is not None for row in cells_drawn(chart) for value in row)
+        case Lines():
+            marks = [mark for _, own in chart.series for mark in own if mark is not None]
+            seen = [mark for _, own in chart.series[:SERIES] for mark in own[-PLACES:] if mark is not None]
+            placed, drawn = (sum(drawable(mark.value) for mark in own) for own in (marks, seen))
+            return _placeless(_numbers(marks)), placed - drawn
+        case Scatter():
+            points = points_placed(chart)
+            return len(chart.points) - len(points), len(points) - len(points_drawn(points))
+
+
+def _numbers(marks: Iterable[Mark]) -> list[float]:
+    return [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
+
+
+def _placeless(values: Iterable[float], log: bool = False) -> int:
+    return sum(not drawable(value, log) for value in values)

@@ -13,15 +13,13 @@ from fp8bench.report.page.drawing.limits import (
     PLACES,
     POINTED,
     SERIES,
-    described,
     drawable,
-    left_out,
     points_drawn,
     points_placed,
 )
-from fp8bench.report.page.drawing.rows import apart, legend
+from fp8bench.report.page.drawing.rows import along, legend
 from fp8bench.report.page.drawing.scale import Scale, limits, shown
-from fp8bench.report.page.drawing.sheet import SHAPES, Sheet, nothing
+from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 
 _GAP = 8.0
 # From so many places on a mark is seen when it is pointed at, and the line otherwise.
@@ -30,42 +28,28 @@ _FAINT_FROM = {False: 60, True: 25}
 Marks = Sequence[Mark | None]
 
 
-def draw_lines(chart: Lines, narrow: bool) -> str:
-    first = max(0, len(chart.places) - PLACES)
-    places = chart.places[first:]
-    series = [(name, _drawn(marks[first : len(chart.places)], chart.axis.log)) for name, marks in chart.series[:SERIES]]
-    values = [
-        value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark, chart.axis.log))
+def draw_lines(sheet: Sheet, chart: Lines) -> float:
+    places, unit = chart.places[-PLACES:], chart.axis.unit
+    # The marks with a place on the axis, None in place of the others.
+    series = [
+        (name, [mark if mark is not None and drawable(mark.value) else None for mark in marks[-PLACES:]])
+        for name, marks in chart.series[:SERIES]
     ]
-    description = described(chart, _missing(chart), left_out(chart))
+    values = [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
     if not values:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
+        return 0.0
     named = [(SHAPES[number], f"point s{number + 1}", name) for number, (name, _) in enumerate(series)]
     top = legend(sheet, named if len(series) > 1 else [], 0.0)
-    if chart.axis.title:
-        sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
-        top += 24
-    bottom = top + (190.0 if narrow else 260.0)
-    log, unit = chart.axis.log, chart.axis.unit
-    y = Scale(*limits(values, log, unit, pad=0.05), bottom, top, log, unit)
+    sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
+    top += 24
+    bottom = top + (190.0 if sheet.narrow else 260.0)
+    y = Scale(*limits(values, False, unit, pad=0.05), bottom, top, unit=unit)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
     for number, (_, marks) in enumerate(series):
         _series(sheet, chart, places, number, marks, x, y)
     _last_values(sheet, chart, series, x, y)
-    return sheet.svg(bottom + 26, description)
-
-
-def _drawn(marks: Marks, log: bool) -> list[Mark | None]:
-    """The marks with a place on the axis, None in place of the others."""
-    return [mark if mark is not None and drawable(mark.value, log) else None for mark in marks]
-
-
-def _missing(chart: Lines) -> int:
-    marks = [mark for _, marks in chart.series for mark in marks if mark is not None]
-    values = [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
-    return sum(not drawable(value, chart.axis.log) for value in values)
+    return bottom + 26
 
 
 def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
@@ -90,20 +74,18 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
     room = (x.end - x.start) / most
     numbers = sorted({round(step * (len(places) - 1) / max(1, most - 1)) for step in range(most)})
     texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in numbers]
-    for place, text in apart(sheet, texts):
-        half = sheet.measure(text) / 2
-        sheet.text(min(max(place, half), sheet.width - half), y.start + 14, text, "tick", anchor="middle")
+    along(sheet, texts, y.start + 14)
 
 
 def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, marks: Marks, x: Scale, y: Scale) -> None:
     """One series: band or whiskers, a line that breaks where there is no mark, the marks."""
-    style, log = f"s{number + 1}", chart.axis.log
-    runs = _runs(marks)
+    style, runs = f"s{number + 1}", _runs(marks)
     for run in runs:
-        spans = [(x.at(place), [y.at(end) for end in ends(mark, log)]) for place, mark in run]
+        spans = [(x.at(place), [y.at(end) for end in ends(mark)]) for place, mark in run]
         if len(run) > 1 and all(span for _, span in spans):
             upper = [(place, min(span)) for place, span in spans]
-            sheet.shapes(f"haze {style}", [upper + [(place, max(span)) for place, span in reversed(spans)]])
+            lower = [(place, max(span)) for place, span in reversed(spans)]
+            sheet.lines(f"haze {style}", [upper + lower], closed=True)
         elif any(span for _, span in spans):
             sheet.lines("whisker", [[(place, span[0]), (place, span[1])] for place, span in spans if span])
     strokes = [[(x.at(place), y.at(mark.value)) for place, mark in run] for run in runs if len(run) > 1]
@@ -179,24 +161,19 @@ class _Frame:
     y: Scale
 
 
-def draw_scatter(chart: Scatter, narrow: bool) -> str:
-    placed = points_placed(chart)
-    points = points_drawn(placed)
-    description = described(chart, len(chart.points) - len(placed), len(placed) - len(points))
+def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
+    points = points_drawn(points_placed(chart))
     if not points:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
+        return 0.0
     names = list(dict.fromkeys(point.series for point in points))
     looks = {name: _look(number) for number, name in enumerate(names)}
     top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
     aside = chart.margin if any(point.x is None for point in points) else ""
-    if chart.y.title or aside:
-        aside = shortened(aside, 0.45 * sheet.width, sheet.size)
-        title = shortened(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
-        sheet.text(0, top + 8, title, "quiet")
-        sheet.text(sheet.width, top + 8, aside, "quiet", anchor="end")
-        top += 24
-    frame = _frame(chart, points, sheet, top)
+    aside = shortened(aside, 0.45 * sheet.width, sheet.size)
+    title = shortened(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
+    sheet.text(0, top + 8, title, "quiet")
+    sheet.text(sheet.width, top + 8, aside, "quiet", anchor="end")
+    frame = _frame(chart, points, sheet, top + 24)
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
     for point, (x, y) in zip(points, spots, strict=True):
@@ -204,7 +181,7 @@ def draw_scatter(chart: Scatter, narrow: bool) -> str:
         tone = f" {point.tone.value}" if point.tone.value != "plain" else ""
         sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
     _labels(sheet, points, spots, [box for box in (frame.plot, frame.margin) if box])
-    return sheet.svg(end, description)
+    return end
 
 
 def _look(number: int) -> tuple[str, str]:
@@ -258,9 +235,7 @@ def _below(sheet: Sheet, axis: Axis, scale: Scale, plot: _Box) -> None:
     places = [(scale.at(value), text) for value, text in scale.ticks(_most(sheet, down=False))]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
-    for x, text in apart(sheet, places):
-        half = sheet.measure(text) / 2
-        sheet.text(min(max(x, half), sheet.width - half), plot.bottom + 13, text, "tick", anchor="middle")
+    along(sheet, places, plot.bottom + 13)
     title = shortened(axis.title, plot.right - plot.left, sheet.size)
     sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
 

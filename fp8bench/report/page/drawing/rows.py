@@ -5,6 +5,7 @@ In a window labels stand left of the rows; on a telephone each stands above its 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +19,14 @@ from fp8bench.report.page.drawing.limits import (
     ROWS,
     SERIES,
     bars_drawn,
-    described,
     drawable,
-    left_out,
     on_ratios,
     part_drawable,
     stack_rows,
     strip_rows,
 )
 from fp8bench.report.page.drawing.scale import Scale, limits, shown
-from fp8bench.report.page.drawing.sheet import Sheet, nothing
+from fp8bench.report.page.drawing.sheet import Sheet
 
 _LABELS_SHARE = 0.4
 _LABEL_GAP = 14.0
@@ -36,6 +35,8 @@ _GAP = 8.0
 # On a telephone a label stands closer to its own row than to the one above.
 _LABEL_LINE = 22.0
 _BELOW = 3.0
+# Between texts along an axis.
+_APART_TEXTS = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,20 @@ def foot(sheet: Sheet, scale: Scale, axis: Axis, rows: Rows) -> float:
     bottom = rows.bottom + 4
     if places:
         sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
-    for x, text in apart(sheet, places):
-        half = sheet.measure(text) / 2
-        sheet.text(min(max(x, half), sheet.width - half), bottom + 12, text, "tick", anchor="middle")
-    if not axis.title:
-        return bottom + 22
+    along(sheet, places, bottom + 12)
     title = shortened(axis.title, sheet.width - rows.left, sheet.size)
     sheet.text((rows.left + sheet.width) / 2, bottom + 32, title, "quiet", anchor="middle")
     return bottom + 42
 
 
-def apart(sheet: Sheet, places: Sequence[tuple[float, str]], gap: float = 10.0) -> list[tuple[float, str]]:
-    """The texts along a line that do not run into one before them."""
-    kept: list[tuple[float, str]] = []
+def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
+    """Writes the texts along a line that do not run into one before them."""
+    before, reach = -math.inf, 0.0
     for x, text in sorted(places):
-        if not kept or x - kept[-1][0] >= (sheet.measure(text) + sheet.measure(kept[-1][1])) / 2 + gap:
-            kept.append((x, text))
-    return kept
+        half = sheet.measure(text) / 2
+        if x - before >= half + reach + _APART_TEXTS:
+            sheet.text(min(max(x, half), sheet.width - half), y, text, "tick", anchor="middle")
+            before, reach = x, half
 
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
@@ -135,16 +133,14 @@ _DOT = 8.0
 _THINNEST = 2.0
 
 
-def draw_bars(chart: Bars, narrow: bool) -> str:
+def draw_bars(sheet: Sheet, chart: Bars) -> float:
     """From the start; as dots where the axis has no place for one, as errors have none on a logarithmic axis."""
     groups = bars_drawn(chart)
     marks = [mark for _, group in groups for mark in group]
-    description = described(chart, _undrawn(chart), left_out(chart))
     if not marks:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
+        return 0.0
     labels = [(heading, [mark.label for mark in group]) for heading, group in groups]
-    rows = arranged(sheet, labels, 22.0 if narrow else 28.0)
+    rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
     start = chart.start if drawable(chart.start, on_ratios(chart)) else None
     scale = _scale(chart, marks, start, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
@@ -152,15 +148,8 @@ def draw_bars(chart: Bars, narrow: bool) -> str:
         _bar(sheet, chart, mark, row, scale, start)
     if start is not None:
         x = scale.at(start)
-        sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, narrow)])
-    return sheet.svg(end, description)
-
-
-def _undrawn(chart: Bars) -> int:
-    """Values, and ends of intervals, without a place on the axis."""
-    marks = [mark for _, group in chart.groups for mark in group]
-    values = [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
-    return sum(not drawable(value, on_ratios(chart)) for value in values)
+        sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
+    return end
 
 
 def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
@@ -213,16 +202,14 @@ def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: boo
     sheet.box(f"bar {style}", left, row.y - _THICK / 2, thick, _THICK)
 
 
-def draw_waterfall(chart: Waterfall, narrow: bool) -> str:
+def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
     """A bar for either whole, and between them each change where the one before it ended."""
-    changes = [mark for mark in chart.changes if drawable(mark.value)]
-    description = described(chart, len(chart.changes) - len(changes), left_out(chart))
     if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
-        return nothing(chart, description, narrow)
-    unit, sheet = chart.axis.unit, Sheet(chart, narrow)
+        return 0.0
+    changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
     before, after = (Mark(label, whole, tone=Tone.STRONG) for label, whole in (chart.before, chart.after))
     marks = [before, *changes[:ROWS], after]
-    rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if narrow else 28.0)
+    rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if sheet.narrow else 28.0)
     heights = list(accumulate((mark.value for mark in marks[1:-1]), initial=before.value))
     signs = ["", *("+" if mark.value > 0 else "" for mark in marks[1:-1]), ""]
     texts = [sign + shown(mark.value, unit) for sign, mark in zip(signs, marks, strict=True)]
@@ -237,7 +224,7 @@ def draw_waterfall(chart: Waterfall, narrow: bool) -> str:
         sheet.text(scale.at(max(span)) + _GAP, row.y, text, f"value {mark.tone.value}")
     joints = zip(map(scale.at, heights), pairwise(rows.rows), strict=True)
     sheet.lines("whisker", [[(x, above.y + _THICK / 2), (x, below.y - _THICK / 2)] for x, (above, below) in joints])
-    return sheet.svg(end, description)
+    return end
 
 
 _STACKED = 18.0
@@ -247,17 +234,14 @@ _LEAST_SHARE = 0.03
 _RESTS = ("unattributed", "the rest")
 
 
-def draw_stacks(chart: Stacks, narrow: bool) -> str:
+def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     rows = stack_rows(chart)[:ROWS]
-    missing = sum(not part_drawable(value) and value != 0 for _, values in chart.rows for value in values)
-    description = described(chart, missing, left_out(chart))
     if not rows:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
+        return 0.0
     keys = [("hatch" if chart.parts[n] in _RESTS else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
-    places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if narrow else 30.0, top)
+    places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if sheet.narrow else 30.0, top)
     unit = chart.axis.unit
     room = max(sheet.measure(_written(one, unit)) for one in sums) + _GAP
     scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
@@ -265,7 +249,7 @@ def draw_stacks(chart: Stacks, narrow: bool) -> str:
     for (label, values), place, whole in zip(rows, places.rows, sums, strict=True):
         _stack(sheet, chart, label, values, place, scale)
         sheet.text(scale.at(whole) + _GAP, place.y, _written(whole, unit), "value")
-    return sheet.svg(end, description)
+    return end
 
 
 def _written(whole: float, unit: str) -> str:
@@ -282,7 +266,7 @@ def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], p
     """The parts of one whole, side by side, each with its share where it has room for it."""
     whole, before = sum(value for value in values if part_drawable(value)), 0.0
     top, unit = place.y - _STACKED / 2, chart.axis.unit
-    for number, (part, value) in enumerate(zip(chart.parts, values, strict=False)):
+    for number, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
         if not part_drawable(value):
             continue
         x, end = scale.at(before), scale.at(before + value)
@@ -303,26 +287,21 @@ _APART = 4.5
 _PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
 
 
-def draw_strips(chart: Strips, narrow: bool) -> str:
+def draw_strips(sheet: Sheet, chart: Strips) -> float:
     rows = strip_rows(chart)[:ROWS]
-    missing = sum(not drawable(value, chart.axis.log) for _, samples, _ in chart.rows for value in samples)
-    note = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."
-    many = any(len(samples) > DOTS for _, samples, _ in rows)
-    description = described(chart, missing, left_out(chart), note if many else "")
     if not rows:
-        return nothing(chart, description, narrow)
-    sheet = Sheet(chart, narrow)
+        return 0.0
     places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)
     unit = chart.axis.unit
-    low, high = limits((value for _, samples, _ in rows for value in samples), chart.axis.log, unit, pad=0.01)
-    scale = Scale(low, high, places.left + 4, sheet.width - 4, chart.axis.log, unit)
+    low, high = limits((value for _, samples, _ in rows for value in samples), False, unit, pad=0.01)
+    scale = Scale(low, high, places.left + 4, sheet.width - 4, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
     for (label, samples, tone), place in zip(rows, places.rows, strict=True):
         sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=_said(label, samples, unit))
         _dots(sheet, tone, [scale.at(value) for value in chosen(samples)], place)
         middle = scale.at(statistics.median(samples))
         sheet.lines("median", [[(middle, place.y - 12), (middle, place.y + 12)]])
-    return sheet.svg(end, description)
+    return end
 
 
 def chosen(samples: Sequence[float]) -> list[float]:

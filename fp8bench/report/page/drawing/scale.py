@@ -88,18 +88,6 @@ def shown(value: float, unit: str) -> str:
     return units.count(value, unit)
 
 
-def tick(value: float, unit: str) -> str:
-    """A value as it stands at an axis."""
-    return _texts([value], unit, log=True)[0]
-
-
-def interval(value: float, low: float | None, high: float | None, unit: str) -> str:
-    """'0.512x [0.508x, 0.515x]'; the value alone where it has no interval."""
-    if low is None or high is None:
-        return shown(value, unit)
-    return f"{shown(value, unit)} [{shown(low, unit)}, {shown(high, unit)}]"
-
-
 def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     rough = (high - low) / max(1, most)
     if unit == "B" and rough >= 1:

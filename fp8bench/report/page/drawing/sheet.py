@@ -9,7 +9,6 @@ markers by chance or hash, and knows no class: each artist, found by its number,
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -67,24 +66,33 @@ class Sheet:
         self.size = SIZES[narrow]
         self._kind = type(chart).__name__.lower()
         self._title = chart.title
-        self._name = f"{_word(chart.name)}-{'narrow' if narrow else 'wide'}"
+        self._name = f"chart-{chart.name}-{'narrow' if narrow else 'wide'}"
         self._inks: list[Ink] = []
         self._down = Affine2D()  # set when the height is known
         self._figure = Figure(dpi=72, frameon=False)
 
-    def lines(self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None) -> None:
-        """Open lines, all of them one path."""
-        self._path(style, lines, False, layer, hint)
+    @property
+    def grown(self) -> bool:
+        """Whether it is wider than the sheets that the page expects."""
+        return self.width > (NARROW if self.narrow else WIDE)
 
-    def shapes(self, style: str, shapes: Sequence[Line], layer: int = 1, hint: Hint | None = None) -> None:
-        """Closed shapes, all of them one path."""
-        self._path(style, shapes, True, layer, hint)
+    def lines(
+        self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
+    ) -> None:
+        """Lines, or closed shapes, all of them one path."""
+        points: list[tuple[float, float]] = []
+        codes: list[Any] = []  # small numbers of numpy
+        for line in lines:
+            points += [*line, line[0]] if closed else line
+            codes += [Path.MOVETO] + [Path.LINETO] * (len(line) - 1) + [Path.CLOSEPOLY] * closed
+        self._add(PathPatch(Path(points, codes)), Ink(style, hint=hint), layer)
 
     def box(
         self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1, hint: Hint | None = None
     ) -> None:
         """A rectangle from its upper left corner."""
-        self.shapes(style, [[(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]], layer, hint)
+        corners = [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
+        self.lines(style, [corners], layer, hint, closed=True)
 
     def hatch(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
         """Slanted lines that fill a rectangle."""
@@ -124,10 +132,9 @@ class Sheet:
         content = body(drawn.getvalue(), self._inks, self._name)
         # Children of an image are hidden from screen readers, so a chart with marks in it is a group of them.
         role = "group" if any(ink.hint for ink in self._inks) else "img"
-        # Wider than the sheets the page expects: it keeps its size, and scrolls in its own box.
-        grown = self.width > (NARROW if self.narrow else WIDE)
-        style = f' style="min-width:{self.width:.0f}px"' if grown else ""
-        form = "narrow" if self.narrow else "only" if grown else "wide"
+        # One that has grown keeps its size, and scrolls in its own box.
+        style = f' style="min-width:{self.width:.0f}px"' if self.grown else ""
+        form = "narrow" if self.narrow else "only" if self.grown else "wide"
         return (
             f'<svg class="of-{self._kind} {form}" id="{self._name}" role="{role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
@@ -137,39 +144,12 @@ class Sheet:
             f"{content}\n</svg>"
         )
 
-    def _path(self, style: str, lines: Sequence[Line], closed: bool, layer: int, hint: Hint | None) -> None:
-        points: list[tuple[float, float]] = []
-        codes: list[Any] = []  # small numbers of numpy
-        for line in lines:
-            points += line
-            codes += [Path.MOVETO] + [Path.LINETO] * (len(line) - 1)
-            if closed:
-                points.append(line[0])
-                codes.append(Path.CLOSEPOLY)
-        self._add(PathPatch(Path(points, codes)), Ink(style, hint=hint), layer)
-
     def _add(self, artist: Artist, ink: Ink, layer: int) -> None:
         artist.set_gid(str(len(self._inks)))
         artist.set_zorder(layer)
         artist.set_transform(self._down)
         self._inks.append(ink)
         self._figure.add_artist(artist)
-
-
-def _word(name: str) -> str:
-    """A name as part of an id; one that cannot be taken as it is gets a few digits of its own, to stay unique."""
-    word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
-    if word == name:
-        return f"chart-{word}"
-    digits = hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8]
-    return f"chart-{word}-{digits}" if word else f"chart-{digits}"
-
-
-def nothing(chart: Chart, description: str, narrow: bool) -> str:
-    """A sheet that says that there is nothing to see."""
-    sheet = Sheet(chart, narrow)
-    sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
-    return sheet.svg(28, description)
 
 
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -114,7 +114,7 @@ def _heat(
     hints = tuple(tuple(_hint(one, names) for one in row) for row in grid)
     workload = next(one for row in grid for one in row if one is not None).record.case.workload
     return Heat(
-        f"shapes-{workload}", title, _description(grid, names), rows, columns, values, Axis("speed-up", "x"), 1.0, hints
+        f"shapes-{workload}", title, _description(grid, names), rows, columns, values, Axis("speed-up", "x"), hints
     )
 
 
