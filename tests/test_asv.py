@@ -532,7 +532,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
     """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""
     workload = workloads.get(name)
-    define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None))
+    define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None), [])
     ours = load_benchmarks(tmp_path / "benchmarks.json")
     theirs = {key: one for key, one in discovered.items() if key.partition(".")[0] == name}
     words = ("name", "type", "unit", "params", "param_names", "version")

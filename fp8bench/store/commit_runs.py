@@ -63,12 +63,12 @@ class TrackedRun:
     @property
     def order(self) -> tuple[float, str]:
         """When it began, in seconds since 1970, as the clock of its machine had it; the id, where two began at once."""
-        return _seconds(self.run.started), self.run.id
+        return moment_of(self.run.started).timestamp(), self.run.id
 
     @property
     def started_at(self) -> int:
         """When it began, as rows of asv's say it: in ms since 1970."""
-        return int(_seconds(self.run.started) * 1000)
+        return int(self.order[0] * 1000)
 
     def is_of(self, place: Place) -> bool:
         """Whether it was measured there, by whatever name the interpreter was called."""
@@ -221,7 +221,7 @@ def why_not(run: Run) -> str:
         differ = "differ" if dirty else "may differ (git does not say)"
         return f"the files {differ} from commit {commit[:8]}, so that these are not its numbers"
     try:
-        _seconds(run.started)
+        moment_of(run.started).timestamp()
     except (ValueError, OverflowError):
         return f"its start, {run.started!r:.40}, is no time"
     return ""
@@ -258,7 +258,7 @@ def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
     return list({one.name: one for each in tracked for one in each.content.series}.values())
 
 
-def _seconds(moment: str) -> float:
-    """Seconds since 1970; what names no zone is in UTC. Raises ValueError for what is no time."""
-    found = datetime.fromisoformat(moment)
-    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+def moment_of(text: str) -> datetime:
+    """A moment; what names no zone is in UTC. Raises ValueError for what is no time."""
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

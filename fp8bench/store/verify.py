@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import combinations
 from pathlib import Path
 
-from fp8bench.model import Fault, Run
+from fp8bench.model import Fault, Plan, Run
 from fp8bench.store.asv.identity import Identity, from_facts, resolved
 from fp8bench.store.asv.results import ResultsFile
-from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured
-from fp8bench.store.asv.view import filled, results_of
+from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
+from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_place, checked_run, files_by_commit
 from fp8bench.store.find_runs import gone
 from fp8bench.store.verify_files import check_results, check_run, check_surroundings
@@ -30,21 +31,6 @@ class Verified:
     sound: dict[str, tuple[int, int]]
 
 
-@dataclass
-class _Seen:
-    """What the runs have given so far: faults, what is looked at across runs, and how many files were sound."""
-
-    faults: list[Fault] = field(default_factory=list)
-    lacking: list[Fault] = field(default_factory=list)
-    unknown: Counter[str] = field(default_factory=Counter)
-    paths: dict[str, str] = field(default_factory=dict)
-    commits: Counter[str] = field(default_factory=Counter)
-    machines: dict[str, tuple[Identity, str, str]] = field(default_factory=dict)
-    gpus: dict[str, dict[str, None]] = field(default_factory=dict)
-    sound: int = 0
-    all: int = 0
-
-
 def verify(store: Path, folder: Path, now: datetime) -> Verified:
     """Read every file of a store. `folder` may lie in the repository whose commits were measured."""
     results = results_of(store)
@@ -52,59 +38,45 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     by_commit: dict[tuple[str, str], list[ResultsFile]] = {}
     for path, file in files.items():
         by_commit.setdefault((path.parent.name, file.commit_hash), []).append(file)
-    seen = _Seen()
-    for paths in files_by_commit(store).values():
-        tracked = _read(paths, now, seen)
-        seen.lacking += [fault for members in by_place(tracked) for fault in _lacking(results, members, by_commit)]
-    across = [*_unknown(store, seen), *_gone(store, seen, folder), *_renamed(store, seen), *_mixed(store, seen)]
-    faults = (*seen.faults, *check_surroundings(store), *of_view, *_folded(results, seen.lacking), *across)
-    broken = {fault.path for fault in of_view if fault.broken}
+    faults: list[Fault] = []
+    lacking: list[Fault] = []
+    runs: dict[str, Run] = {}
+    unknown: Counter[str] = Counter()
+    broken, by_files = 0, files_by_commit(store).values()
+    for paths in by_files:
+        kept: dict[str, TrackedRun] = {}
+        for path in paths:
+            run, found = check_run(path, now)
+            if run is not None:
+                if run.id in runs:
+                    what = f"it is the same run as {runs[run.id].path}, which counts once"
+                    found.append(Fault(str(path), what, "Move one of them away"))
+                runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
+                tracked, why = checked_run(run, path)
+                unknown.update([why] if "--import" in why else [])
+                if tracked is not None:
+                    kept.setdefault(run.id, tracked)
+            broken += any(fault.broken for fault in found)
+            faults += found
+        oldest_first = sorted(kept.values(), key=lambda one: one.order)
+        lacking += [fault for members in by_place(oldest_first) for fault in _lacking(results, members, by_commit)]
+    across = [*_unknown(store, unknown), *_gone(store, runs.values(), folder), *_machines(store, runs.values())]
+    broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
-    sound = sum(str(path) not in broken for path in listed)
-    return Verified(faults, {"run files": (seen.sound, seen.all), "asv's files": (sound, len(listed))})
+    sound = sum(str(path) not in broken_of_view for path in listed)
+    count = sum(map(len, by_files))
+    return Verified(
+        (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across),
+        {"run files": (count - broken, count), "asv's files": (sound, len(listed))},
+    )
 
 
-def _read(paths: Sequence[Path], now: datetime, seen: _Seen) -> list[TrackedRun]:
-    """Read the runs of one commit; what they tell, oldest first."""
-    kept: dict[str, TrackedRun] = {}
-    for path in paths:
-        run, found = check_run(path, now)
-        if run is not None:
-            found += _remember(run, path, seen)
-            tracked, why = checked_run(run, path)
-            seen.unknown.update([why] if "--import" in why else [])
-            if tracked is not None:
-                kept.setdefault(run.id, tracked)
-        seen.all += 1
-        seen.sound += not any(one.broken for one in found)
-        seen.faults += found
-    return sorted(kept.values(), key=lambda one: one.order)
-
-
-def _unknown(store: Path, seen: _Seen) -> list[Fault]:
+def _unknown(store: Path, unknown: Counter[str]) -> list[Fault]:
     """Suites that nobody told us of, so that nothing can be said about their figures."""
     return [
         Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
-        for why, count in seen.unknown.items()
+        for why, count in unknown.items()
     ]
-
-
-def _remember(run: Run, path: Path, seen: _Seen) -> list[Fault]:
-    """Keep what is looked at across runs; a run that is there twice would count twice."""
-    commit = run.environment.get("commit")
-    if isinstance(commit, str):
-        seen.commits[commit] += 1
-    identity = from_facts(run.environment.facts)
-    if identity is not None:
-        name = str(identity.machine["machine"])
-        _, first, last = seen.machines.get(name, (identity, run.started, run.started))
-        seen.machines[name] = (identity, min(first, run.started), max(last, run.started))
-        gpu = next((one.name for one in run.devices if one.accelerated), None)
-        seen.gpus.setdefault(name, {}).update({} if gpu is None else {gpu: None})
-    other = seen.paths.setdefault(run.id, str(path))
-    if other == str(path):
-        return []
-    return [Fault(str(path), f"it is the same run as {other}, which counts once", "Move one of them away")]
 
 
 def _lacking(
@@ -113,10 +85,9 @@ def _lacking(
     """Figures that the runs of one place have and asv's file has not, which is no harm, or has otherwise."""
     first = tracked[0]
     machine, commit, python = first.place.machine, first.commit, first.place.python
-    nothing = ResultsFile(commit, first.identity.env_name, 0, first.identity.params, python, {}, {}, {})
     here = files.get((machine, commit), ())
     alike = [one for one in here if one.python == python or resolved(one.python) == first.identity.interpreter]
-    file = alike[0] if alike else nothing
+    file = alike[0] if alike else nothing_of(commit, first.identity)
     expected = filled(file, tracked).rows
     path = results / machine / first.identity.file_name(commit)
     differing = [name for name, row in expected.items() if not _agrees(file.rows.get(name), row)]
@@ -151,12 +122,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def _agrees(row: Row | None, expected: Row) -> bool:
     """Whether a row says nothing else. A failure may stand where a number was: `asv run` keeps the last word."""
-    numbers = _numbers(expected)
-    if row is None or not numbers:
+    wanted = numbers(expected)
+    if row is None or not wanted:
         return True
     known = by_combination(row)
-    here = {texts: known.get(texts, NOT_MEASURED) for texts in numbers}
-    same = all(one[0] in (None, numbers[texts]) or not is_measured(one) for texts, one in here.items())
+    here = {texts: known.get(texts, NOT_MEASURED) for texts in wanted}
+    same = all(one[0] in (None, wanted[texts]) or not is_measured(one) for texts, one in here.items())
     return row.version == expected.version and same
 
 
@@ -168,62 +139,59 @@ def _is_behind(row: Row, name: str, tracked: Sequence[TrackedRun]) -> bool:
     earlier = [one for one in tracked if row.started_at is not None and one.started_at <= row.started_at]
     if not earlier:
         return False
-    place = earlier[0].identity
-    empty = ResultsFile(earlier[0].commit, place.env_name, 0, place.params, place.python, {}, {}, {})
-    then = filled(empty, earlier).rows.get(name)
-    return then is not None and bool(_numbers(then)) and _agrees(row, then)
+    then = filled(nothing_of(earlier[0].commit, earlier[0].identity), earlier).rows.get(name)
+    return then is not None and bool(numbers(then)) and _agrees(row, then)
 
 
 def _lacks(row: Row | None, expected: Row) -> bool:
     """Whether there are numbers that a row does not have: `asv run --bench` writes only what it was asked for."""
     known = by_combination(row) if row is not None else {}
-    return any(not is_measured(known.get(texts, NOT_MEASURED)) for texts in _numbers(expected))
+    return any(not is_measured(known.get(texts, NOT_MEASURED)) for texts in numbers(expected))
 
 
-def _numbers(row: Row) -> dict[tuple[str, ...], float]:
-    values = {texts: one[0] for texts, one in by_combination(row).items() if is_measured(one)}
-    return {texts: number for texts, number in values.items() if number is not None}
-
-
-def _gone(store: Path, seen: _Seen, folder: Path) -> list[Fault]:
+def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
     """Commits that the repository has lost. Their runs are as good as ever, and asv publishes them no more."""
-    lost = gone(seen.commits, folder)
+    commits = {commit for run in runs if isinstance(commit := run.environment.get("commit"), str)}
+    lost = gone(sorted(commits), folder)
     if not lost:
         return []
-    if len(lost) == len(seen.commits):
+    if len(lost) == len(commits):
         what = f"none of its {len(lost)} commits is in the repository of this directory"
         return [Fault(str(store / "runs"), what, "Verify from within the one that was measured", broken=False)]
     remedy = "Their runs stay as they are; `asv publish` leaves them out"
     named = ", ".join(sorted(one[:8] for one in lost)[: 2 * _MOST_NAMED])
     more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
-    what = f"{len(lost)} of {len(seen.commits)} commits are not in the repository of this directory ({named}{more})"
+    what = f"{len(lost)} of {len(commits)} commits are not in the repository of this directory ({named}{more})"
     return [Fault(str(store / "runs"), what, remedy, broken=False)]
 
 
-def _mixed(store: Path, seen: _Seen) -> list[Fault]:
-    """Several models that were the first GPU of one machine: asv draws them as one line."""
-    remedy = "Where both are in use, give each a store of its own, or a machine's name in ~/.asv-machine.json"
-    return [
-        Fault(
-            str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv draws "
-            "both as one line, in which a change may be the GPU's", remedy, broken=False,
-        )
-        for machine, names in seen.gpus.items() if len(names) > 1
-    ]  # fmt: skip
-
-
-def _renamed(store: Path, seen: _Seen) -> list[Fault]:
-    """Two names for what looks like one machine, the one used up to a day, the other from then on."""
-    found = []
-    by_start = sorted(seen.machines.items(), key=lambda pair: pair[1][1])
-    for place, (old, (identity, _, last)) in enumerate(by_start):
-        for new, (other, first, _) in by_start[place + 1 :]:
-            facts = [identity.machine.get(key) for key in _HARDWARE]
-            if last < first and all(facts) and facts == [other.machine.get(key) for key in _HARDWARE]:
-                what = f"machine {new} looks like {old} under another name, which asv draws as two lines"
-                remedy = (
-                    f'If it is one machine, put an entry for it with "machine": "{old}" into its '
-                    "~/.asv-machine.json, and new runs go on in the old line; `merge` joins interpreters, not machines"
-                )
-                found.append(Fault(str(store / "runs"), what, remedy, broken=False))
-    return found
+def _machines(store: Path, runs: Iterable[Run]) -> Iterator[Fault]:
+    """Two names for what looks like one machine, and several GPUs under one name."""
+    by_machine: dict[str, list[tuple[Run, Identity]]] = {}
+    for run in runs:
+        identity = from_facts(run.environment.facts)
+        if identity is not None:
+            by_machine.setdefault(str(identity.machine["machine"]), []).append((run, identity))
+    spans = [
+        (name, min(run.started for run, _ in known), max(run.started for run, _ in known), known[0][1].machine)
+        for name, known in by_machine.items()
+    ]
+    for (old, _, last, own), (new, first, _, other) in combinations(sorted(spans, key=lambda span: span[1]), 2):
+        # The one was used up to a day, the other from then on.
+        facts = [own.get(key) for key in _HARDWARE]
+        if last < first and all(facts) and facts == [other.get(key) for key in _HARDWARE]:
+            what = f"machine {new} looks like {old} under another name, which asv draws as two lines"
+            remedy = (
+                f'If it is one machine, put an entry for it with "machine": "{old}" into its '
+                "~/.asv-machine.json, and new runs go on in the old line; `merge` joins interpreters, not machines"
+            )
+            yield Fault(str(store / "runs"), what, remedy, broken=False)
+    for machine, known in by_machine.items():
+        first_gpus = (next((one.name for one in run.devices if one.accelerated), None) for run, _ in known)
+        names = list(dict.fromkeys(filter(None, first_gpus)))
+        if len(names) > 1:
+            yield Fault(
+                str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv "
+                "draws both as one line, in which a change may be the GPU's", "Where both are in use, give each a "
+                "store of its own, or a machine's name in ~/.asv-machine.json", broken=False,
+            )  # fmt: skip

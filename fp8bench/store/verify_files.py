@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError
 from fp8bench.files import PARTIAL, is_locked
@@ -14,6 +13,8 @@ from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
 from fp8bench.store.asv.results import ResultsFile, load_results
+from fp8bench.store.asv.rows import numbers
+from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.interpreters import environments_of, load_renamings
 from fp8bench.store.runs.read import closed_folders, load_run, missing_groups, run_files
 from fp8bench.store.runs.write import file_name
@@ -23,6 +24,7 @@ _CLOCKS_DIFFER = timedelta(minutes=1)
 _REBUILD = "`fp8bench history rebuild` makes it again"
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
+T = TypeVar("T")
 # What sentences of errors go on with behind the file's name.
 _VERBS = ("is ", "was ", "cannot ")
 
@@ -83,10 +85,9 @@ def _clocks(run: Run, now: datetime) -> Iterator[Fault]:
 
 def _time(text: str) -> datetime | None:
     try:
-        moment = datetime.fromisoformat(text)
+        return moment_of(text)
     except ValueError:
         return None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _commit_time(run: Run) -> datetime | None:
@@ -113,10 +114,7 @@ def check_surroundings(store: Path) -> list[Fault]:
     faults += [Fault(str(path), words, "Make it readable (chmod u+rx)") for path in closed_folders(store)]
     trouble = load_renamings(store).trouble
     if trouble:
-        remedy = "Fix it or remove it, and `fp8bench history rebuild`"
-        path = environments_of(store)
-        what = trouble.removeprefix(f"{path} ").removesuffix(".").removeprefix("is broken: ")
-        faults.append(Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy))
+        faults.append(_fault(environments_of(store), trouble, "Fix it or remove it, and `fp8bench history rebuild`"))
     remedy = "Acknowledge again what alarms and should not, and delete the line"
     return faults + [Fault(str(acks_of(store)), trouble, remedy) for trouble in load_acks(store).troubles]
 
@@ -136,90 +134,67 @@ def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
     folders = sorted({path.parent for path in results.glob("*/*.json")})
     if not folders:
         return found, faults
-    known = _list(load_benchmarks, results / "benchmarks.json", "asv shows nothing at all without it", faults)
+    path = results / "benchmarks.json"
+    known = _read(load_benchmarks, path, "asv shows nothing at all without it", faults) or {}
     for folder in folders:
-        machine = _list(load_machine, folder / "machine.json", f"asv shows nothing of {folder.name} without it", faults)
+        path = folder / "machine.json"
+        machine = _read(load_machine, path, f"asv shows nothing of {folder.name} without it", faults) or {}
         name = machine.get("machine", folder.name)
         if name != folder.name:
             what = f"it is of machine {name!r:.80}, and its folder is called {folder.name}: asv shows nothing of it"
             remedy = f'Write "machine": "{folder.name}" into it, or delete it and `fp8bench history rebuild`'
-            faults.append(Fault(str(folder / "machine.json"), what, remedy))
+            faults.append(Fault(str(path), what, remedy))
         for path in sorted(folder.glob("*.json")):
             if path.name != "machine.json":
-                file = _results_file(path, folder.name, faults)
+                file = _read(load_results, path, "it was a moment ago", faults)
                 if file is not None:
                     found[path] = file
-    faults += [_beside(path) for path in sorted(results.rglob("*")) if _is_left_over(path)]
+                    faults += _results_faults(path, file)
+    for path in sorted(results.rglob("*")):
+        if ".broken-" in path.name:
+            faults.append(Fault(str(path), "it was broken, and was set aside", _LOOK, broken=False))
+        elif path.name.endswith(PARTIAL):
+            faults.append(Fault(str(path), "it is what a writer left that was killed", "Delete it", broken=False))
     faults += _not_listed(results, found, known)
     return found, faults
 
 
-def _list(load: Callable[[Path], dict[str, Any]], path: Path, without: str, faults: list[Fault]) -> dict[str, Any]:
+def _read(load: Callable[[Path], T], path: Path, without: str, faults: list[Fault]) -> T | None:
     try:
         return settled_read(load, path)
     except AsvFileAbsent:
-        faults.append(Fault(str(path), f"it is not there, and {without}", _sentence(_REBUILD)))
+        faults.append(Fault(str(path), f"it is not there, and {without}", _REBUILD))
+    except AsvFileOfOtherVersion as error:
+        faults.append(_fault(path, error, "asv and fp8bench leave it alone"))
     except AsvFileError as error:
-        faults.append(_asv_fault(path, error))
-    return {}
+        faults.append(_fault(path, error, f"{_REBUILD}, and keeps this one beside it"))
+    return None
 
 
-def _results_file(path: Path, machine: str, faults: list[Fault]) -> ResultsFile | None:
-    try:
-        file = settled_read(load_results, path)
-    except AsvFileError as error:
-        faults.append(_asv_fault(path, error))
-        return None
-    if file.params["machine"] != machine:
-        faults.append(_hidden(path, f"it is of machine {file.params['machine']!r:.80} and lies in {machine}"))
+def _results_faults(path: Path, file: ResultsFile) -> Iterator[Fault]:
+    machine = file.params["machine"]
+    if machine != path.parent.name:
+        what = f"it is of machine {machine!r:.80} and lies in {path.parent.name}, so that asv does not show it"
+        yield Fault(str(path), what, "Move it where it belongs")
     if file.troubles:
-        remedy = f"{_sentence(_REBUILD)}, where there are runs of it"
-        faults.append(Fault(str(path), "; ".join(file.troubles[:_MOST_TROUBLES]), remedy))
-    return file
-
-
-def _asv_fault(path: Path, error: AsvFileError) -> Fault:
-    if isinstance(error, AsvFileOfOtherVersion):
-        return _fault(path, error, "asv and fp8bench leave it alone")
-    return _fault(path, error, f"{_sentence(_REBUILD)}, and keeps this one beside it")
-
-
-def _hidden(path: Path, what: str) -> Fault:
-    return Fault(str(path), f"{what}, so that asv does not show it", "Move it where it belongs")
-
-
-def _is_left_over(path: Path) -> bool:
-    return ".broken-" in path.name or path.name.endswith(PARTIAL)
-
-
-def _beside(path: Path) -> Fault:
-    if ".broken-" in path.name:
-        return Fault(str(path), "it was broken, and was set aside", _LOOK, broken=False)
-    return Fault(str(path), "it is what a writer left that was killed", "Delete it", broken=False)
+        remedy = f"{_REBUILD}, where there are runs of it"
+        yield Fault(str(path), "; ".join(file.troubles[:_MOST_TROUBLES]), remedy)
 
 
 def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, Any]) -> list[Fault]:
     """Benchmarks that have results and no definition: an `asv run` writes the list anew, from what it finds."""
-    names = {name for file in files.values() for name, row in file.rows.items() if _has_number(row.values)}
+    names = {name for file in files.values() for name, row in file.rows.items() if numbers(row)}
     missing = sorted(names - set(known))
     if not missing or not known:
         return []
     many = f"{len(missing)} benchmarks with results are" if len(missing) > 1 else "a benchmark with results is"
     what = f"{many} not in it, and asv hides what is not ({', '.join(missing[:3])})"
-    remedy = f"{_sentence(_REBUILD)}, as far as there are runs of them"
+    remedy = f"{_REBUILD}, as far as there are runs of them"
     return [Fault(str(results / "benchmarks.json"), what, remedy, broken=False)]
 
 
-def _has_number(values: tuple[float | None, ...]) -> bool:
-    return any(value is not None and not math.isnan(value) for value in values)
-
-
-def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
-    """A fault from an error, whose sentence names the file and perhaps a remedy of its own."""
-    words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
+def _fault(path: Path, said: StoreError | str, remedy: str) -> Fault:
+    """A fault from a sentence, which names the file and perhaps a remedy of its own."""
+    words = str(said).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")
     return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]

@@ -14,8 +14,8 @@ import pytest
 from asv.results import Results
 
 from fp8bench.errors import AsvFileError, StoreError
+from fp8bench.model import Series
 from fp8bench.store.asv.files import (
-    Definition,
     load_benchmarks,
     load_machine,
     merge_benchmarks,
@@ -111,7 +111,7 @@ def read_results(path: Path) -> None:
 def read_benchmarks(path: Path) -> None:
     """Nothing is lost when something is merged."""
     known = load_benchmarks(path)
-    save_benchmarks(path, merge_benchmarks(known, [Definition("new.New.track_new", "s", (), (), "1")]))
+    save_benchmarks(path, merge_benchmarks(known, [Series("new.New.track_new", "new", "new", "s", (), (), "1")]))
     assert set(load_benchmarks(path)) == {*known, "new.New.track_new"}
 
 
@@ -138,9 +138,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
     machine = {"machine": "box", "os": "Linux", "cpu": "a cpu", "num_cpu": "2"}
     file = ResultsFile(COMMIT, "existing-py_python", 1767268800000, {**machine, "python": "3.11"}, "3.11", {"a": "1"},
                        {"B": ""}, rows, {"<build>": 1.5}, others={"fp8bench": {"torch": "2.13.0"}})  # fmt: skip
-    definitions = [Definition(name, "s", row.params, ("a", "b")[: len(row.params)], "1") for name, row in rows.items()]
+    series = [Series(name, "", "", "s", ("a", "b")[: len(row.params)], row.params, "1") for name, row in rows.items()]
     save_results(folder / NAME, file)
-    save_benchmarks(folder / "benchmarks.json", merge_benchmarks({}, definitions))
+    save_benchmarks(folder / "benchmarks.json", merge_benchmarks({}, series))
     save_machine(folder / "machine.json", machine)
     checks: list[tuple[str, Again]] = [
         (NAME, read_results), ("benchmarks.json", read_benchmarks), ("machine.json", read_machine)

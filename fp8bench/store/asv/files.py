@@ -14,14 +14,13 @@ import json
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.files import write_whole
-from fp8bench.model import Scalar
+from fp8bench.model import Scalar, Series
 from fp8bench.store.asv.rows import are_params
 
 _PAUSE_SECONDS = 0.02
@@ -168,31 +167,13 @@ def existing(load: Callable[[Path], T], path: Path, aside: list[Path]) -> T | No
         return None
 
 
-@dataclass(frozen=True)
-class Definition:
-    """A benchmark as asv's discovery would describe it. `params` are texts, as in a row; `timeout` is in seconds."""
-
-    name: str
-    unit: str
-    params: tuple[tuple[str, ...], ...]
-    param_names: tuple[str, ...]
-    version: str
-    code: str | None = None
-    timeout: float | None = None
-    setup_cache_key: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """What stands in benchmarks.json."""
-        optional = {"code": self.code, "timeout": self.timeout, "setup_cache_key": self.setup_cache_key}
-        return {
-            "name": self.name,
-            "type": "track",
-            "unit": self.unit,
-            "params": [list(values) for values in self.params],
-            "param_names": list(self.param_names),
-            "version": self.version,
-            **{key: value for key, value in optional.items() if value is not None},
-        }
+def definition_of(series: Series) -> dict[str, Any]:
+    """A series as asv's discovery would describe it."""
+    return {
+        "name": series.name, "type": "track", "unit": series.unit, "code": "", "timeout": 60.0,
+        "params": [list(map(repr, one)) for one in series.params], "param_names": list(series.param_names),
+        "version": series.version,
+    }  # fmt: skip
 
 
 def load_benchmarks(path: Path) -> dict[str, Any]:
@@ -204,15 +185,12 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
     return content
 
 
-def merge_benchmarks(old: Mapping[str, Any], definitions: Iterable[Definition]) -> dict[str, Any]:
-    """The old definitions with these among them. One that says the same to a reader stays as it is."""
-    new = dict(old)
-    for definition in definitions:
-        plain = definition.plain()
-        known = new.get(definition.name)
-        if known is None or any(known.get(key) != plain[key] for key in _TELLING):
-            new[definition.name] = plain
-    return new
+def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
+    """The old definitions with those of the series. One that says the same to a reader stays as it is."""
+    new = {one.name: definition_of(one) for one in series}
+    return {**old, **{
+        name: one for name, one in new.items() if any(old.get(name, {}).get(key) != one[key] for key in _TELLING)
+    }}  # fmt: skip
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:

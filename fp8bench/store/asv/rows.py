@@ -84,6 +84,11 @@ def is_measured(figures: Figures) -> bool:
     return figures[0] is None or not math.isnan(figures[0])
 
 
+def numbers(row: Row) -> dict[tuple[str, ...], float]:
+    """The numbers in a row, by the texts of their combinations."""
+    return {texts: value for texts, (value, *_) in by_combination(row).items() if value is not None and value == value}
+
+
 def combinations(params: Iterable[Sequence[str]]) -> int:
     """How many combinations there are of a row's parameters: one if it has none."""
     return math.prod(len(values) for values in params)

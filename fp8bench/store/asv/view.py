@@ -17,7 +17,6 @@ from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
 from fp8bench.files import LOCK_SECONDS, locked, sweep
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.store.asv.files import (
-    Definition,
     existing,
     load_benchmarks,
     load_machine,
@@ -87,21 +86,18 @@ def write_commit(store: Path, place: Place, run: str, timeout: float = LOCK_SECO
         return aside
 
 
-def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path] | None = None) -> Path:
+def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path]) -> Path:
     """Write the file that runs of one place make, oldest first, and the lists beside it. For holders of the lock.
 
     The oldest run names machine and interpreter where there is no file yet, so that a view made again is the same.
     Files that were broken come into `aside`, under their new names.
     """
-    aside = [] if aside is None else aside
     commit = tracked[0].commit
     identity = _settled(results, tracked[0].identity, aside)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)
     # Before the rows: what asv does not know of it does not show, and a kill may come in between.
     define(results, series_of_runs(tracked), aside)
-    file = existing(load_results, path, aside) or ResultsFile(
-        commit, identity.env_name, _date(tracked), identity.params, identity.python, {}, {}, {}
-    )
+    file = existing(load_results, path, aside) or nothing_of(commit, identity)
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
     save_results(path, filled(replace(file, params=identity.params, date=file.date or _date(tracked)), tracked))
@@ -154,30 +150,24 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def define(results: Path, series: Iterable[Series], aside: list[Path] | None = None) -> None:
+def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
     """Make the series known to asv, beside what it knows. For holders of the lock."""
     path = results / "benchmarks.json"
-    known = existing(load_benchmarks, path, [] if aside is None else aside) or {}
-    new = merge_benchmarks(known, map(_definition, series))
+    known = existing(load_benchmarks, path, aside) or {}
+    new = merge_benchmarks(known, series)
     if new != known:
         save_benchmarks(path, new)
-
-
-def _definition(series: Series) -> Definition:
-    return Definition(
-        series.name, series.unit, _texts(series), series.param_names, series.version, code="", timeout=60.0
-    )  # fmt: skip
-
-
-def _texts(series: Series) -> tuple[tuple[str, ...], ...]:
-    """Parameters as asv writes them."""
-    return tuple(tuple(map(repr, values)) for values in series.params)
 
 
 def _date(tracked: Sequence[TrackedRun]) -> int:
     """The author's date of the commit, in ms since 1970, as asv has it."""
     known = [one.run.environment.get("commit_date") for one in tracked]
     return next((value for value in reversed(known) if type(value) is int), 0)
+
+
+def nothing_of(commit: str, identity: Identity) -> ResultsFile:
+    """A commit's file before anything stands in it."""
+    return ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
 
 
 def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
@@ -202,12 +192,13 @@ def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row
     recorded = before is not None and any(before.samples)
     known = by_combination(before) if before is not None else {}
     cells = [
-        _figures(points[cell], recorded) if cell in points else known.get(texts, NOT_MEASURED)
-        for cell, texts in zip(itertools.product(*series.params), itertools.product(*_texts(series)), strict=True)
+        _figures(points[cell], recorded) if cell in points else known.get(tuple(map(repr, cell)), NOT_MEASURED)
+        for cell in itertools.product(*series.params)
     ]
     values, stats, samples = zip(*cells, strict=True)
     duration = before.duration if before is not None else None
-    return Row(_texts(series), version, values, stats, samples, started, duration)
+    params = tuple(tuple(map(repr, one)) for one in series.params)
+    return Row(params, version, values, stats, samples, started, duration)
 
 
 def _figures(point: Point, recorded: bool) -> Figures:

@@ -13,8 +13,9 @@ from asv.benchmarks import Benchmarks
 from asv.machine import Machine
 
 from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
+from fp8bench.model import Series
 from fp8bench.store.asv.files import (
-    Definition,
+    definition_of,
     load_benchmarks,
     load_machine,
     merge_benchmarks,
@@ -23,15 +24,15 @@ from fp8bench.store.asv.files import (
     save_machine,
 )
 
-TIME = Definition("gemm.Gemm.track_time", "s", (("'fp8'", "'bf16'"), ("256",)), ("dtype", "n"), "1")
-ERROR = Definition("gemm.Gemm.track_error", "", (), (), "2", code="pass", timeout=60.0, setup_cache_key="gemm:5")
+TIME = Series("gemm.Gemm.track_time", "gemm", "time", "s", ("dtype", "n"), (("fp8", "bf16"), (256,)), "1")
+ERROR = Series("gemm.Gemm.track_error", "gemm", "error", "", (), (), "2")
 FOREIGN = {"name": "time_x", "type": "time", "unit": "seconds", "params": [], "param_names": [], "version": "a", "k": 1}
 MACHINE = {"machine": "box", "os": "Linux", "arch": "x86_64", "cpu": "a cpu", "num_cpu": "2", "ram": "1"}
 
 
 def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
     """Sorted and indented, so that its next run changes nothing that is the same."""
-    definitions = [FOREIGN, TIME.plain(), ERROR.plain()]
+    definitions = [FOREIGN, definition_of(TIME), definition_of(ERROR)]
     conf = SimpleNamespace(results_dir=str(tmp_path), benchmark_dir="suites")
     Benchmarks(conf, definitions).save()
     theirs = tmp_path / "benchmarks.json"
@@ -39,40 +40,39 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
     assert merge_benchmarks({}, [TIME, ERROR]) | {"time_x": FOREIGN} == load_benchmarks(theirs)
     save_benchmarks(theirs, load_benchmarks(theirs))
     assert theirs.read_bytes() == before
-    assert Benchmarks.load(conf)[TIME.name] == TIME.plain()
+    assert Benchmarks.load(conf)[TIME.name] == definition_of(TIME)
 
 
 def test_a_definition_says_what_was_given() -> None:
     """asv's readers need name, unit, params and version; the rest is for its runner."""
-    assert TIME.plain() == {
+    assert definition_of(TIME) == {
         "name": "gemm.Gemm.track_time", "type": "track", "unit": "s", "params": [["'fp8'", "'bf16'"], ["256"]],
-        "param_names": ["dtype", "n"], "version": "1",
+        "param_names": ["dtype", "n"], "version": "1", "code": "", "timeout": 60.0,
     }  # fmt: skip
-    assert ERROR.plain() | {"code": "pass", "timeout": 60.0, "setup_cache_key": "gemm:5"} == ERROR.plain()
 
 
 def test_merging_never_drops_a_name() -> None:
     """Those of asv's own suites, and those of an earlier run."""
     old = {"time_x": FOREIGN}
     merged = merge_benchmarks(old, [TIME])
-    assert merged == {"time_x": FOREIGN, TIME.name: TIME.plain()} and old == {"time_x": FOREIGN}
-    assert merge_benchmarks(merged, [ERROR]) == {**merged, ERROR.name: ERROR.plain()}
+    assert merged == {"time_x": FOREIGN, TIME.name: definition_of(TIME)} and old == {"time_x": FOREIGN}
+    assert merge_benchmarks(merged, [ERROR]) == {**merged, ERROR.name: definition_of(ERROR)}
 
 
 def test_a_definition_that_says_the_same_stays_as_it_is() -> None:
     """What asv's discovery added to it included."""
-    known = {**TIME.plain(), "code": "def track_time(self): ...", "rounds": 2}
+    known = {**definition_of(TIME), "code": "def track_time(self): ...", "rounds": 2}
     assert merge_benchmarks({TIME.name: known}, [TIME])[TIME.name] == known
 
 
 @pytest.mark.parametrize(
-    "change", [{"params": (("'fp8'",), ("256",))}, {"version": "2"}, {"unit": "s/TFLOP"}, {"param_names": ("a", "b")}]
+    "change", [{"params": (("fp8",), (256,))}, {"version": "2"}, {"unit": "s/TFLOP"}, {"param_names": ("a", "b")}]
 )
 def test_a_definition_that_says_something_else_is_replaced(change: dict[str, Any]) -> None:
     """asv hides rows whose version is not that of the definition."""
     new = replace(TIME, **change)
-    known = {**TIME.plain(), "code": "old"}
-    assert merge_benchmarks({TIME.name: known}, [new]) == {TIME.name: new.plain()}
+    known = {**definition_of(TIME), "code": "old"}
+    assert merge_benchmarks({TIME.name: known}, [new]) == {TIME.name: definition_of(new)}
 
 
 BROKEN = {
