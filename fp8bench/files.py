@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.model import Case
@@ -87,6 +87,27 @@ class LineWriter:
     path: Path
     _file: IO[bytes]
     called: str = "the file"
+
+    @classmethod
+    def started(cls, path: Path, head: dict[str, Any]) -> Self:
+        """Make a file with its first line, in one step, and lock it: nobody ever sees it without."""
+        partial = path.with_suffix(PARTIAL)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                raise FileExistsError(17, "it exists already")
+            with contextlib.ExitStack() as undone:
+                writer = cls(path, undone.enter_context(partial.open("xb")))
+                undone.callback(partial.unlink, missing_ok=True)
+                lock(writer._file, 0)
+                writer._lines([head])
+                partial.rename(path)
+                undone.pop_all()
+                return writer
+        except OSError as error:
+            raise StoreError(
+                f"{cls.called} {path} cannot be made ({error.strerror}). Choose another --store DIR."
+            ) from None
 
     def note(self, text: str) -> None:
         """Write down something a reader should know."""
@@ -178,12 +199,17 @@ def try_writing(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def safe(text: str, longest: int = 80) -> str:
+def stamp(moment: str) -> str:
+    """When something began, as names of files say it: '20260105T120000.000Z'."""
+    return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
+
+
+def safe(text: str) -> str:
     """The text as a part of a path: other letters become _, and what is lost is made up for by a digest.
 
     Different texts stay different also where a file system does not tell A from a.
     """
-    short = _cut(text, longest)
+    short = _cut(text, 80)
     return short if short == text.lower() else f"{short}-{_digest(text)}"
 
 

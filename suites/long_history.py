@@ -25,11 +25,8 @@ from fp8bench.model import (
     Case,
     DeviceFacts,
     Environment,
-    Group,
     Level,
     Measurement,
-    Plan,
-    PlannedCase,
     Record,
     Request,
     Run,
@@ -41,6 +38,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.store.runs.read import plan_of
 from fp8bench.store.runs.write import file_name, start_run
 
 COMMITS = 300
@@ -155,13 +153,9 @@ def _run(number: int, records: tuple[Record, ...]) -> Run:
         "asv_cpu": "a processor", "asv_os": "Linux", "asv_arch": "x86_64", "asv_num_cpu": "2", "asv_ram": "8589934592",
         "asv_python": "/opt/venv/bin/python3",
     }  # fmt: skip
-    groups = tuple(
-        Group(tuple(PlannedCase(one.case, _NATIVE, _WORK) for one in pair), 0)
-        for pair in zip(records[::2], records[1::2], strict=True)
-    )
     return Run(
         f"{number:08x}", (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"), f"fp8bench suite {SUITE}",
-        Request(SUITE), Plan(groups), Environment(facts), (_CPU,), records=records,
+        Request(SUITE), plan_of(records), Environment(facts), (_CPU,), records=records,
     )  # fmt: skip
 
 

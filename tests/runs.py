@@ -16,14 +16,11 @@ from fp8bench.model import (
     EnergyWindow,
     Environment,
     Finding,
-    Group,
     Interval,
     Label,
     Level,
     Measurement,
     Overheads,
-    Plan,
-    PlannedCase,
     Record,
     Request,
     Run,
@@ -37,6 +34,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
+from fp8bench.store.runs.read import plan_of
 
 Make = Callable[[], tuple[Run, dict[str, Finding]]]
 CPU = DeviceFacts("cpu", 0, "AMD EPYC 7B13", 8 << 30, "2.13.0")
@@ -51,21 +49,7 @@ def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
 
 def run_of(records: list[Record], **changes: object) -> Run:
     """A run whose plan is just what its records say."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.case.setting, []).append(record)
-    plan = Plan(
-        tuple(
-            Group(
-                tuple(
-                    PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
-                    for one in members
-                ),
-                next((index for index, one in enumerate(members) if one.is_reference), 0),
-            )
-            for members in groups.values()
-        )
-    )
+    plan = plan_of(records)
     run = Run(
         "20260105-120000", "2026-01-05T12:00:00Z", "fp8bench suite x", Request("x"), plan, Environment({}), (CPU,),
         records=tuple(records), finished=True,

@@ -33,8 +33,9 @@ from fp8bench.registry import workloads
 from fp8bench.store.asv.files import load_benchmarks
 from fp8bench.store.asv.view import define, results_of
 from fp8bench.store.runs.read import load_run, run_files
-from fp8bench.store.series import followed_names, series_of
+from fp8bench.store.series import series_of
 from tests.counts import SLOW
+from tests.histories import FOLLOWED
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -528,7 +529,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
 
 
-@pytest.mark.parametrize("name", followed_names())
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
     """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""
     workload = workloads.get(name)
@@ -547,7 +548,5 @@ def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, An
 def test_asv_discovers_nothing_twice(discovered: dict[str, Any]) -> None:
     """Each workload once, fp8bench's benchmarks of itself, and no helper that a file imports."""
     modules = {name.partition(".")[0] for name in discovered}
-    assert modules == {*followed_names(), "harness"}
-    assert len({one["setup_cache_key"] for one in discovered.values() if "setup_cache_key" in one}) == len(
-        followed_names()
-    )
+    assert modules == {*FOLLOWED, "harness"}
+    assert len({one["setup_cache_key"] for one in discovered.values() if "setup_cache_key" in one}) == len(FOLLOWED)

@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.sensitivity import By, Study, Trial, map_of
 from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
-from fp8bench.files import write_whole
+from fp8bench.files import stamp, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker
@@ -81,8 +81,7 @@ def _studied(question: Question, worker: Worker, corpus: str, observer: JobObser
 
 def kept(study: Study, store: Path) -> Study:
     """Write the study into the store."""
-    stamp = study.started.replace("-", "").replace(":", "").replace("+0000", "Z")
-    path = store / "sensitivity" / f"{stamp}-{secrets.token_hex(4)}.json"
+    path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     try:
         write_whole(path, as_json(study))
     except OSError as error:

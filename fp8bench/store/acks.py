@@ -44,30 +44,29 @@ def acks_of(store: Path) -> Path:
 
 def load_acks(store: Path) -> Acks:
     """A store's acks: none without the file."""
-    path = acks_of(store)
     try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return Acks()
+        lines, troubles = _lines(acks_of(store))
     except OSError as error:
         return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
+    undone = {one.id for one in lines.values() if isinstance(one, Undo)}
     found: dict[str, Ack] = {}
-    undone: set[str] = set()
+    for one in lines.values():
+        if isinstance(one, Ack) and one.id not in undone:
+            found.setdefault(one.id, one)
+    return Acks(tuple(sorted(found.values(), key=lambda one: (one.when, one.id))), tuple(troubles))
+
+
+def _lines(path: Path) -> tuple[dict[bytes, Ack | Undo], list[str]]:
+    """The lines of a file and what they say, and a sentence on each that says nothing. Raises OSError."""
+    sound: dict[bytes, Ack | Undo] = {}
     troubles = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), 1):
         try:
-            one = _read(line)
+            if line.strip():
+                sound[line] = _read(line)
         except Malformed as error:
             troubles.append(f"line {number} {error}, and acknowledges nothing")
-            continue
-        if isinstance(one, Undo):
-            undone.add(one.id)
-        else:
-            found.setdefault(one.id, one)
-    holding = sorted((one for one in found.values() if one.id not in undone), key=lambda one: (one.when, one.id))
-    return Acks(tuple(holding), tuple(troubles))
+    return sound, troubles
 
 
 def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
@@ -79,13 +78,11 @@ def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
 def merge_acks(store: Path, other: Path) -> int:
     """Take in the lines of another store that can be read and are not here; returns how many those are."""
     try:
-        theirs = acks_of(other).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return 0
+        theirs, _ = _lines(acks_of(other))
     except OSError as error:
         raise StoreError(f"{acks_of(other)} was not taken ({error.strerror}).") from None
-    ours = set(acks_of(store).read_bytes().split(b"\n")) if acks_of(store).exists() else set()
-    new = [line.decode() for line in dict.fromkeys(theirs) if line not in ours and _is_sound(line)]
+    ours, _ = _lines(acks_of(store))
+    new = [line.decode() for line in theirs if line not in ours]
     if new:
         _append(store, new)
     return len(new)
@@ -102,14 +99,6 @@ def _append(store: Path, lines: Sequence[str]) -> None:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}). Make room, or acknowledge where the store may be written."
         ) from None
-
-
-def _is_sound(line: bytes) -> bool:
-    try:
-        _read(line)
-    except Malformed:
-        return False
-    return True
 
 
 def _read(line: bytes) -> Ack | Undo:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter
+from fp8bench.files import LineWriter, stamp
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.duel import CaseResult, Duel, Session
 from fp8bench.store.runs.read import unsound
@@ -42,22 +41,9 @@ class DuelWriter(LineWriter):
 
 def start_duel(duel: Duel, store: Path) -> DuelWriter:
     """Create the file with its header."""
-    stamp = re.sub(r"[-:]", "", duel.started).partition("+")[0] + "Z"
-    path = store / "duels" / f"{stamp}-{duel.id}.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writer = DuelWriter(path, path.open("xb"))
-    except OSError as error:
-        raise StoreError(
-            f"the duel's file {path} cannot be made ({error.strerror}). Choose another --store DIR."
-        ) from None
+    path = store / "duels" / f"{stamp(duel.started)}-{duel.id}.jsonl"
     header = {one.name: encode(getattr(duel, one.name)) for one in fields(duel) if one.name not in _NOT_IN_HEADER}
-    try:
-        writer._lines([{"schema": SCHEMA, "duel": header}])
-    except BaseException:
-        writer.close()
-        raise
-    return writer
+    return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 
 def find_duel(word: str, store: Path) -> Path | None:
@@ -85,7 +71,7 @@ def load_duel(path: Path) -> Duel:
         try:
             content = _renamed(json.loads(line))
             if "result" in content:
-                result = _result(content["result"])
+                result = _sound(decode(CaseResult, _renamed(content["result"])))
                 results[result.after.case.id] = result
             elif "session" in content:
                 result = results[content["case"]]
@@ -100,13 +86,9 @@ def load_duel(path: Path) -> Duel:
         except (ValueError, KeyError, RecursionError, TypeError) as error:
             troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
     return replace(
-        duel,
-        results=tuple(results.values()),
-        notes=tuple(notes),
-        troubles=tuple(troubles),
-        finished=finished,
+        duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles), finished=finished,
         path=str(path),
-    )
+    )  # fmt: skip
 
 
 def _header(line: str, path: Path) -> Duel:
@@ -120,10 +102,6 @@ def _header(line: str, path: Path) -> Duel:
         return decode(Duel, _renamed(content["duel"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"{path} is no duel: its first line is no header ({str(error)[:120]}).") from None
-
-
-def _result(plain: Any) -> CaseResult:
-    return _sound(decode(CaseResult, _renamed(plain)))
 
 
 def _renamed(plain: Any) -> Any:

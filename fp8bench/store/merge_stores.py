@@ -41,11 +41,6 @@ class Merged:
     failed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def changed(self) -> list[Path]:
-        """The run files of ours that say something new."""
-        return [*self.copied, *self.extended]
-
 
 def find_store(folder: Path, ours: Path) -> Path:
     """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
@@ -207,32 +202,29 @@ def join(store: Path, other: Path | None, pairs: Sequence[tuple[str, str]]) -> J
     known = set(interpreters_of_runs(store).values()) | interpreters_of_results(results_of(store))
     if other is not None:
         known |= set(interpreters_of_runs(other).values()) | interpreters_of_results(results_of(other))
+    runs, taken, acks = Merged(), Taken(), 0
     with locked(store / "asv"):
         before = load_renamings(store)
         adopted, failed = _adopted(before, load_renamings(other)) if other is not None else (before, ())
         after = renamed(adopted, pairs, sorted(known)) if pairs else adopted
         if after != before:
             save_renamings(store, after)
-        runs = merge_runs(store, other) if other is not None else Merged()
-        taken = merge_folders(results_of(store), results_of(other)) if other is not None else Taken()
-        acks, untaken = _acks(store, other) if other is not None else (0, ())
+        if other is not None:
+            runs = merge_runs(store, other)
+            taken = merge_folders(results_of(store), results_of(other))
+            failed = (*failed, *runs.failed, *taken.failed)
+            try:
+                acks = merge_acks(store, other)
+            except StoreError as error:
+                failed = (*failed, str(error))
         folded, unfolded = fold(results_of(store), after)
     changed = {one for one in known if before.name(one) != after.name(one)}
-    commits = {commit_of(path) for path in runs.changed}
+    commits = {commit_of(path) for path in (*runs.copied, *runs.extended)}
     if changed:
         commits |= {commit_of(path) for path, python in interpreters_of_runs(store).items() if python in changed}
     view = rebuild(store, commits)
     anew = {one: after.name(one) for one in sorted(changed) if after.name(one) != one}
-    everything = (*failed, *runs.failed, *taken.failed, *untaken, *unfolded, *view.failed)
-    return Joined(runs, taken, acks, anew, tuple(folded), view, everything)
-
-
-def _acks(store: Path, other: Path) -> tuple[int, tuple[str, ...]]:
-    """How many acknowledgements were new here, and why they cannot be taken."""
-    try:
-        return merge_acks(store, other), ()
-    except StoreError as error:
-        return 0, (str(error),)
+    return Joined(runs, taken, acks, anew, tuple(folded), view, (*failed, *unfolded, *view.failed))
 
 
 def _adopted(ours: Renamings, theirs: Renamings) -> tuple[Renamings, tuple[str, ...]]:

@@ -41,11 +41,6 @@ def phase_metric(phase: str) -> str:
     return f"{TIME}_{phase}"
 
 
-def followed_names() -> list[str]:
-    """The workloads that declare a grid."""
-    return [name for name in workloads.names() if workloads.get(name).history is not None]
-
-
 def class_name(workload: str) -> str:
     """The class that a suite file has for a workload: 'norm_act' -> 'NormAct'."""
     return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))

@@ -21,7 +21,6 @@ from fp8bench.store.series import (
     cells_of,
     check_grid,
     class_name,
-    followed_names,
     parameters,
     reference_of,
     series_of,
@@ -29,6 +28,7 @@ from fp8bench.store.series import (
     version_of,
 )
 from fp8bench.units import unit_of
+from tests.histories import FOLLOWED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "grids.txt"
 TEXT = "python-3.11.7:1a2b3c4d"
@@ -87,7 +87,7 @@ def why_not(workload: Workload) -> str:
 def grids_as_text() -> str:
     """Every series and every cell's case, on machines that nobody has."""
     lines = []
-    for name in followed_names():
+    for name in FOLLOWED:
         workload = workloads.get(name)
         lines.append(name)
         series = series_of(workload, TEXT if workload.uses_corpus else None)
@@ -111,7 +111,7 @@ def test_what_is_followed_stands_still() -> None:
 def test_every_public_workload_is_followed_and_no_hidden_one() -> None:
     """The self-test's injected slow-downs have no history. Other tests register workloads of their own."""
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
-    assert [name for name in followed_names() if name in own] == own and len(own) == 11
+    assert [name for name in FOLLOWED if name in own] == own and len(own) == 11
     assert workloads.get("_planted").history is None
 
 

@@ -75,7 +75,9 @@ class Memory:
         except (sqlite3.Error, TypeError, ValueError) as error:
             if _is_broken(error):
                 self.troubles.append(f"{self.path} had become unreadable and was begun anew")
-                self._remove()
+                for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
             else:
                 self.troubles.append(f"{self.path} could not be read ({error})")
         return {}
@@ -110,11 +112,6 @@ class Memory:
         with contextlib.closing(database):
             database.execute("PRAGMA synchronous = OFF")  # lost power loses nothing that cannot be found again
             yield database
-
-    def _remove(self) -> None:
-        for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def _version(database: sqlite3.Connection) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -54,28 +54,20 @@ def spread(work: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
     its threads may hold locks.
     """
     processes = min(_processors(), _MOST, 2 * len(jobs) // _LEAST_JOBS)
-    if processes < 2 or "torch" in sys.modules or "fork" not in multiprocessing.get_all_start_methods():
+    if processes < 2 or "torch" in sys.modules or "fork" not in get_all_start_methods():
         return list(map(work, jobs))
     try:
         with warnings.catch_warnings():
             # Of threads in a process that is forked: those of numpy's linear algebra, which is not called for this.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return _forked(work, jobs, processes)
+            # Ctrl-C goes to all processes of a terminal, and this one's parent ends it.
+            pool = ProcessPoolExecutor(processes, get_context("fork"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+            try:
+                return list(pool.map(work, jobs))
+            finally:
+                pool.shutdown(cancel_futures=True)
     except (BrokenProcessPool, OSError):  # no memory for so many, say
         return list(map(work, jobs))
-
-
-def _forked(work: Callable[[Job], Result], jobs: Sequence[Job], processes: int) -> list[Result]:
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _leave_interrupts)
-    try:
-        return list(pool.map(work, jobs))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _leave_interrupts() -> None:
-    """Ctrl-C goes to all processes of a terminal, and this one's parent ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _processors() -> int:

@@ -174,7 +174,8 @@ def table_of(place: Placed) -> Table:
             *(0.0 if one is None else one for one in (figure.value, figure.low, figure.high)),
             figure.runs, figure.samples, versions.setdefault(figure.version, len(versions)),
             unders.setdefault(figure.under, len(unders)), reasons.setdefault(figure.reason, len(reasons)),
-            _flags(figure),
+            _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
+            + _STATUS_FACTOR * _STATUSES.index(figure.status),
         )
         for _, _, figure in place.figures
     ]  # fmt: skip
@@ -185,11 +186,6 @@ def table_of(place: Placed) -> Table:
         "reasons": list(reasons),
     }  # fmt: skip
     return Table(said, _layout(place), np.array(rows, dtype=ROW))
-
-
-def _flags(figure: Figure) -> int:
-    known = _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
-    return known + _STATUS_FACTOR * _STATUSES.index(figure.status)
 
 
 def _layout(place: Placed) -> bytes:

@@ -21,7 +21,6 @@ from fp8bench.model import (
     Environment,
     Group,
     MemoryUse,
-    OperatorTime,
     Plan,
     PlannedCase,
     Record,
@@ -33,16 +32,17 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode
 
-_LONGEST_NS = 1 << 62
+# Of nanoseconds, bytes and other counts.
 _MOST = 1 << 62
 
 
 def unsound(record: Record) -> str:
     """Why a record's samples cannot be what a clock gave; '' if they can."""
     numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
-    if not all(math.isfinite(one) and one >= 0 for one in numbers) or not 0 <= record.work.tokens < 1 << 62:
+    if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
         return "its work is no count"
-    if not all(_is_share_of_a_step(one) for one in record.operators):
+    operators = record.operators
+    if not all(one.phase in CELL_PHASES and _is_time(one.calls) and _is_time(one.seconds) for one in operators):
         return "its operators have no times"
     if any(one.renewals < 0 for one in record.scales):
         return "its scales were renewed less than never"
@@ -54,8 +54,8 @@ def unsound(record: Record) -> str:
     return next(filter(None, (_unsound(one) for one in timings if one is not None)), "")
 
 
-def _is_share_of_a_step(one: OperatorTime) -> bool:
-    return one.phase in CELL_PHASES and all(0 <= value < math.inf for value in (one.calls, one.seconds))
+def _is_time(value: float) -> bool:
+    return 0 <= value < math.inf
 
 
 def _counts(one: Capacity) -> bool:
@@ -83,9 +83,9 @@ def _unsound(timing: Timing) -> str:
         if not slot.calls_ns or set(map(len, slot.calls_ns)) != {cells}:
             return f"a step has not the {cells} cells of its segments"
         least, most = min(map(min, slot.calls_ns)), max(map(max, slot.calls_ns))
-        if least < 0 or most >= _LONGEST_NS or not all(map(any, slot.calls_ns)):
+        if least < 0 or most >= _MOST or not all(map(any, slot.calls_ns)):
             return "a step took no time, or more than any clock counts"
-        if not all(0 <= one < math.inf for one in (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)):
+        if not all(map(_is_time, (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds))):
             return "a slot's clocks have no times"
     return ""
 
@@ -186,7 +186,9 @@ def _take(reading: _Reading, content: dict[str, Any]) -> None:
         resumption = decode(Resumption, content["resumed"])
         # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
         if reading.run is not None:
-            reading.records = _of_whole_groups(reading.run.plan, reading.records)
+            cut = _cut(reading.run.plan, {record.case.id for record in reading.records})
+            again = {planned.case.id for group in cut for planned in group.cases}
+            reading.records = [record for record in reading.records if record.case.id not in again]
         reading.resumptions.append(resumption)
         reading.finished = False
     elif "note" in content:
@@ -203,7 +205,10 @@ def _take(reading: _Reading, content: dict[str, Any]) -> None:
 
 def _run(reading: _Reading, path: Path) -> Run:
     records, troubles = reading.records, reading.troubles
-    run = reading.run or _without_header(records, path)
+    run = reading.run
+    if run is None:
+        suites = ",".join(dict.fromkeys(record.case.workload for record in records))
+        run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan_of(records), Environment({}), ())
     places = {planned.case.id: place for place, planned in enumerate(one for group in run.plan for one in group.cases)}
     latest = {record.case.id: record for record in records}
     ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
@@ -236,12 +241,6 @@ def _record(plain: Any) -> Record:
     return record
 
 
-def _of_whole_groups(plan: Plan, records: Sequence[Record]) -> list[Record]:
-    known = {record.case.id for record in records}
-    cut = {planned.case.id for group in _cut(plan, known) for planned in group.cases}
-    return [record for record in records if record.case.id not in cut]
-
-
 def _cut(plan: Plan, known: set[str]) -> list[Group]:
     return [group for group in plan if not all(planned.case.id in known for planned in group.cases)]
 
@@ -251,22 +250,19 @@ def missing_groups(run: Run) -> tuple[Group, ...]:
     return tuple(_cut(run.plan, {record.case.id for record in run.records}))
 
 
-def _without_header(records: Sequence[Record], path: Path) -> Run:
-    """A run made of its records alone; their groups are told by their settings."""
+def plan_of(records: Sequence[Record]) -> Plan:
+    """The plan that records alone tell of: groups by their settings."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.case.setting, []).append(record)
-    plan = Plan(tuple(_group_of(members) for members in groups.values()))
-    suites = ",".join(dict.fromkeys(record.case.workload for record in records))
-    return Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
-
-
-def _group_of(records: Sequence[Record]) -> Group:
-    cases = tuple(
-        PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
-        for one in records
-    )
-    return Group(cases, next((place for place, one in enumerate(records) if one.is_reference), 0))
+    return Plan(tuple(
+        Group(
+            tuple(PlannedCase(one.case, one.support, one.work, one.reason if one.status is Status.SKIPPED else "")
+                  for one in members),
+            next((place for place, one in enumerate(members) if one.is_reference), 0),
+        )
+        for members in groups.values()
+    ))  # fmt: skip
 
 
 def run_files(store: Path) -> Iterator[Path]:
@@ -300,10 +296,9 @@ def find_run(word: str, store: Path) -> Path:
         raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
     if word == "last" and files:
         return files[0]
-    exact = [path for path in files if word in (path.stem, path.stem.rpartition("-")[2])]
-    found = exact or [
-        path for path in files if word and (path.stem.startswith(word) or path.stem.rpartition("-")[2].startswith(word))
-    ]
+    names = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
+    exact = [path for path, own in names.items() if word in own]
+    found = exact or [path for path, own in names.items() if word and any(one.startswith(word) for one in own)]
     if len(found) == 1:
         return found[0]
     if found:

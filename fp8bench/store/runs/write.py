@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import StoreError
-from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
+from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, stamp, try_writing
 from fp8bench.model import Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.store.runs.read import run_files, store_of
@@ -60,38 +60,14 @@ def start_run(run: Run, store: Path) -> RunWriter:
     """Create the run's file with its header, in one step: nobody ever sees it without."""
     machine = _word(str(run.environment.get("machine") or "unknown"))
     path = store / "runs" / machine / file_name(run)
-    partial = path.with_suffix(".partial")
-    header = {name.name: encode(getattr(run, name.name)) for name in fields(run) if name.name not in _HEADER_LEFT_OUT}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            raise FileExistsError(17, "it exists already")
-        writer = RunWriter(path, partial.open("xb"))
-    except OSError as error:
-        raise _cannot_be_made(path, error) from None
-    try:
-        lock_run(writer._file, path)
-        writer._lines([{"schema": SCHEMA, "header": header}])
-        partial.rename(path)
-    except BaseException as error:
-        writer.close()
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        if isinstance(error, OSError):
-            raise _cannot_be_made(path, error) from None
-        raise
-    return writer
+    header = {one.name: encode(getattr(run, one.name)) for one in fields(run) if one.name not in _HEADER_LEFT_OUT}
+    return RunWriter.started(path, {"schema": SCHEMA, "header": header})
 
 
 def file_name(run: Run) -> str:
     """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
-    stamp = re.sub(r"[-:]", "", run.started).partition("+")[0] + "Z"
-    return f"{stamp}-{commit}-{run.id}.jsonl"
-
-
-def _cannot_be_made(path: Path, error: OSError) -> StoreError:
-    return StoreError(f"the run file {path} cannot be made ({error.strerror}). Choose another --store DIR.")
+    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
