@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,31 +37,24 @@ _MOST_NAMED = 20
 _ANY = "*"
 
 
-def existing_store(path: Path) -> Path:
-    """The store, if there is one."""
+def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> Path:
+    """The store, if there is one, with what a person should know of it, also before it reads all runs."""
     try:
-        if (path / "runs").is_dir() or (path / "asv").is_dir():
-            return path
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
+        if (path / "runs").is_dir() or (path / "asv").is_dir():
+            what, count = "", sum(1 for _ in run_files(path))
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
-    raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
-
-
-def announce(store: Path, observer: JobObserver, reading: bool = True) -> int:
-    """How many run files there are; what a person should know before they are read, if all of them are."""
-    trouble = load_renamings(store).trouble
+    if what:
+        raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
+    trouble = load_renamings(path).trouble
     if trouble:
         observer.note(trouble)
-    try:
-        count = sum(1 for _ in run_files(store))
-    except OSError as error:
-        raise StoreError(f"the store {store} cannot be read ({error.strerror}).") from None
-    for folder in closed_folders(store):
+    for folder in closed_folders(path):
         observer.note(f"{folder} may not be read, so that its runs are left out")
     if reading and count > _MANY_RUNS:
         observer.note(f"reading {count} runs")
-    return count
+    return path
 
 
 def opened(store: Path, observer: JobObserver) -> History:
@@ -139,44 +132,39 @@ def _nearest(word: str, store: Path, names: Collection[str], left: Collection[st
     return " `fp8bench history list` names them all."
 
 
-@dataclass(frozen=True)
-class Acknowledging:
-    """What is to be acknowledged, or with `undo` not any more: changes of a series, up to a commit."""
+def acknowledge(
+    series: str, store: Path, observer: JobObserver, until: str | None = None, because: str | None = None,
+    undo: bool = False,
+) -> list[tuple[str, str, str]]:  # fmt: skip
+    """Acknowledge changes of a series, up to a commit, or with `undo` not any more.
 
-    series: str
-    until: str | None = None
-    because: str | None = None
-    undo: bool = False
-
-
-def acknowledge(asked: Acknowledging, store: Path, observer: JobObserver) -> list[tuple[str, str, str]]:
-    """Write it down; returns the names of the courses and the commits around each change."""
-    if asked.undo and asked.because is not None:
+    Returns the names of the courses and the commits around each change.
+    """
+    if undo and because is not None:
         raise UsageError("--because says why a change is acknowledged, and --undo was given too. Leave one out.")
-    courses = _courses(opened(store, observer), asked.series, store)
+    courses = _courses(opened(store, observer), series, store)
     changes = find_changes(courses)
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    if asked.undo:
-        undone = _undone(asked.series, asked.until, courses, acks)
+    if undo:
+        undone = _undone(series, until, courses, acks)
         append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
         return [(name, ack.since, ack.until) for ack, name in undone]
-    chosen = _chosen(asked.series, asked.until, acknowledged(changes, acks))
-    append_acks(store, [ack_of(change, now, asked.because or "") for change in chosen])
+    chosen = _chosen(series, until, acknowledged(changes, acks))
+    append_acks(store, [ack_of(change, now, because or "") for change in chosen])
     return [(change.course.name, change.comparison.since, change.comparison.until) for change in chosen]
 
 
 def _undone(word: str, until: str | None, courses: Sequence[Course], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
     """The acknowledgements that are meant, each with the name of its course."""
-    series = {(course.series.name, course.cell) for course in courses}
+    names = {(course.series.name, course.cell): course.name for course in courses}
     wanted = [
         ack for ack in acks
-        if (ack.series, ack.cell) in series and (until is None or ack.until.startswith(until))
+        if (ack.series, ack.cell) in names and (until is None or ack.until.startswith(until))
     ]  # fmt: skip
     if not wanted:
         at = f" up to {until}" if until is not None else ""
         raise UsageError(f"nothing{at} is acknowledged of {word!r:.80}.")
-    names = {(course.series.name, course.cell): course.name for course in courses}
     return [(ack, names[ack.series, ack.cell]) for ack in wanted]
 
 

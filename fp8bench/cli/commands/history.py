@@ -104,10 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import announce, existing_store, opened
+    from fp8bench.jobs.history import existing_store, opened
 
-    store = existing_store(arguments.store)
-    if not announce(store, TERMINAL, reading=arguments.runs):
+    store = existing_store(arguments.store, TERMINAL, reading=arguments.runs)
+    if next(run_files(store), None) is None:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
         return EXIT_OK
@@ -142,10 +142,9 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import announce, existing_store, opened, series_meant
+    from fp8bench.jobs.history import existing_store, opened, series_meant
 
-    store = existing_store(arguments.store)
-    announce(store, TERMINAL, reading=False)
+    store = existing_store(arguments.store, TERMINAL)
     found = opened(store, TERMINAL)
     wanted = series_meant(arguments.series, found, store)
     courses = found.courses(lambda name: name == wanted).courses
@@ -169,11 +168,10 @@ def _description(course: Course) -> str:
 
 def _regressions(arguments: argparse.Namespace) -> int:
     """Tell the open changes; the exit code says whether one of them is worse."""
-    from fp8bench.jobs.history import all_changes, announce, existing_store, opened
+    from fp8bench.jobs.history import all_changes, existing_store, opened
     from fp8bench.report.terminal.changes import changes_json, page_of
 
-    store = existing_store(arguments.store)
-    announce(store, TERMINAL, reading=False)
+    store = existing_store(arguments.store, TERMINAL)
     found = all_changes(opened(store, TERMINAL), store, TERMINAL)
     page = partial(page_of, found, str(store), arguments.all, options_of(arguments))
     tell(arguments, page, partial(changes_json, found))
@@ -182,34 +180,31 @@ def _regressions(arguments: argparse.Namespace) -> int:
 
 def _acknowledge(arguments: argparse.Namespace) -> int:
     """Write down that changes of a series are known and stay, or that they are not any more."""
-    from fp8bench.jobs.history import Acknowledging, acknowledge, announce, existing_store
+    from fp8bench.jobs.history import acknowledge, existing_store
 
-    store = existing_store(arguments.store)
-    announce(store, TERMINAL, reading=False)
-    asked = Acknowledging(arguments.series, arguments.until, arguments.because, arguments.undo)
+    store = existing_store(arguments.store, TERMINAL)
     lines = [f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}"]
-    for name, since, until in acknowledge(asked, store, TERMINAL):
+    done = acknowledge(arguments.series, store, TERMINAL, arguments.until, arguments.because, arguments.undo)
+    for name, since, until in done:
         lines.append(f"  {name}, after {since[:8]} and up to {until[:8]}")
     say("\n".join(lines) + "\n")
     return EXIT_OK
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import announce, existing_store
+    from fp8bench.jobs.history import existing_store
 
-    store = existing_store(arguments.store)
-    announce(store, TERMINAL)
+    store = existing_store(arguments.store, TERMINAL, reading=True)
     found = verify(store, Path(), datetime.now(UTC))
     tell(arguments, partial(faults_page, found.faults, found.sound, str(store)))
     return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import announce, existing_store
+    from fp8bench.jobs.history import existing_store
     from fp8bench.store.merge_stores import rebuild
 
-    store = existing_store(arguments.store)
-    announce(store, TERMINAL)
+    store = existing_store(arguments.store, TERMINAL, reading=True)
     made = rebuild(store)
     tell(arguments, partial(rebuilt_page, str(store), len(made.files), made.series, made.runs, made.left))
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in made.aside)
@@ -217,16 +212,14 @@ def _rebuild(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import announce, existing_store
+    from fp8bench.jobs.history import existing_store
     from fp8bench.store.merge_stores import find_store, join
 
     store = arguments.store
     if arguments.folder is None and not arguments.rename_env:
         raise UsageError("nothing was given to merge. Give DIR, another machine's store, or --rename-env OLD=NEW.")
     other = find_store(arguments.folder, store) if arguments.folder is not None else None
-    if other is None:
-        existing_store(store)
-    announce(store if other is None else other, TERMINAL)
+    existing_store(store if other is None else other, TERMINAL, reading=True)
     done = join(store, other, arguments.rename_env)
     counts: dict[str, int] = {}
     if other is not None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,9 @@ from fp8bench.analysis.steps.changes import Change, Found, State
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.jobs.gate.remeasure import duel_with, measured_again
 from fp8bench.jobs.gate.source import Source, failed, unmeasured
-from fp8bench.jobs.history import all_changes, announce, existing_store, opened
+from fp8bench.jobs.history import all_changes, existing_store, opened
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import RELATIVE, Comparison, Course, Direction, Evidence, Interval, Record, Run, Status
+from fp8bench.model import RELATIVE, Comparison, Course, Direction, Evidence, Interval, Run, Status
 from fp8bench.pipeline import AGAIN
 from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.find_runs import commit_named
@@ -37,15 +36,17 @@ _DERIVED = frozenset(name for name, _ in PER.values())
 
 def of_history(path: Path, observer: JobObserver) -> Source:
     """What the history has come to. Without a run of this commit nothing was measured of it."""
-    store = existing_store(path)
-    announce(store, observer, reading=False)
+    store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
         return Source(title, problem="the store has no runs.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
-    problem = _nothing_measured(newest)
-    if problem:
+    if all(record.status is Status.SKIPPED for record in newest.records):
+        return Source(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
+    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
+    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
+        problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
         return Source(title, problem=problem, code=EXIT_FAILED)
     history = opened(store, observer)
     found = all_changes(history, store, observer)
@@ -71,15 +72,6 @@ def _runs(store: Path) -> Iterator[Run]:
             continue
         if run.origin != AGAIN:
             yield run
-
-
-def _nothing_measured(newest: Run) -> str:
-    if all(record.status is Status.SKIPPED for record in newest.records):
-        return f"no case of run {newest.id} came to a number."
-    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
-    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
-        return f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
-    return ""
 
 
 def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
@@ -134,23 +126,26 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
 
 
 def _notes(found: Found) -> Iterator[str]:
-    states = Counter(one.state for one in found.changes if one.is_worse and one.state is State.ACKNOWLEDGED)
-    if states:
-        yield f"{sum(states.values())} acknowledged: `fp8bench history regressions --all` tells them"
+    known = sum(one.is_worse and one.state is State.ACKNOWLEDGED for one in found.changes)
+    if known:
+        yield f"{known} acknowledged: `fp8bench history regressions --all` tells them"
     for why, count in found.left.items():
         yield f"{count} series not looked at: {why}"
 
 
 def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
     """By duels with the commits before the steps; what cannot be duelled is measured again."""
-    cases = {key_of(one.comparison): case for one in suspects if (case := _case_of(one, newest))}
+    here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
+    wanted = {key_of(one.comparison): (one.course.series.workload, one.course.cell) for one in suspects}
+    cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
     there = [one for one in suspects if key_of(one.comparison) in cases]
     found: dict[Key, Comparison] = {}
     how: list[str] = []
     alone: list[Change] = []
     for since in dict.fromkeys(one.comparison.since for one in there):
         changes = [one for one in there if one.comparison.since == since]
-        look = duel_with(since, newest.request, store, [_as_case(one, cases) for one in changes], observer)
+        named = [replace(one.comparison, case=cases[key_of(one.comparison)]) for one in changes]
+        look = duel_with(since, newest.request, store, named, observer)
         if look is None or look.refused:
             alone += changes
             continue
@@ -164,21 +159,6 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
         how.append(f"measured again in run {again_run.id}")
         found |= {key_of(one.comparison): new for one in alone if (new := _new_value(one, again_run)) is not None}
     return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
-
-
-def _case_of(change: Change, run: Run) -> str:
-    """The id of the case in a run whose cell a change is of; '' if there is none."""
-    course = change.course
-    found: Iterator[Record] = (
-        one for one in run.records
-        if one.case.workload == course.series.workload and cell_of(one.case, run) == course.cell
-    )  # fmt: skip
-    return next((one.case.id for one in found), "")
-
-
-def _as_case(change: Change, cases: Mapping[Key, str]) -> Comparison:
-    """The change under the name that its case has in runs."""
-    return replace(change.comparison, case=cases[key_of(change.comparison)])
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:

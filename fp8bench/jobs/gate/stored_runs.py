@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
 from fp8bench.analysis.compare.duel_verdicts import comparisons
-from fp8bench.analysis.compare.sides import Side, side_of
+from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.gate.judging import SecondLook, key_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound
@@ -22,7 +22,6 @@ from fp8bench.jobs.gate.source import Source, cut_off_cases, unmeasured
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Evidence, Run
 from fp8bench.model.duel import Duel
-from fp8bench.model.duel import Side as DuelSide
 from fp8bench.report.terminal.comparison import side_words
 from fp8bench.store.duels import find_duel, load_duel
 from fp8bench.store.find_runs import commit_named, runs_meant
@@ -75,7 +74,8 @@ def _notes(compared: Compared) -> list[str]:
 
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
     """A duel with the baseline's commit where that can be; else the second side alone."""
-    newest = _run_with(compared.after, suspects)
+    # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
+    newest = compared.after.sightings[suspects[0].case][-1].run
     commit = _commit_to_duel(compared, newest)
     look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
     if look is not None and not look.refused:
@@ -95,29 +95,20 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     here = commit_named("HEAD", Path())
     if here is None or newest.environment.get("commit") != here or compared.differing:
         return None
-    return _commit_of(compared.before)
-
-
-def _commit_of(side: Side) -> str | None:
-    """The one commit that a side is of; None if it is of several, of none, or of files that differed from it."""
-    commits = {run.environment.get("commit") for run in side.runs}
-    clean = all(run.environment.get("dirty") is False for run in side.runs)
-    commit = next(iter(commits))
-    return commit if len(commits) == 1 and isinstance(commit, str) and clean else None
-
-
-def _run_with(after: Side, suspects: Sequence[Comparison]) -> Run:
-    """The newest run that has the first of the suspects: in nearly all comparisons there is but one."""
-    return after.sightings[suspects[0].case][-1].run
+    runs = compared.before.runs
+    commit, *others = {run.environment.get("commit") for run in runs}
+    clean = all(run.environment.get("dirty") is False for run in runs)
+    return commit if not others and isinstance(commit, str) and clean else None
 
 
 def of_duel(word: str, store: Path, observer: JobObserver) -> Source:
     """What a duel of the store came to."""
-    path = _newest(store) if word == "last" else find_duel(word, store)
+    files = (store / "duels").glob("*.jsonl")
+    path = max(files, key=lambda one: one.name, default=None) if word == "last" else find_duel(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
     duel = load_duel(path)
-    title = f"duel {duel.id}: {_words(duel.after)} against {_words(duel.before)}"
+    title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(one.measured or one.failed for one in duel.results):
         return Source(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED)
@@ -126,7 +117,11 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> Source:
         refused = _moved_on(duel)
         if refused:
             return SecondLook({}, refused=refused)
-        return duelled(_question(duel), duel.request, store, suspects, observer)
+        # Words like HEAD may have moved since, and commits have not.
+        commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
+        against, against_self = (None, commit) if own else (commit, None)
+        question = Question(duel.before.python, duel.after.python, against, against_self, duel.sessions)
+        return duelled(question, duel.request, store, suspects, observer)
 
     found = comparisons(duel)
     return Source(title, (*found, *cut_off_cases(duel, {one.case for one in found})), confirm, notes)
@@ -140,19 +135,3 @@ def _moved_on(duel: Duel) -> str:
     if here == duel.after.commit:
         return ""
     return f"the duel was of commit {duel.after.commit[:8]}, and here is {here[:8] if here else 'no repository'}"
-
-
-def _newest(store: Path) -> Path | None:
-    return max((store / "duels").glob("*.jsonl"), key=lambda path: path.name, default=None)
-
-
-def _question(duel: Duel) -> Question:
-    """What made its sides differ. Words like HEAD may have moved since, and commits have not."""
-    commit = duel.before.commit or None
-    own = duel.before.title.startswith(OWN)
-    against, against_self = (None, commit) if own else (commit, None)
-    return Question(duel.before.python, duel.after.python, against, against_self, duel.sessions)
-
-
-def _words(side: DuelSide) -> str:
-    return side.title or side.name

@@ -296,9 +296,9 @@ def find_run(word: str, store: Path) -> Path:
         raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
     if word == "last" and files:
         return files[0]
-    names = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    exact = [path for path, own in names.items() if word in own]
-    found = exact or [path for path, own in names.items() if word and any(one.startswith(word) for one in own)]
+    called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
+    exact = [path for path, own in called.items() if word in own]
+    found = exact or [path for path, own in called.items() if word and any(one.startswith(word) for one in own)]
     if len(found) == 1:
         return found[0]
     if found:
