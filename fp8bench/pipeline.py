@@ -92,7 +92,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
-        writer = reopen_run(path, Resumption(_now(), command, environment))
+        writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
         return True, _measure(run, missing_groups(run), writer, worker, meters, observer, start)
 
@@ -129,22 +129,19 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 
 def _measure(
-    run: Run,
-    groups: Sequence[Group],
-    writer: RunWriter,
-    worker: Worker,
-    meters: Meters,
-    observer: Observer,
+    run: Run, groups: Sequence[Group], writer: RunWriter, worker: Worker, meters: Meters, observer: Observer,
     start: float,
-) -> Run:
+) -> Run:  # fmt: skip
     """The groups one by one, each kept as soon as it is done."""
     noted: set[str] = set()
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
     try:
         for place, group in enumerate(groups):
-            _note_company(writer, noted)
-            budget = _share(run.request.budget, start, len(groups) - place)
+            for stem in sorted(set(running_beside(writer.path)) - noted):
+                writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
+                noted.add(stem)
+            budget = share_of(run.request.budget, start, len(groups) - place)
             measured += _group(group, run, budget, worker, meters, observer, quantisers)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
@@ -202,7 +199,7 @@ def _opened(
             environment = environment.also(device_state_of(one, meters.of(one)))
     return Run(
         id=secrets.token_hex(4),
-        started=_now(),
+        started=now(),
         command=command,
         request=request,
         plan=plan,
@@ -212,53 +209,30 @@ def _opened(
     )
 
 
-def _now() -> str:
+def now() -> str:
+    """The moment, as runs and duels say when they began."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _note_company(writer: RunWriter, noted: set[str]) -> None:
-    """Write down, once for each, that another run is measured into this store at the same time."""
-    for stem in running_beside(writer.path):
-        if stem not in noted:
-            noted.add(stem)
-            writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
-
-
-def _share(budget: float | None, start: float, groups_left: int) -> float | None:
-    """This group's part of what is left of the run's budget, in seconds."""
-    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / groups_left
+def share_of(budget: float | None, start: float, left: int) -> float | None:
+    """One part's share of what is left of a budget that began to run at `start`, in seconds."""
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
 
 
 def _group(
-    group: Group,
-    run: Run,
-    budget: float | None,
-    worker: Worker,
-    meters: Meters,
-    observer: Observer,
+    group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
     quantisers: Quantisers,
-) -> tuple[Record, ...]:
+) -> tuple[Record, ...]:  # fmt: skip
     request, facts = run.request, {one.key: one for one in run.devices}
     energy = energy_rule_for(request.quick, request.budget) if request.energy else None
     if not workloads.get(group.cases[0].case.workload).fused:
         energy, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
+    searched = request.max_batch and group.setting in searched_for_batches(run.plan)
     method = Method(
-        rule=rule_for(request.quick, request.rounds, budget),
-        judge=decided,
-        seed=request.seed,
-        limits=Limits(request.case_timeout),
-        quantisers=quantisers,
-        energy=energy,
-        capacity=_capacity_rule(group, run),
-        traces=trace_folder(run),
-    )
+        rule=rule_for(request.quick, request.rounds, budget), judge=decided, seed=request.seed,
+        limits=Limits(request.case_timeout), quantisers=quantisers, energy=energy,
+        capacity=CapacityRule(request.memory_limit, with_batch) if searched else None, traces=trace_folder(run),
+    )  # fmt: skip
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()
-
-
-def _capacity_rule(group: Group, run: Run) -> CapacityRule | None:
-    """How the group's largest batch is looked for; None where nobody asked, or another group stands for it."""
-    if not run.request.max_batch or group.setting not in searched_for_batches(run.plan):
-        return None
-    return CapacityRule(run.request.memory_limit, with_batch)

@@ -46,7 +46,12 @@ def _stdout_to_stderr() -> Iterator[None]:
             kept = os.dup(1)
     try:
         if kept >= 0:
-            _point_at_stderr(1)
+            try:
+                os.dup2(sys.stderr.fileno(), 1)
+            except (OSError, ValueError, AttributeError):  # closed, and its number may be anybody's file
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, 1)
+                os.close(nowhere)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
@@ -55,16 +60,6 @@ def _stdout_to_stderr() -> Iterator[None]:
                 out.flush()  # what was written past the redirection must not wait until stdout is stdout again
             os.dup2(kept, 1)
             os.close(kept)
-
-
-def _point_at_stderr(descriptor: int) -> None:
-    """Where stderr is closed its number may be anybody's file: then what is printed goes nowhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(sys.stderr.fileno(), descriptor)
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def digest_of(names: Iterable[str]) -> str | None:

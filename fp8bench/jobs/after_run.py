@@ -67,7 +67,7 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
         if wanted.tensorboard is not None:
             note(f"tensorboard: {_to_tensorboard(run, found, wanted.tensorboard)}")
         if wanted.wandb is not None:
-            note(f"wandb: {_to_wandb(run, found, wanted.wandb, list(_files(run, store)))}")
+            note(f"wandb: {_to_wandb(run, store, found, wanted.wandb)}")
     except KeyboardInterrupt:
         note(f"interrupted; the run is kept, and `fp8bench show {run.id}` takes --tensorboard and --wandb too")
         return False
@@ -96,18 +96,13 @@ def _to_tensorboard(run: Run, found: Mapping[str, Finding], folder: Path) -> str
     return f"{len(files)} curve{'s' * (len(files) != 1)} in {folder}; `tensorboard --logdir {folder}`"
 
 
-def _to_wandb(run: Run, found: Mapping[str, Finding], project: str, files: list[Path]) -> str:
+def _to_wandb(run: Run, store: Path, found: Mapping[str, Finding], project: str) -> str:
+    """The run, with its report where there is one."""
+    folder = folder_of([run], store_of(Path(run.path)) or store)
+    files = [file for file in (Path(run.path), folder / PAGE, folder / ROWS) if run.path and file.is_file()]
     try:
         send_to_wandb(run, found, project, files)
     except Exception as error:
         again = f"`fp8bench show {run.id} --wandb {project}` sends it again"
         return f"not sent ({type(error).__name__}: {error}). The run is kept; {again}"
     return f"sent to project {project}"
-
-
-def _files(run: Run, store: Path) -> Iterator[Path]:
-    """The run, and its report where there is one."""
-    folder = folder_of([run], store_of(Path(run.path)) or store)
-    for file in (Path(run.path), folder / PAGE, folder / ROWS):
-        if run.path and file.is_file():
-            yield file

@@ -50,7 +50,8 @@ def measured_by_asv(
     if not own.points:
         why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
-    commit = _saved_under(run, asked, root)
+    named = commit_named(asked.commit, root) if asked.commit else None
+    commit = named or str(run.environment.get("commit"))
     why = _not_of(commit, run) if asked.commit else ""
     others = _others(run, store, commit, asked.appending) if why or not why_not(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
@@ -78,12 +79,6 @@ def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
         point for one in company for point in one.content.points
         if point.series not in known and (point.series, point.version) in versions
     ]  # fmt: skip
-
-
-def _saved_under(run: Run, asked: Asked, root: Path) -> str:
-    """The commit that asv saves under, or that of the run."""
-    named = commit_named(asked.commit, root) if asked.commit else None
-    return named or str(run.environment.get("commit"))
 
 
 def _not_of(commit: str, run: Run) -> str:

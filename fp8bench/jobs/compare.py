@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import Side, hardware, side_of
+from fp8bench.analysis.compare.sides import hardware, side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
@@ -29,7 +29,10 @@ def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run],
             f"{before!r:.80} and {after!r:.80} have the run {min(both)} in common. Give two sides of different runs."
         )
     old, new = _on_one_machine(old, new, observer)
-    return compare(_side(before, old), _side(after, new))
+    before_side, after_side = (
+        side_of(name, [(run, findings(run)) for run in runs]) for name, runs in ((before, old), (after, new))
+    )
+    return compare(before_side, after_side)
 
 
 def read_runs(paths: Sequence[Path], observer: JobObserver) -> list[Run]:
@@ -55,13 +58,6 @@ def _on_one_machine(old: Sequence[Run], new: Sequence[Run], observer: JobObserve
     if len(kinds) == 1 or not all(kept):
         return list(old), list(new)
     left = len(old) + len(new) - len(kept[0]) - len(kept[1])
-    observer.note(f"{left} run{'s' * (left != 1)} of other machines left out: the rest is of {_machine(new, wanted)}")
+    machine = kept[1][0].environment.get("machine")
+    observer.note(f"{left} run{'s' * (left != 1)} of other machines left out: the rest is of {machine}")
     return kept[0], kept[1]
-
-
-def _machine(runs: Sequence[Run], wanted: object) -> str:
-    return str(next(run for run in runs if hardware(run) == wanted).environment.get("machine"))
-
-
-def _side(name: str, runs: Sequence[Run]) -> Side:
-    return side_of(name, [(run, findings(run)) for run in runs])

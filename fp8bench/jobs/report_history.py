@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.errors import Fp8benchError
-from fp8bench.model import Course, Figure, Level, Point, Run, course_name
+from fp8bench.model import Course, Figure, Level, Run, course_name
 from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
 from fp8bench.store.index.history import open_history
@@ -82,18 +82,14 @@ def _unkept(one: TrackedRun, course: Course, last: Figure | None) -> Iterator[Pa
     """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
     if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
         return
+    own = course.series.name, course.cell, course.series.version
     for point in one.content.points:
-        if not _is_of(point, course) or not point.samples:
+        if (point.series, point.cell, point.version) != own or not point.samples:
             continue
         figure = figure_of(one, point, 1)
         if last is None or figure.source == last.source:
             when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
             yield _past(figure, when, one.order[0] * 1000, unkept=True)
-
-
-def _is_of(point: Point, course: Course) -> bool:
-    series = course.series
-    return (point.series, point.cell, point.version) == (series.name, course.cell, series.version)
 
 
 def _emulated(course: Course, tracked: Sequence[TrackedRun]) -> bool:

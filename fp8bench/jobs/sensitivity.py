@@ -6,7 +6,6 @@ import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8bench import __version__
@@ -18,7 +17,7 @@ from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, Request, Work
-from fp8bench.pipeline import worker_for
+from fp8bench.pipeline import now, worker_for
 from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names, make_plan
@@ -68,7 +67,7 @@ def studied(question: Question, store: Path, observer: JobObserver) -> Study:
 def _studied(question: Question, worker: Worker, corpus: str, observer: JobObserver) -> Study:
     study, bed = opened(question, worker.probe(), corpus)
     environment = gather(worker.software(), __version__, question.threads, question.imports)
-    study = replace(study, started=datetime.now(UTC).isoformat(timespec="milliseconds"), environment=environment)
+    study = replace(study, started=now(), environment=environment)
     try:
         with observer.counting() as tell:
             for further in run(study, bed, worker, tell):

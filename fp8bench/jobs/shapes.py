@@ -14,7 +14,6 @@ from fp8bench.analysis.shape_findings import Finding, Judgement, LinearShape, Ou
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
 from fp8bench.formats.product_rules import missing, objections, te_objections
-from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.formats.scaled_products import OUTPUTS, Objection, Product
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
@@ -168,14 +167,6 @@ USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nv
 
 
 @dataclass(frozen=True)
-class Mode:
-    """A mode by its one word, and its recipe."""
-
-    word: str
-    recipe: Recipe
-
-
-@dataclass(frozen=True)
 class Look:
     """What was looked at, in words, and what was found."""
 
@@ -228,21 +219,20 @@ def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[Findin
     return f"{source}{rows}: {products} product{'s' * (products != 1)} of {layers}, as torch's scaled_mm takes them"
 
 
-def modes_of(words: Sequence[str], devices: Sequence[DeviceClass]) -> list[Mode]:
+def modes_of(words: Sequence[str], devices: Sequence[DeviceClass]) -> list[RecipePrecision]:
     """The modes of some words; without any, the usual ones that some device has (all of them if none has any)."""
-    if words:
-        return list(dict.fromkeys(_mode(word) for word in words))
-    usual = [_mode(word) for word in USUAL_MODES]
-    there = [mode for mode in usual if any(_is_there(mode, device) for device in devices)]
-    return there or usual
+    modes = {mode.mode: mode for mode in map(_scaled, words or USUAL_MODES)}
+    there = [mode for mode in modes.values() if words or any(_is_there(mode, device) for device in devices)]
+    return there or list(modes.values())
 
 
 def examine(
-    shapes: Sequence[LinearShape], kinds: Sequence[str], modes: Sequence[Mode], devices: Sequence[DeviceClass]
-) -> list[Finding]:
+    shapes: Sequence[LinearShape], kinds: Sequence[str], modes: Sequence[RecipePrecision],
+    devices: Sequence[DeviceClass],
+) -> list[Finding]:  # fmt: skip
     """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
     return [
-        Finding(shape, kind, mode.word, device, product, judge(product, device), judge_by_te(product, device))
+        Finding(shape, kind, mode, device, product, judge(product, device), judge_by_te(product, device))
         for shape in shapes
         for kind, mode, product in _products(shape, kinds, modes)
         for device in devices
@@ -263,18 +253,18 @@ def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
     return None if found is None else _judged(product, found)
 
 
-def _products(shape: LinearShape, kinds: Sequence[str], modes: Sequence[Mode]) -> Iterator[tuple[str, Mode, Product]]:
+def _products(
+    shape: LinearShape, kinds: Sequence[str], modes: Sequence[RecipePrecision]
+) -> Iterator[tuple[str, str, Product]]:
     for kind in kinds:
         m, n, k = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
         for mode in modes:
-            if kind == "weight-gradient" and mode.recipe.high_weight_gradient:
+            recipe = mode.recipe
+            if kind == "weight-gradient" and recipe.high_weight_gradient:
                 continue
-            a, b = (_treatment(mode.recipe, role) for role in PRODUCTS[kind])
-            yield kind, mode, Product(m, n, k, a, b, shape.output, shape.row_major)
-
-
-def _treatment(recipe: Recipe, role: Role) -> Treatment:
-    return {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}[role]
+            treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+            a, b = (treatments[role] for role in PRODUCTS[kind])
+            yield kind, mode.mode, Product(m, n, k, a, b, shape.output, shape.row_major)
 
 
 def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
@@ -283,24 +273,21 @@ def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
     multiples = [one.multiples for one in found if one.multiples is not None]
     if len(multiples) < len(found):
         return Judgement(Outcome.REFUSED, found)
-    m, n, k = (_up(length, math.lcm(*(one[place] for one in multiples))) for place, length in enumerate(product.sides))
+    grains = [math.lcm(*(one[place] for one in multiples)) for place in range(3)]
+    m, n, k = (-(-length // grain) * grain for length, grain in zip(product.sides, grains, strict=True))
     more_flops = (m * n * k) / (product.m * product.n * product.k) - 1
     more_bytes = product.bytes_of((m, n, k)) / product.bytes_of(product.sides) - 1
     return Judgement(Outcome.PAD, found, (m, n, k), more_flops, more_bytes)
 
 
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def _mode(word: str) -> Mode:
+def _scaled(word: str) -> RecipePrecision:
     precision = precisions.get(word)
     if not isinstance(precision, RecipePrecision):
         scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
         raise UsageError(f"{word} scales nothing, and its products take every shape. Give one of {scaled}.")
-    return Mode(precision.mode, precision.recipe)
+    return precision
 
 
-def _is_there(mode: Mode, device: DeviceClass) -> bool:
+def _is_there(mode: RecipePrecision, device: DeviceClass) -> bool:
     a, b = mode.recipe.input, mode.recipe.weight
     return missing(Product(512, 512, 512, a, b), device) is None

@@ -135,10 +135,10 @@ def test_options_of_modes_count() -> None:
 
 def test_without_modes_those_are_taken_that_a_device_has() -> None:
     """All usual ones where none has any; a mode that scales nothing is refused with those that do."""
-    assert [one.word for one in modes_of([], [H100])] == ["fp8", "fp8-rowwise", "fp8-block"]
-    assert [one.word for one in modes_of([], [CPU])] == list(USUAL_MODES)
-    assert "mxfp6" not in [one.word for one in modes_of([], CLASSES)]
-    assert [one.word for one in modes_of(["fp4", "nvfp4"], [CPU])] == ["nvfp4"]
+    assert [one.mode for one in modes_of([], [H100])] == ["fp8", "fp8-rowwise", "fp8-block"]
+    assert [one.mode for one in modes_of([], [CPU])] == list(USUAL_MODES)
+    assert "mxfp6" not in [one.mode for one in modes_of([], CLASSES)]
+    assert [one.mode for one in modes_of(["fp4", "nvfp4"], [CPU])] == ["nvfp4"]
     with pytest.raises(UsageError, match="bf16 scales nothing"):
         modes_of(["bf16"], [H100])
 

@@ -10,15 +10,10 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8bench.analysis.compare.duel_interval import LEAST_ROUNDS
-from fp8bench.errors import (
-    Fp8benchError,
-    StoreError,
-    UsageError,
-)
+from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.interrupts import held_back, ignored
 from fp8bench.jobs.duel.sessions import CaseProgress, CaseRunner, begin_case
 from fp8bench.jobs.duel.side_workers import SideWorkers, refresh, side_workers
@@ -31,6 +26,7 @@ from fp8bench.model import Environment, Request
 from fp8bench.model.duel import Duel, Side
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
+from fp8bench.pipeline import now, share_of
 from fp8bench.plan.asked_suites import reads_corpus, suites_of
 from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import check_names
@@ -159,7 +155,7 @@ def _sessions(
             progress.in_session(number, started.sessions, place, len(cases))
             alive, left = one.alive, (started.sessions - number) * len(cases) - place
             if alive:
-                runner.measure(one, number, _rule(request, _share(request.budget, start - starting, left)))
+                runner.measure(one, number, _rule(request, share_of(request.budget, start - starting, left)))
             if one.alive and number == 0:
                 _check_origins(started)  # more of the user's code may have been imported by now
                 runner.check_values(one)
@@ -173,11 +169,6 @@ def _keep(writer: DuelWriter, one: CaseProgress, number: int, measured: bool) ->
         writer.result(one.result)
     elif measured:
         writer.session(one.result.after.case.id, one.sessions[-1])
-
-
-def _share(budget: float | None, start: float, left: int) -> float | None:
-    """One session's part of what is left of a budget that began to run at `start`, in seconds."""
-    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
 
 
 def _rule(request: Request, share: float | None) -> StoppingRule:
@@ -197,8 +188,7 @@ def _begun(started: StartedSides, request: Request) -> Duel:
         _side(ready, one, request)
         for ready, one in zip((started.sides.before, started.sides.after), started.pair, strict=True)
     )
-    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Duel(secrets.token_hex(4), moment, command_line(), request, before, after, started.cases, started.sessions)
+    return Duel(secrets.token_hex(4), now(), command_line(), request, before, after, started.cases, started.sessions)
 
 
 def _side(ready: Ready, one: SideWorkers, request: Request) -> Side:
