@@ -212,9 +212,9 @@ class Runs:
         limit = bed.limits.numbers(bed.work) + bed.limits.steps(bed.work, bed.steps)
         try:
             if gradients:
-                error = self._worker.gradient_error(case, bed.reference, bed.facts, limit)
+                error = self._worker.within(limit).gradient_error(case, bed.reference, bed.facts)
                 trial = replace(trial, gradient_error=error)
-            losses = self._worker.losses(case, bed.facts, bed.steps, trial.draw, limit)
+            losses = self._worker.within(limit).losses(case, bed.facts, bed.steps, trial.draw)
         except WorkerError as error:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
                 self._worker.restart()  # after an error on a GPU nothing in that process works any more

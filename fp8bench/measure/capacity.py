@@ -167,7 +167,7 @@ class CapacityPass:
             raise NoSearch(f"the suite does not take {batch}")
         self._observer.working(planned.case, f"trying a batch of {batch}", 1.0)
         try:
-            taken = self._worker.try_batch(tried.case, facts, self._rule.limit, self._limits.numbers(tried.work))
+            taken = self._worker.within(self._limits.numbers(tried.work)).try_batch(tried.case, facts, self._rule.limit)
         except WorkerError as cause:
             if exhausted(cause):
                 return Attempt(number, False, None, f"memory ran out ({_first_line(cause)})")

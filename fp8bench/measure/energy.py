@@ -92,13 +92,13 @@ class EnergyPass:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         steps = max(1, round(_CHUNK_SECONDS / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
-        worker.loop(arm.key, max(1, round(_WARM_SECONDS / arm.step_seconds)), limit)
+        worker.within(limit).loop(arm.key, max(1, round(_WARM_SECONDS / arm.step_seconds)))
         done = 0
         with self._meter.window() as window:
             while not window.enough:
-                worker.loop(arm.key, steps, limit)
+                worker.within(limit).loop(arm.key, steps)
                 done += steps
-        wrong = worker.check(arm.key, arm.limits.numbers(arm.planned.work))
+        wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key)
         energy = window.energy
         if isinstance(energy, Unavailable):
             found.reasons.append(energy.reason)

@@ -9,22 +9,26 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
-from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.model import DeviceFacts, Overheads, Scalar
+from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench, described, recovered
 
 START_SECONDS = 300.0
+# A bench as it looks from here: called, it is asked.
+AskedBench = Bench
 
 
 class Worker(ABC):
-    """What can be asked of a bench. Every call may raise WorkerFault, WorkerLost or WorkerHung."""
+    """Where a bench runs. Whatever is asked of it may raise WorkerFault, WorkerLost or WorkerHung."""
 
     @abstractmethod
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -49,80 +53,47 @@ class Worker(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def within(self, seconds: float) -> AskedBench:
+        """The bench, each of whose answers is waited for so long."""
+        return cast(AskedBench, _Asked(self, seconds))
+
     def probe(self) -> tuple[DeviceFacts, ...]:
-        return cast(tuple[DeviceFacts, ...], self.ask(START_SECONDS, "probe"))
+        return self.within(START_SECONDS).probe()
 
     def software(self) -> dict[str, Scalar | None]:
-        return cast(dict[str, "Scalar | None"], self.ask(START_SECONDS, "software"))
-
-    def prepare(self, key: str, case: Case, facts: DeviceFacts, limit: float) -> None:
-        self.ask(limit, "prepare", key, case, facts)
-
-    def calibrate(self, case: Case, facts: DeviceFacts, limit: float) -> None:
-        self.ask(limit, "calibrate", case, facts)
+        return self.within(START_SECONDS).software()
 
     def quantisers(self) -> tuple[int, str]:
         """How many quantisers wait to be compiled; why others stay eager, '' if none does."""
-        return cast(tuple[int, str], self.ask(HANG_SECONDS, "quantisers"))
+        return self.within(HANG_SECONDS).quantisers()
 
     def compiler(self, facts: DeviceFacts) -> str:
         """Whether quantisers compile for a device, in words."""
-        return cast(str, self.ask(COMPILE_SECONDS, "compiler", facts))
-
-    def compile_quantisers(self, key: str, limit: float) -> None:
-        """Compile those that wait, and run a state's untimed step again."""
-        self.ask(limit, "compile_quantisers", key)
-
-    def slot(self, key: str, calls: int, discard: int, limit: float) -> RawSlot:
-        return cast(RawSlot, self.ask(limit, "slot", key, calls, discard))
-
-    def loop(self, key: str, steps: int, limit: float) -> None:
-        """Run so many steps back to back, untimed."""
-        self.ask(limit, "loop", key, steps)
-
-    def error(self, case: Case, facts: DeviceFacts, limit: float) -> dict[str, float]:
-        return cast(dict[str, float], self.ask(limit, "error", case, facts))
-
-    def statistics(self, case: Case, facts: DeviceFacts, limit: float) -> tuple[TensorStatistics, ...]:
-        return cast(tuple[TensorStatistics, ...], self.ask(limit, "statistics", case, facts))
-
-    def memory(self, case: Case, facts: DeviceFacts, limit: float, key: str = "") -> MemoryUse | str:
-        """What a step's memory is made of, or why nobody can say. With a key its state stays until it is released."""
-        return cast("MemoryUse | str", self.ask(limit, "memory", case, facts, key))
-
-    def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None, limit: float) -> int | None:
-        """Prepare a case and run two steps in so many bytes; those of its tensors at the highest point."""
-        return cast("int | None", self.ask(limit, "try_batch", case, facts, memory_limit))
-
-    def trace(self, case: Case, facts: DeviceFacts, limit: float, file: Path) -> tuple[OperatorTime, ...]:
-        return cast(tuple[OperatorTime, ...], self.ask(limit, "trace", case, facts, str(file)))
-
-    def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int, limit: float) -> tuple[float, ...]:
-        return cast(tuple[float, ...], self.ask(limit, "losses", case, facts, steps, draw))
-
-    def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts, limit: float) -> float | None:
-        return cast("float | None", self.ask(limit, "gradient_error", case, reference, facts))
-
-    def check(self, key: str, limit: float) -> str:
-        return cast(str, self.ask(limit, "check", key))
-
-    def scales(self, key: str, limit: float) -> tuple[LayerScale, ...]:
-        return cast(tuple[LayerScale, ...], self.ask(limit, "scales", key))
+        return self.within(COMPILE_SECONDS).compiler(facts)
 
     def versions(self, suites: Sequence[str]) -> dict[str, str]:
         """The versions of suites as the worker has them; those that it does not know are left out."""
-        return cast(dict[str, str], self.ask(HANG_SECONDS, "versions", tuple(suites)))
+        return self.within(HANG_SECONDS).versions(tuple(suites))
 
     def modules_under(self, folder: Path) -> tuple[str, ...]:
         """The modules that the worker has loaded from below a folder."""
-        return cast(tuple[str, ...], self.ask(HANG_SECONDS, "modules_under", str(folder)))
+        return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state; returns the names of threads that it leaves behind."""
-        return cast(tuple[str, ...], self.ask(HANG_SECONDS, "release", key))
+        return self.within(HANG_SECONDS).release(key)
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
-        return cast(Overheads, self.ask(START_SECONDS, "overheads", facts))
+        return self.within(START_SECONDS).overheads(facts)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    worker: Worker
+    limit: float
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self.worker.ask, self.limit, name)
 
 
 class LocalWorker(Worker):

@@ -6,16 +6,16 @@ Numerical errors, what the data are, memory, traces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.files import name_of
-from fp8bench.measure.handle import Worker
+from fp8bench.measure.handle import AskedBench, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
@@ -25,7 +25,6 @@ from fp8bench.protocols import Observer
 from fp8bench.units import unit_of
 
 OUT_OF_MEMORY = "out of memory, even alone"
-T = TypeVar("T")
 
 
 @dataclass
@@ -119,7 +118,8 @@ class Passes:
             case = outcome.planned.case
             self._observer.working(case, "checking numbers", 1.0)
             try:
-                errors = self._worker.error(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+                limit = self._limits.numbers(outcome.planned.work)
+                errors = self._worker.within(limit).error(case, self._facts[case.device])
             except WorkerError as cause:
                 why = f"no numerical error: {cause}"
                 if exhausted(cause):
@@ -134,9 +134,8 @@ class Passes:
 
     def statistics(self, reference: CaseOutcome) -> None:
         """What the data are, asked of one case; they describe those of all, so that they do not fail that one."""
-        statistics = self._asked(reference, "statistics of the data", self._worker.statistics)
-        if statistics is not None:
-            reference.note(statistics=statistics)
+        with self._asking(reference, "statistics of the data") as (bench, case, facts):
+            reference.note(statistics=bench.statistics(case, facts))
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
         """Memory at the highest point of a step; a case without it stands all the same.
@@ -144,21 +143,17 @@ class Passes:
         The driver's count of the worker's process comes from the meter, where there is a driver.
         """
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
-
-        def ask(case: Case, facts: DeviceFacts, limit: float) -> MemoryUse | str:
-            if device is None:
-                return self._worker.memory(case, facts, limit)
-            key = f"memory of {case.id}"
-            found = self._seen_from_outside(self._worker.memory(case, facts, limit, key), device)
-            self._worker.release(key)
-            return found
-
         for outcome in outcomes:
             self._observer.working(outcome.planned.case, "measuring memory", 1.0)
-            found = self._asked(outcome, "peak memory", ask)
-            if isinstance(found, str):
-                outcome.lacks(f"no peak memory: {found}")
-            elif found is not None:
+            with self._asking(outcome, "peak memory") as (bench, case, facts):
+                key = f"memory of {case.id}" if device is not None else ""
+                found = bench.memory(case, facts, key)
+                if device is not None:
+                    found = self._seen_from_outside(found, device)
+                    self._worker.release(key)
+                if isinstance(found, str):
+                    outcome.lacks(f"no peak memory: {found}")
+                    continue
                 peak = Measurement("peak_memory", "B", (float(found.peak),), description=_PEAK_MEMORY)
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
         if any(one.draft.memory and self._facts[one.planned.case.device].accelerated for one in outcomes):
@@ -167,12 +162,10 @@ class Passes:
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         """A few steps of every case into a file of its own; a case without it stands all the same."""
         for outcome in outcomes:
-            case = outcome.planned.case
-            self._observer.working(case, "recording a trace", 1.0)
-            name = folder.file_of(case)
-            operators = self._asked(outcome, "trace", partial(self._worker.trace, file=folder.path / name))
-            if operators is not None:
-                outcome.note(trace=name, operators=operators)
+            self._observer.working(outcome.planned.case, "recording a trace", 1.0)
+            with self._asking(outcome, "trace") as (bench, case, facts):
+                name = folder.file_of(case)
+                outcome.note(operators=bench.trace(case, facts, str(folder.path / name)), trace=name)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
             self._worker.restart()
@@ -187,16 +180,17 @@ class Passes:
             return replace(found, process=int(read.number))
         return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
 
-    def _asked(self, outcome: CaseOutcome, what: str, ask: Callable[[Case, DeviceFacts, float], T]) -> T | None:
-        """What the worker answers, None where it does not: the case stands all the same, with the reason."""
+    @contextmanager
+    def _asking(self, outcome: CaseOutcome, what: str) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
+        """Whom to ask about what; the case stands all the same where there is no answer, with the reason."""
         case = outcome.planned.case
         try:
-            return ask(case, self._facts[case.device], self._limits.numbers(outcome.planned.work))
+            limit = self._limits.numbers(outcome.planned.work)
+            yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
             if not exhausted(cause):
                 self._worker.restart()
             outcome.lacks(f"no {what}: {cause}")
-            return None
 
 
 def _not_finite(errors: Mapping[str, float]) -> str:

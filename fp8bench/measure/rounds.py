@@ -73,8 +73,8 @@ class Arm:
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
         if static is not None:
-            worker.calibrate(self.planned.case, self.facts, self.limits.steps(self.planned.work, static.batches))
-        worker.prepare(self.key, self.planned.case, self.facts, limit)
+            worker.within(self.limits.steps(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
+        worker.within(limit).prepare(self.key, self.planned.case, self.facts)
         self._compile(worker, quantisers, tell)
         best = self._fastest_of_a_few(worker, limit)
         for _ in range(_MORE_COMPILATIONS):
@@ -99,7 +99,7 @@ class Arm:
             tell(self, f"compiling {waiting} quantiser{'s' * (waiting != 1)}")
         limit = self.limits.compiling(self.planned.work, waiting)
         try:
-            worker.compile_quantisers(self.key, limit)
+            worker.within(limit).compile_quantisers(self.key)
         except (WorkerLost, WorkerHung) as error:
             hung = isinstance(error, WorkerHung)
             quantisers.why_eager = f"compiling took more than {limit:g} s" if hung else f"compiling failed: {error}"
@@ -109,10 +109,11 @@ class Arm:
 
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
         """The fastest of a few steps, none of which is kept; a long one is enough."""
-        first = worker.slot(self.key, 1, 0, limit)
+        first = worker.within(limit).slot(self.key, 1, 0)
         again = first
         if _seconds(first) < LONG_SECONDS:
-            again = worker.slot(self.key, _CALIBRATING_CALLS, 0, self.limits.slot(_seconds(first), _CALIBRATING_CALLS))
+            limit = self.limits.slot(_seconds(first), _CALIBRATING_CALLS)
+            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0)
         return min(again.steps, key=lambda step: sum(step.intervals_ns))
 
     def cut_like(self, lead: Arm) -> None:
@@ -131,18 +132,18 @@ class Arm:
     def run(self, worker: Worker, round_number: int) -> None:
         """One slot of this arm."""
         limit = self.limits.slot(self.step_seconds, self.calls + self.discard)
-        self.add(worker.slot(self.key, self.calls, self.discard, limit), round_number)
+        self.add(worker.within(limit).slot(self.key, self.calls, self.discard), round_number)
 
     def check(self, worker: Worker) -> None:
         """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
 
         What scales came to is asked here, after the last step.
         """
-        wrong = worker.check(self.key, self.limits.numbers(self.planned.work))
+        wrong = worker.within(self.limits.numbers(self.planned.work)).check(self.key)
         if wrong:
             raise WorkerFault("after its steps", wrong)
         if self.planned.case.static is not None:
-            self.scales = worker.scales(self.key, self.limits.numbers(self.planned.work))
+            self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
     def add(self, raw: RawSlot, round_number: int) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""

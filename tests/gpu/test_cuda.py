@@ -160,9 +160,9 @@ def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
     assert Cuda().is_out_of_memory(raised.value)
     worker = LocalWorker(Settings())
     with pytest.raises(WorkerFault) as fault:
-        worker.prepare("key", product_case("fp32", 1 << 22, facts), facts, 60.0)
+        worker.within(60.0).prepare("key", product_case("fp32", 1 << 22, facts), facts)
     assert fault.value.out_of_memory
-    worker.prepare("key", product_case("fp32", 256, facts), facts, 60.0)
+    worker.within(60.0).prepare("key", product_case("fp32", 256, facts), facts)
     worker.close()
 
 

@@ -135,10 +135,10 @@ def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
         case = tell(lambda _: [], step)
         for _ in range(2):
             with pytest.raises(WorkerFault, match="planted") as caught:
-                worker.memory(case, CPU, 60.0)
+                worker.within(60.0).memory(case, CPU)
             assert caught.value.out_of_memory
             assert not torch.autograd._profiler_enabled() and gc.isenabled()
-        use = worker.memory(tell(lambda _: torch.empty(5), lambda state, phase: None), CPU, 60.0)
+        use = worker.within(60.0).memory(tell(lambda _: torch.empty(5), lambda state, phase: None), CPU)
         assert isinstance(use, MemoryUse) and use.peak == 20
 
 

@@ -302,13 +302,13 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
         facts = next(one for one in worker.probe() if one.kind == "cpu")
         assert facts.memory_bytes > 0 and facts.torch
         case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
-        worker.prepare("talk", case, facts, 60.0)
-        slot = worker.slot("talk", 1, 0, 60.0)
+        worker.within(60.0).prepare("talk", case, facts)
+        slot = worker.within(60.0).slot("talk", 1, 0)
         assert len(slot.steps) == 1 and slot.wall_seconds > 0
         with pytest.raises(WorkerFault, match="StepPrinted"):
-            worker.slot("talk", 2, 0, 60.0)
+            worker.within(60.0).slot("talk", 2, 0)
         with pytest.raises(WorkerFault, match="KeyError") as caught:
-            worker.slot("nobody", 1, 0, 60.0)
+            worker.within(60.0).slot("nobody", 1, 0)
         assert "Traceback" in caught.value.trace and not caught.value.out_of_memory
         worker.release("talk")
         worker.release("nobody")
@@ -338,15 +338,15 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
     with kind(Settings(imports=(hazard,))) as worker:
         facts = worker.probe()[0]
         for how in (*RAISED, "press"):
-            worker.prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+            worker.within(60.0).prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts)
         pid = worker.pid if isinstance(worker, ProcessWorker) else None
         for how, words in RAISED.items():
             with pytest.raises(WorkerFault) as caught:
-                worker.slot(how, 9, 0, 60.0)
+                worker.within(60.0).slot(how, 9, 0)
             assert str(caught.value) == words and "Traceback" in caught.value.trace
         with pytest.raises(KeyboardInterrupt if kind is LocalWorker else WorkerFault, match="a press"):
-            worker.slot("press", 9, 0, 60.0)
-        assert len(worker.slot("mute", 1, 0, 60.0).steps) == 1
+            worker.within(60.0).slot("press", 9, 0)
+        assert len(worker.within(60.0).slot("mute", 1, 0).steps) == 1
         assert pid == (worker.pid if isinstance(worker, ProcessWorker) else None)
 
 
@@ -395,11 +395,11 @@ from fp8bench.user_code import import_user_modules
 how, path = sys.argv[1:]
 worker = ProcessWorker(Settings(imports=(path,)))
 facts = worker.probe()[0]
-worker.prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts, 60.0)
+worker.within(60.0).prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts)
 print(worker.pid, flush=True)
 if how == "none":
     time.sleep(60)
-worker.slot("one", 5, 0, 60.0)
+worker.within(60.0).slot("one", 5, 0)
 """
 
 
@@ -459,7 +459,7 @@ def test_what_a_workload_has_started_ends_with_its_worker(
     monkeypatch.setenv("SLEEPER", str(sleeper))
     with ProcessWorker(Settings(imports=(hazard,))) as worker:
         case = Case("hazard", (("how", "sleeper"),), "bf16", "cpu")
-        worker.prepare("sleeper", case, worker.probe()[0], 60.0)
+        worker.within(60.0).prepare("sleeper", case, worker.probe()[0])
         pid = int(sleeper.read_text())
         assert not gone(pid)
         end(worker)
@@ -469,10 +469,10 @@ def test_what_a_workload_has_started_ends_with_its_worker(
 def test_a_crash_is_seen_although_a_child_lives_on(hazard: str) -> None:
     """At once, and not as a hang."""
     with ProcessWorker(Settings(imports=(hazard,))) as worker:
-        worker.prepare("widow", Case("hazard", (("how", "widow"),), "bf16", "cpu"), worker.probe()[0], 60.0)
+        worker.within(60.0).prepare("widow", Case("hazard", (("how", "widow"),), "bf16", "cpu"), worker.probe()[0])
         start = time.monotonic()
         with pytest.raises(WorkerLost, match="crashed during 'slot': it was ended by SIGKILL"):
-            worker.slot("widow", 9, 0, 60.0)
+            worker.within(60.0).slot("widow", 9, 0)
         assert time.monotonic() - start < 2.0
 
 
@@ -532,11 +532,11 @@ def test_a_local_worker_forgets_its_states_when_restarted() -> None:
     worker = LocalWorker(Settings())
     (facts, *_) = worker.probe()
     case = Case("gemm", (("m", 4), ("n", 4), ("k", 4), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
-    worker.prepare("one", case, facts, 1.0)
-    assert len(worker.slot("one", 3, 1, 1.0).steps) == 3
+    worker.within(1.0).prepare("one", case, facts)
+    assert len(worker.within(1.0).slot("one", 3, 1).steps) == 3
     worker.restart()
     with pytest.raises(WorkerFault, match="KeyError"):
-        worker.slot("one", 1, 0, 1.0)
+        worker.within(1.0).slot("one", 1, 0)
 
 
 def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

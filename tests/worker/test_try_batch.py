@@ -129,16 +129,16 @@ def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, s
 def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: Path) -> None:
     """Ten times as much as is allowed, again and again: the same process answers, and has lost nothing."""
     small, large = (planned("heap", imports=(str(heap),), mib=str(size)).case for size in (4, 3000))
-    assert worker.try_batch(small, CPU, 100 * MIB, 60) == 4 * MIB
+    assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     process, resident = worker.pid, resident_bytes(worker)
     for _ in range(5):
         with pytest.raises(WorkerFault, match="DefaultCPUAllocator: can't allocate memory") as caught:
-            worker.try_batch(large, CPU, 100 * MIB, 60)
+            worker.within(60).try_batch(large, CPU, 100 * MIB)
         assert caught.value.out_of_memory
-        assert worker.try_batch(small, CPU, 100 * MIB, 60) == 4 * MIB
+        assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     assert worker.pid == process and resident_bytes(worker) < resident + 64 * MIB
     # Without a limit there is none left from before.
-    assert worker.try_batch(planned("heap", mib="600").case, CPU, None, 60) == 600 * MIB
+    assert worker.within(60).try_batch(planned("heap", mib="600").case, CPU, None) == 600 * MIB
 
 
 def resident_bytes(worker: ProcessWorker) -> int:
@@ -167,7 +167,7 @@ def test_what_fails_otherwise_ends_it(how: str, word: str, worker: ProcessWorker
     """The next case finds a worker that works."""
     found = searched(worker, planned("heap", imports=(str(heap),), how=how), 64 * MIB)
     assert found.batch is None and word in found.why
-    assert worker.try_batch(planned("heap", mib="4").case, CPU, 100 * MIB, 60) == 4 * MIB
+    assert worker.within(60).try_batch(planned("heap", mib="4").case, CPU, 100 * MIB) == 4 * MIB
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_what_fails_otherwise_ends_it(how: str, word: str, worker: ProcessWorker
 def test_a_killed_worker_is_told_from_one_that_crashed(worker: ProcessWorker, heap: Path) -> None:
     for how, killed in (("killed", True), ("crash", False)):
         with pytest.raises(WorkerLost) as caught:
-            worker.try_batch(planned("heap", imports=(str(heap),), how=how, mib="64").case, CPU, None, 60)
+            worker.within(60).try_batch(planned("heap", imports=(str(heap),), how=how, mib="64").case, CPU, None)
         assert caught.value.killed is killed
 
 
@@ -267,6 +267,6 @@ def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -
     request = Request("mlp", ("fp32", "fp8"), ("cpu",), axes=(("tokens", ("32",)), ("gated", ("no",))), static_scales=2)
     case = make_plan(request, (CPU,)).groups[0].cases[1].case
     assert case.static is not None
-    plain = local.try_batch(replace(case, static=None), CPU, None, 60)
-    taken = local.try_batch(case, CPU, None, 60)
+    plain = local.within(60).try_batch(replace(case, static=None), CPU, None)
+    taken = local.within(60).try_batch(case, CPU, None)
     assert plain is not None and taken is not None and abs(taken - plain) < 0.2 * plain

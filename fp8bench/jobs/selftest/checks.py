@@ -166,7 +166,7 @@ def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     try:
-        worker.prepare("crash", _product(64, 0), facts, 60.0)
+        worker.within(60.0).prepare("crash", _product(64, 0), facts)
     except WorkerLost as lost:
         return Check("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
     return Check("a killed worker is noticed and replaced", False, "the loss went unnoticed")

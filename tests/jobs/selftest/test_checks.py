@@ -22,7 +22,7 @@ from fp8bench.formats import quantise
 from fp8bench.jobs.selftest import checks
 from fp8bench.jobs.selftest.checks import Check, alive, wait_until
 from fp8bench.measure.handle import Worker
-from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Run
+from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts, Run
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.corpus import Corpus
 
@@ -148,7 +148,7 @@ class Mortal(Scripted):
     def probe(self) -> tuple[DeviceFacts, ...]:
         return (CPU,) if self._recovers else ()
 
-    def prepare(self, key: str, case: Case, facts: DeviceFacts, limit: float) -> None:
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._notices:
             raise WorkerLost("the worker crashed")
 
