@@ -11,8 +11,7 @@ in several of one shape that together hold the blocks: vector_access.py says wha
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
-from fp8bench.formats.quantise import nearest, on_grid, rounded_magnitudes, saturated, signed
+from fp8bench.formats.quantise import bits_of, nearest, on_grid, rounded_magnitudes, saturated, signed
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 _EXPONENT_MASK = 0x7F800000
@@ -56,7 +55,7 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     """
     # What carries into the exponent: mantissas above that of the largest value, above zero, from a tie on, or none.
     carry = {
-        ScaleRounding.RCEIL: _MANTISSA_MASK - (_bits(fmt.largest) & _MANTISSA_MASK),
+        ScaleRounding.RCEIL: _MANTISSA_MASK - (bits_of(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
         ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
         ScaleRounding.FLOOR: 0,
@@ -108,11 +107,6 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
 
-def _bits(value: float) -> int:
-    """Of a positive number as float32."""
-    return int.from_bytes(struct.pack(">f", value))
-
-
 _RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
@@ -161,12 +155,6 @@ def block_elements(
     return [signed(one, lane, fmt) for one, lane in zip(elements, lanes, strict=True)], scaled.scales, scaled.above
 
 
-def block_amax(magnitudes: Lanes) -> Tensor:
-    """The largest of each block, reduced dimensions kept; NaN where one is among them."""
-    inside = (1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,)
-    return reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)
-
-
 class _Scaled(NamedTuple):
     """Magnitudes before they are rounded, the blocks' scales, NVFP4's tensor scale, and what elements are times."""
 
@@ -177,7 +165,9 @@ class _Scaled(NamedTuple):
 
 
 def _scaled(magnitudes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None, apart: bool) -> _Scaled:
-    amax, kept = block_amax(magnitudes), _kept if apart else _inline
+    inside = (1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,)
+    amax = reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)  # NaN where one is among them
+    kept: Callable[[Tensor], Tensor] = _kept if apart else lambda scales: scales
     if scaling.scale is None:
         factor = kept(float_factor(amax, fmt, scaling.rounding))
         scales = kept(factor.reciprocal())
@@ -205,7 +195,3 @@ def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | No
 def _kept(scales: Tensor) -> Tensor:
     """In memory of their own: Inductor repeats no operation before this one, and its loop has vectors of scales."""
     return scales.as_strided(scales.shape, scales.stride())
-
-
-def _inline(scales: Tensor) -> Tensor:
-    return scales

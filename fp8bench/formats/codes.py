@@ -42,7 +42,10 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
     for part, filled in _pieces(values.detach(), codes):
         filled.copy_(_encoded(part, fmt))
-        if checked and not _stand_for(part, filled, fmt):
+        if not checked:
+            continue
+        decoded = _decoded(filled, fmt)
+        if not torch.equal(decoded, part.to(torch.float32)) and _wrong(decoded, part, fmt).any():
             raise UsageError(_off_grid(values, fmt))
     return codes
 
@@ -146,11 +149,6 @@ def _decoded(codes: Tensor, fmt: Format) -> Tensor:
     if fmt is TF32:
         return codes.bitwise_left_shift(_TF32_DROPPED).view(torch.float32)
     return _table(fmt, codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-
-
-def _stand_for(values: Tensor, codes: Tensor, fmt: Format) -> bool:
-    decoded = _decoded(codes, fmt)
-    return torch.equal(decoded, values.to(torch.float32)) or not bool(_wrong(decoded, values, fmt).any())
 
 
 def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:

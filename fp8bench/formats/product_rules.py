@@ -103,22 +103,16 @@ def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
         # A restriction of cuBLASLt's that torch asks for; AMD's libraries do not have it.
         yield Objection(RuleSource.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
-    if product.scheme is Scheme.ROW:
-        yield from _of_rows(product, device)
+    if product.scheme is Scheme.ROW and device is not H100:
+        # Since 12.9 cuBLAS scales rows on Hopper; CUTLASS's kernel, which does elsewhere, and hipBLASLt are narrower.
+        if product.b.fmt not in (E4M3, FNUZ[0]):
+            why = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
+            yield Objection(RuleSource.TORCH, why)
+        if product.output not in _row_outputs(device).split(" or "):
+            why = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
+            yield Objection(RuleSource.TORCH, why)
     if product.scheme in MX and device.is_amd and product.output == "fp32":
         yield Objection(RuleSource.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
-
-
-def _of_rows(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    """Since 12.9 cuBLAS scales rows on Hopper; CUTLASS's kernel, which does elsewhere, and hipBLASLt are narrower."""
-    if device is H100:
-        return
-    if product.b.fmt not in (E4M3, FNUZ[0]):
-        yield Objection(RuleSource.TORCH, f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}")
-    if product.output not in _row_outputs(device).split(" or "):
-        yield Objection(
-            RuleSource.TORCH, f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
-        )
 
 
 def _row_outputs(device: DeviceClass) -> str:

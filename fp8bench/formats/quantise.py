@@ -93,11 +93,11 @@ def saturated(magnitudes: Tensor, fmt: Format) -> Tensor:
 
     For those whose NaN are taken care of elsewhere: here they become the largest, too.
     """
-    return magnitudes.view(torch.int32).clamp(max=_bits(fmt.largest)).view(torch.float32)
+    return magnitudes.view(torch.int32).clamp(max=bits_of(fmt.largest)).view(torch.float32)
 
 
-def _bits(value: float) -> int:
-    """Of a positive number as float32."""
+def bits_of(value: float) -> int:
+    """The bits of a positive number as float32."""
     return int.from_bytes(struct.pack(">f", value))
 
 

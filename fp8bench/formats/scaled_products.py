@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
 from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scalings import Scaling
 
 OUTPUTS = ("bf16", "fp16", "fp32")
 Sides = tuple[int, int, int]
@@ -111,14 +110,12 @@ def _scheme_of(treatment: Treatment) -> Scheme | None:
 
 
 def _operand_bytes(rows: int, k: int, treatment: Treatment) -> float:
-    codes = rows * k * treatment.fmt.bits / 8
-    return codes + (_scale_bytes(rows, k, treatment.scaling) if treatment.scaling else 0)
-
-
-def _scale_bytes(rows: int, k: int, scaling: Scaling) -> float:
+    codes, scaling = rows * k * treatment.fmt.bits / 8, treatment.scaling
+    if scaling is None:
+        return codes
     down, along = scaling.rows or rows, scaling.columns or k
     blocks = -(-rows // down) * -(-k // along)
     if scaling.scale is None:
-        return 4.0 * blocks
+        return codes + 4.0 * blocks
     above = 4 if scaling.scale is E4M3 else 0  # NVFP4's scale of the whole tensor
-    return blocks * scaling.scale.bits / 8 + above
+    return codes + blocks * scaling.scale.bits / 8 + above

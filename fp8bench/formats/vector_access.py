@@ -79,7 +79,7 @@ def joined_magnitudes(values: Sequence[Tensor], given: Tensor, target: torch.dty
     """The same of magnitudes, which get the signs of the words that they come from."""
     bits = [one.view(torch.int32) for one in values]
     if len(values) == 1:
-        return bits[0].bitwise_or(_float_bits(given).bitwise_and(_SIGN)).view(torch.float32)
+        return bits[0].bitwise_or(given.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
     if target is torch.float32:
         signs = given.bitwise_left_shift(_HALF), given
         return _joined_floats([one.bitwise_or(by.bitwise_and(_SIGN)) for one, by in zip(bits, signs, strict=True)])
@@ -97,7 +97,3 @@ def _nearest_bf16(bits: Tensor) -> Tensor:
     """Magnitudes of which the upper half is to be taken, rounded for it. A NaN, all bits of which may be set, stays."""
     kept = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
     return kept + kept.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
-
-
-def _float_bits(given: Tensor) -> Tensor:
-    return given.to(torch.float32).view(torch.int32)

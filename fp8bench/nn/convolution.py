@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.linear import Choose, linear, region
+from fp8bench.nn.linear import Choose, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 WINDOW = 3
 _PADDING = 1
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _casting(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
-    """The CAST marker, or nothing where a cast changes nothing."""
-    return phase.cast if arithmetic.casts else _NOTHING
 
 
 def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
@@ -74,7 +67,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
-        with _casting(arithmetic, phase):
+        with casting_of(arithmetic, phase):
             pixels = x.reshape(-1, x.shape[-1])
             a, b = arithmetic.cast(pixels, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
             images, windows = _images(_values(a, arithmetic), x.shape), _windows(_values(b, arithmetic))
@@ -90,7 +83,7 @@ class _Product(torch.autograd.Function):
         arithmetic, phase, shape = ctx.arithmetic, ctx.phase, ctx.shape
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting = _casting(arithmetic, phase)
+        casting = casting_of(arithmetic, phase)
         with casting:
             gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
             g = arithmetic.cast(gradient, Role.GRADIENT)

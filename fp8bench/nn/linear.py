@@ -80,7 +80,7 @@ def within(choose: Choose, part: str) -> Choose:
     return lambda name: choose(f"{part}.{name}")
 
 
-def _casting(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
+def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
     """The CAST marker, or nothing where a cast changes nothing."""
     return phase.cast if arithmetic.casts else _NOTHING
 
@@ -90,7 +90,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
-        with _casting(arithmetic, phase):
+        with casting_of(arithmetic, phase):
             a, b = arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
         sources = (x, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
         arithmetic, phase = ctx.arithmetic, ctx.phase
         a_data, a_scale, b_data, b_scale, x, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting = _casting(arithmetic, phase)
+        casting = casting_of(arithmetic, phase)
         with casting:
             g = arithmetic.cast(gradient, Role.GRADIENT)
         input_gradient = weight_gradient = None

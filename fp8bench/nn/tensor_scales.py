@@ -130,7 +130,13 @@ class StaticScale:
         if self._book.watching:
             self._used = self._enter(x)
             return self._used
-        scale = self._standing(x)
+        # The scale that stands, once what was entered counts; of a tensor that nobody has seen its own.
+        if self._entered is not None:
+            self._settle(self._entered)
+        elif self._scale is None:
+            self._settle(largest_magnitude(x))
+        assert self._scale is not None
+        scale = self._scale
         if self._book.rule.bound is not None:
             self._used = scale = self._bounded(x, scale, self._book.rule.bound)
         elif self._used is not None:
@@ -150,15 +156,6 @@ class StaticScale:
         counted = torch.where(amax.isfinite(), amax, 0.0)
         self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
         return self._factor(amax)
-
-    def _standing(self, x: Tensor) -> Tensor:
-        """The scale that stands, once what was entered counts; of a tensor that nobody has seen its own."""
-        if self._entered is not None:
-            self._settle(self._entered)
-        elif self._scale is None:
-            self._settle(largest_magnitude(x))
-        assert self._scale is not None
-        return self._scale
 
     def _settle(self, amax: Tensor) -> None:
         """Scale by that largest magnitude from now on: the first time found, later renewed."""
@@ -213,14 +210,10 @@ def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor
     treatment = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))[role]
     if recipe.delayed is None:
         return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling))
-    scales, course = _delayed_course(recipe.delayed, treatment.fmt, [*reversed(before), x])
-    return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1]), course)
-
-
-def _delayed_course(delayed: Delayed, fmt: Format, steps: Sequence[Tensor]) -> tuple[list[Tensor], ScaleCourse]:
-    """The scale of every step, and how it followed; the first has none to come from, and is no part of the course."""
-    memory = DelayedScale(delayed, fmt)
+    steps, memory = [*reversed(before), x], DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
-    amaxes = [float(step.abs().max()) for step in steps]
-    told = slice(1, None) if len(steps) > 1 else slice(None)
-    return scales, scale_course([float(one) for one in scales[told]], amaxes[told], fmt)
+    # The first step has none to take its scale from, and is no part of the course.
+    told = slice(1, None) if before else slice(None)
+    amaxes = [float(step.abs().max()) for step in steps[told]]
+    course = scale_course([float(one) for one in scales[told]], amaxes, treatment.fmt)
+    return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1]), course)

@@ -77,13 +77,12 @@ class GradientSource:
 
     def normal(self) -> list[Tensor]:
         """Standard normal values of the same shapes, from the same stream."""
-        generator = self._generator
-        return [torch.randn(shape, generator=generator, device=generator.device) for shape in self._shapes]
+        return [gaussian(shape, self._generator) for shape in self._shapes]
 
     def _scale(self, rows: int) -> Tensor:
-        exponents = self._uniform(1, *_TENSOR_EXPONENTS) + self._uniform(rows, *_ROW_EXPONENTS)
-        return torch.pow(10.0, exponents).unsqueeze(1)
-
-    def _uniform(self, count: int, low: float, high: float) -> Tensor:
         generator = self._generator
-        return torch.rand(count, generator=generator, device=generator.device) * (high - low) + low
+        tensor, row = (
+            torch.rand(count, generator=generator, device=generator.device) * (high - low) + low
+            for count, (low, high) in ((1, _TENSOR_EXPONENTS), (rows, _ROW_EXPONENTS))
+        )
+        return torch.pow(10.0, tensor + row).unsqueeze(1)

@@ -81,22 +81,17 @@ def modes_of(workload: Workload, case: Case) -> dict[str, None]:
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
     """The groups with scales from data where layers can have them, and what to know of it. Raises if none can."""
-    taken = [[_scales(planned.case) for planned in group.cases] for group in groups]
-    if not any(scales - {TensorScale.NONE} for found in taken for scales in found):
+    taken = {planned.case: _scales(planned.case) for group in groups for planned in group.cases}
+    having = {case for case, scales in taken.items() if scales - {TensorScale.NONE}}
+    if not having:
         known = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a dtype that has ({', '.join(known)}), or leave it out."
         )
     changed = tuple(
-        replace(
-            group,
-            cases=tuple(
-                _scaled(planned, rule) if scales - {TensorScale.NONE} else planned
-                for planned, scales in zip(group.cases, found, strict=True)
-            ),
-        )
-        for group, found in zip(groups, taken, strict=True)
+        replace(group, cases=tuple(_scaled(one, rule) if one.case in having else one for one in group.cases))
+        for group in groups
     )
     return changed, tuple(_notes(groups, taken))
 
@@ -115,18 +110,11 @@ def _scales(case: Case) -> set[TensorScale]:
     return {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
 
 
-def _notes(groups: Sequence[Group], taken: Sequence[Sequence[set[TensorScale]]]) -> Iterator[str]:
-    others: dict[str, None] = {}
-    layerless: dict[str, None] = {}
-    delayed: dict[str, None] = {}
-    for group, found in zip(groups, taken, strict=True):
-        for index, (planned, scales) in enumerate(zip(group.cases, found, strict=True)):
-            if not scales:
-                layerless[planned.case.workload] = None
-            elif scales == {TensorScale.NONE} and index != group.reference:
-                others[planned.case.mode] = None
-            elif TensorScale.DELAYED in scales:
-                delayed[planned.case.mode] = None
+def _notes(groups: Sequence[Group], taken: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
+    leads = {group.cases[group.reference].case for group in groups}
+    others = dict.fromkeys(case.mode for case in taken if taken[case] == {TensorScale.NONE} and case not in leads)
+    layerless = dict.fromkeys(case.workload for case in taken if not taken[case])
+    delayed = dict.fromkeys(case.mode for case in taken if TensorScale.DELAYED in taken[case])
     if others:
         yield f"--static-scales has no effect on {', '.join(others)}, whose tensors do not have one float32 scale each"
     if layerless:

@@ -53,7 +53,10 @@ class Values:
 
 def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
     """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
-    timings = [_timings(side) for side in (before, after, beside)]
+    timings = [
+        [timing for one in side if one.record.status is Status.OK and (timing := one.record.timing) and timing.slots]
+        for side in (before, after, beside)
+    ]
     if not all(timings[:2]):
         return
     rounds = min(timing.num_rounds for side in timings for timing in side)
@@ -115,11 +118,6 @@ def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:
         if logs:
             error = _MEDIANS * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
             yield Estimate(median(logs), error)
-
-
-def _timings(side: Sequence[Sighting]) -> list[Timing]:
-    kept = [one.record.timing for one in side if one.record.status is Status.OK]
-    return [timing for timing in kept if timing is not None and timing.slots]
 
 
 def _best_cases(sides: Sequence[Sequence[Timing]], rounds: int) -> list[tuple[Estimate, ...]]:

@@ -215,8 +215,11 @@ _LEAST = 1e-300
 
 def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
     """The same with the acks that cover open changes."""
-    changes = sorted((_with_ack(change, acks) for change in found.changes), key=worst_first)
-    return replace(found, changes=tuple(changes))
+    changes = []
+    for change in found.changes:
+        ack = next((one for one in reversed(acks) if covers(one, change)), None) if change.state is State.OPEN else None
+        changes.append(change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack))
+    return replace(found, changes=tuple(sorted(changes, key=worst_first)))
 
 
 def ack_of(change: Change, when: str, because: str) -> Ack:
@@ -227,13 +230,6 @@ def ack_of(change: Change, when: str, because: str) -> Ack:
         secrets.token_hex(4), course.series.name, course.cell, str(course.machine["machine"]), course.python,
         change.version, one.direction, one.since, one.until, one.before, one.after, when, because,
     )  # fmt: skip
-
-
-def _with_ack(change: Change, acks: Sequence[Ack]) -> Change:
-    if change.state is not State.OPEN:
-        return change
-    ack = next((one for one in reversed(acks) if covers(one, change)), None)
-    return change if ack is None else replace(change, state=State.ACKNOWLEDGED, ack=ack)
 
 
 def covers(ack: Ack, change: Change) -> bool:
