@@ -52,7 +52,7 @@ def ready(name: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """A cast of 16 M elements into memory that is there, compiled, and the copy it is held against."""
     import torch
 
-    from fp8bench.formats.operators import compile_kernels, eager_calls, values, wanted
+    from fp8bench.formats.operators import KERNELS, values
 
     fmt, scaling, dtype = CASTS[name]
     torch.set_num_threads(1)
@@ -64,10 +64,10 @@ def ready(name: str) -> tuple[Callable[[], object], Callable[[], object]]:
         return values(x, fmt, scaling, scale=scale, out=out)
 
     cast()
-    compile_kernels(wanted())
-    before = eager_calls()
+    KERNELS.compile(*KERNELS.wanted)
+    before = KERNELS.eager
     cast()
-    if eager_calls() != before:
+    if KERNELS.eager != before:
         raise RuntimeError(f"the quantiser {name} does not run as one kernel")
     return cast, lambda: out.copy_(x)
 
@@ -97,7 +97,7 @@ def linear_over_product() -> float:
     """CPU time of an emulated mxfp8 linear layer of 1024^3, forward, over that of its product in fp32."""
     import torch
 
-    from fp8bench.formats.operators import compile_kernels, wanted
+    from fp8bench.formats.operators import KERNELS
     from fp8bench.protocols import Role
     from fp8bench.registry import devices, precisions
 
@@ -109,7 +109,7 @@ def linear_over_product() -> float:
         return arithmetic.product(arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT), torch.float32)
 
     linear()
-    compile_kernels(wanted())
+    KERNELS.compile(*KERNELS.wanted)
     return _ratio(linear, lambda: x @ weight.t(), turns=40)
 
 

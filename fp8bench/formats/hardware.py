@@ -71,10 +71,6 @@ ADA = (8, 9)
 CDNA3 = (9, 4)
 
 
-def is_cpu(facts: DeviceFacts) -> bool:
-    return facts.kind == "cpu"
-
-
 def is_nvidia(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.hip is None
 
@@ -111,7 +107,7 @@ def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> S
 
 def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support) -> Support:
     """The one that is said of the device's vendor, of processors as of one."""
-    if is_cpu(facts):
+    if not facts.accelerated:
         return cpu
     return amd if is_amd(facts) else nvidia if is_nvidia(facts) else unknown_kind(facts, words)
 
@@ -123,7 +119,7 @@ def unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     """For formats that no device computes natively through fp8bench."""
-    if is_cpu(facts):
+    if not facts.accelerated:
         return emulated(f"no hardware for {words}: {_EMULATED}")
     if facts.kind == "cuda":
         return emulated(f"no native backend for {words} yet: {_EMULATED}")
@@ -141,7 +137,8 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
         return emulated(f"sums of 14 bits are a model, which no kernel follows: {_EMULATED}")
     found = from_capability(facts, ADA, "FP8")
     if found.level is Level.NATIVE:
-        return native(f"torch's scaled product (torch.nn.functional.scaled_mm), {_scales(recipe)}")
+        extent = "tensor" if recipe.per_tensor else "row"
+        return native(f"torch's scaled product (torch.nn.functional.scaled_mm), a scale a {extent}")
     return emulated(f"{found.reason}: {_EMULATED}")
 
 
@@ -153,10 +150,6 @@ def _eight_bits(recipe: Recipe) -> bool:
     """Whether all operands are FP8 with a float32 scale a tensor, or a row: what torch's products take everywhere."""
     extents = {(one.scaling.rows, one.scaling.columns) if one.scaling else None for one in recipe.treatments}
     return extents in ({(0, 0)}, {(1, 0)}) and all(one.fmt in (E4M3, E5M2) for one in recipe.treatments)
-
-
-def _scales(recipe: Recipe) -> str:
-    return "a scale a tensor" if recipe.per_tensor else "a scale a row"
 
 
 def _shown(pair: tuple[int, int]) -> str:

@@ -1,14 +1,13 @@
 """Quantisers as operators of torch's: each family is one, which runs as one kernel once that has been compiled.
 
-`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until `compile_kernels` has been
-called for what is `wanted`, it runs as many operations. To a compiler around it and to a dispatch mode a call is one
-operator, whichever way it runs.
+`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until what is wanted of KERNELS has
+been compiled, it runs as many operations. To a compiler around it and to a dispatch mode a call is one operator,
+whichever way it runs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -31,20 +30,25 @@ FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 """The operators' names: without scaling, and with float32 scales of a tensor, row or block, e8m0 and e4m3 ones."""
 
 
-class _Kernels:
-    """The kernels of this process. Calls come from any thread."""
+class Kernels:
+    """The kernels of this process. Calls come from any thread.
+
+    `wanted` are those that calls would have taken, had they been compiled, and `refused` says why some stay eager that
+    did not compile. `eager` counts the calls that ran as many operations, though there is a kernel for them, `fused`
+    those that ran as one kernel.
+    """
 
     def __init__(self) -> None:
-        self.ready: dict[Kernel, Compiled] = {}
         self.wanted: dict[Kernel, None] = {}
         self.refused: dict[Kernel, str] = {}
         self.eager = 0
         self.fused = 0
+        self._ready: dict[Kernel, Compiled] = {}
         self._lock = threading.Lock()
 
     def get(self, kernel: Kernel) -> Compiled | None:
         """The kernel compiled, or None, and then it is wanted from now on."""
-        found = self.ready.get(kernel)
+        found = self._ready.get(kernel)
         with self._lock:
             if found is not None:
                 self.fused += 1
@@ -54,20 +58,25 @@ class _Kernels:
                 self.wanted[kernel] = None
         return None
 
-    def compile(self, kernel: Kernel) -> None:
-        if kernel in self.ready:
-            return
-        try:
-            self.ready[kernel] = compiled(kernel)
-        except Exception as error:
-            self.refused[kernel] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            with self._lock:
-                self.wanted.pop(kernel, None)
+    def compile(self, *kernels: Kernel) -> None:
+        """Compile kernels: seconds for each the first time, tenths where torch's cache on disk has it.
+
+        Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
+        """
+        for kernel in kernels:
+            if kernel in self._ready:
+                continue
+            try:
+                self._ready[kernel] = compiled(kernel)
+            except Exception as error:
+                self.refused[kernel] = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                with self._lock:
+                    self.wanted.pop(kernel, None)
 
 
-_KERNELS = _Kernels()
+KERNELS = Kernels()
 
 
 def values(
@@ -97,40 +106,6 @@ def values(
     family, *written = _written(scaling)
     getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *written, scale, seed)
     return out
-
-
-def wanted() -> tuple[Kernel, ...]:
-    """The kernels that calls would have taken, had they been compiled."""
-    return tuple(_KERNELS.wanted)
-
-
-def forget_wanted() -> None:
-    """Want nothing, until calls ask again: whoever compiles asks for what runs from here on."""
-    _KERNELS.wanted.clear()
-
-
-def compile_kernels(kernels: Iterable[Kernel]) -> None:
-    """Compile kernels for this process: seconds for each the first time, tenths where torch's cache on disk has it.
-
-    Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
-    """
-    for kernel in kernels:
-        _KERNELS.compile(kernel)
-
-
-def refused() -> dict[Kernel, str]:
-    """Why kernels stay eager that did not compile."""
-    return dict(_KERNELS.refused)
-
-
-def eager_calls() -> int:
-    """How many calls have run as many operations, though there is a kernel for them."""
-    return _KERNELS.eager
-
-
-def fused_calls() -> int:
-    """How many calls have run as one kernel."""
-    return _KERNELS.fused
 
 
 def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
@@ -167,7 +142,7 @@ def _run(
     scaling = _read(rows, columns, scale_format, rounding)
     what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
     found = layout_of(x, out, what)
-    kernel = _KERNELS.get(found.kernel) if found else None
+    kernel = KERNELS.get(found.kernel) if found else None
     if found is not None and kernel is not None:
         _run_fused(kernel, found, x, out, factor_of(x, what, found, scale), seed)
     elif scaling is None:

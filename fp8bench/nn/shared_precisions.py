@@ -5,7 +5,6 @@ No torch here: plans read it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -72,11 +71,16 @@ class PlainPrecision(Precision):
 class RecipePrecision(Precision):
     """A precision whose options make a recipe, at once: one that cannot be is refused before anything is planned.
 
-    `words` is what its formats are called where a device is asked for them.
+    `words` is what its formats are called where a device is asked for them. Unless `made` says otherwise all roles are
+    scaled alike: `block` are the rows and columns that share a scale, kept in the format `kept`, and `element` is the
+    format of every role, None where it is chosen.
     """
 
     carried_by = "bf16"
     words: ClassVar[str]
+    block: ClassVar[tuple[int, int]] = (0, 0)
+    kept: ClassVar[Format | None] = None
+    element: ClassVar[Format | None] = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
         super().__init__(chosen)
@@ -85,9 +89,10 @@ class RecipePrecision(Precision):
         except RecipeRefused as error:
             raise RecipeRefused(f"{self.mode}: {error}") from None
 
-    @abstractmethod
     def made(self) -> Recipe:
         """The recipe of what was chosen."""
+        scaling = Scaling(*self.block, self.kept, self.scale)
+        return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
 
     @property
     def tensor_scale(self) -> TensorScale:
@@ -118,15 +123,10 @@ class RecipePrecision(Precision):
             accumulator=Accumulator(str(self.chosen.get("accumulator", Accumulator.FP32))),
         )  # fmt: skip
 
-    def alike(self, formats: Iterable[Format], rows: int, columns: int, kept: Format | None = None) -> Recipe:
-        """The recipe that has one scaling for every role: a scale in the format `kept` for so many elements."""
-        scaling = Scaling(rows, columns, kept, self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in formats)
-
     @property
     def formats(self) -> tuple[Format, Format, Format]:
-        """What was chosen for inputs, weights and gradients."""
-        return by_role(str(self.chosen["formats"]))
+        """Those of inputs, weights and gradients."""
+        return by_role(str(self.chosen["formats"])) if self.element is None else (self.element,) * 3
 
     @property
     def scale(self) -> ScaleRounding:

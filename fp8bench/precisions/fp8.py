@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.nn.shared_precisions import (
     ACCUMULATOR,
@@ -27,6 +26,3 @@ class Fp8(RecipePrecision):
     words = "FP8"
     multiples = (16, 16)
     options = (formats_option("hybrid"), float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
-
-    def made(self) -> Recipe:
-        return self.alike(self.formats, 0, 0)

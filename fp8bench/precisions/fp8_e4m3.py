@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
 from fp8bench.registry import precisions
@@ -17,8 +16,6 @@ class Fp8E4M3(RecipePrecision):
     summary = "E4M3 for every tensor, gradients included, one current float32 scale a tensor, elements to nearest even."
     rank = 44
     words = "FP8"
+    element = E4M3
     multiples = (16, 16)
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
-
-    def made(self) -> Recipe:
-        return self.alike((E4M3, E4M3, E4M3), 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E5M2
-from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.nn.shared_precisions import ACCUMULATOR, HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option
 from fp8bench.registry import precisions
@@ -17,7 +16,5 @@ class Fp8E5M2(RecipePrecision):
     summary = "E5M2 for every tensor, one current float32 scale a tensor, elements to nearest even; emulated only."
     rank = 45
     words = "FP8"
+    element = E5M2
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
-
-    def made(self) -> Recipe:
-        return self.alike((E5M2, E5M2, E5M2), 0, 0)

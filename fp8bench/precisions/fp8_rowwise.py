@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, RecipePrecision, float_scale_option, formats_option
 from fp8bench.registry import precisions
@@ -19,8 +18,6 @@ class Fp8Rowwise(RecipePrecision):
     )
     rank = 42
     words = "row-wise FP8"
+    block = (1, 0)
     multiples = (16, 16)
     options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT)
-
-    def made(self) -> Recipe:
-        return self.alike(self.formats, 1, 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fp8bench.formats.grids import E2M3, E3M2, E8M0
-from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.grids import E2M3, E3M2, E8M0, Format
 from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, MX_SCALE, RecipePrecision
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
@@ -22,11 +21,14 @@ class MxFp6(RecipePrecision):
     )
     rank = 55
     words = "MXFP6"
+    block = (1, 32)
+    kept = E8M0
     options = (
         Option("formats", "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients", "e3m2",
                one_of(*_FORMATS), ("format",)),
         MX_SCALE, HIGH_WEIGHT_GRADIENT,
     )  # fmt: skip
 
-    def made(self) -> Recipe:
-        return self.alike(_FORMATS[str(self.chosen["formats"])], 1, 32, E8M0)
+    @property
+    def formats(self) -> tuple[Format, Format, Format]:
+        return _FORMATS[str(self.chosen["formats"])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fp8bench.formats.grids import E8M0
-from fp8bench.formats.recipes import Recipe
 from fp8bench.nn.shared_precisions import HIGH_WEIGHT_GRADIENT, MX_SCALE, RecipePrecision, formats_option
 from fp8bench.registry import precisions
 
@@ -19,7 +18,6 @@ class MxFp8(RecipePrecision):
     )
     rank = 50
     words = "MXFP8"
+    block = (1, 32)
+    kept = E8M0
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
-
-    def made(self) -> Recipe:
-        return self.alike(self.formats, 1, 32, E8M0)

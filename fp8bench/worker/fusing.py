@@ -19,15 +19,15 @@ _LONGEST_REASON = 200
 
 def forget_waiting() -> None:
     """What was asked for by now waits no longer: only what runs from here on says what it needs."""
-    operators = _operators()
-    if operators is not None:
-        operators.forget_wanted()
+    kernels = _kernels()
+    if kernels is not None:
+        kernels.wanted.clear()
 
 
 def waiting() -> int:
     """How many quantisers were asked for, are not compiled, and may yet be."""
-    operators = _operators()
-    return 0 if operators is None else len(operators.wanted())
+    kernels = _kernels()
+    return 0 if kernels is None else len(kernels.wanted)
 
 
 def compile_waiting() -> None:
@@ -35,23 +35,23 @@ def compile_waiting() -> None:
 
     Whatever goes wrong is no fault of the case: it runs, and says that its quantisers were eager.
     """
-    operators = _operators()
-    for kernel in () if operators is None else operators.wanted():
+    kernels = _kernels()
+    for kernel in () if kernels is None else tuple(kernels.wanted):
         with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
-            operators.compile_kernels((kernel,))
+            kernels.compile(kernel)
 
 
 def why_eager() -> str:
     """Why some stay eager, '' if none does."""
-    operators = _operators()
-    reasons = () if operators is None else tuple(operators.refused().values())
+    kernels = _kernels()
+    reasons = () if kernels is None else tuple(kernels.refused.values())
     return f"compiling failed: {_one_line(reasons[0])}" if reasons else ""
 
 
 def calls() -> tuple[int, int]:
     """How often quantisers have run in this process: as many operations, and as one compiled kernel."""
-    operators = _operators()
-    return (0, 0) if operators is None else (operators.eager_calls(), operators.fused_calls())
+    kernels = _kernels()
+    return (0, 0) if kernels is None else (kernels.eager, kernels.fused)
 
 
 def tried(device: str) -> str:
@@ -68,9 +68,9 @@ def tried(device: str) -> str:
     return why_eager() or f"a quantiser compiles in {seconds:.1f} s"
 
 
-def _operators() -> Any:
-    """The module, if anybody here has imported it: who has not, has called none of its operators."""
-    return sys.modules.get(_OPERATORS)
+def _kernels() -> Any:
+    """Those of the module, if anybody here has imported it: who has not, has called none of its operators."""
+    return getattr(sys.modules.get(_OPERATORS), "KERNELS", None)
 
 
 def _one_line(text: str) -> str:

@@ -18,7 +18,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats import fused, operators, quantise, scaled
 from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, TF32, Format, Overflow
 from fp8bench.formats.memory_layout import Quantisation, layout_of
-from fp8bench.formats.operators import compile_kernels, eager_calls, fused_calls, values, wanted
+from fp8bench.formats.operators import values
 from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
 from tests.counts import sampled
 
@@ -115,6 +115,11 @@ def called(x: Tensor, asked: Asked, out: Tensor | None = None) -> Tensor:
     return values(x, asked.fmt, asked.scaling, overflow=asked.overflow, seed=seed, out=out)
 
 
+def counted() -> tuple[int, int, tuple[fused.Kernel, ...]]:
+    """Calls as many operations, calls as one kernel, and the kernels that are wanted."""
+    return operators.KERNELS.eager, operators.KERNELS.fused, tuple(operators.KERNELS.wanted)
+
+
 def differences(one: Tensor, other: Tensor) -> int:
     """Elements that differ in any bit, but for a NaN's."""
     assert one.shape == other.shape and one.dtype == other.dtype
@@ -127,24 +132,24 @@ def compiled() -> None:
     """Every kernel of this module, compiled. The tests of the worker compile one each time."""
     for asked in ASKED:
         called(AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source), asked)
-    compile_kernels(wanted())
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which no kernel was asked for yet."""
-    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_fused_is_eager_bit_by_bit(asked: Asked) -> None:
-    before = fused_calls(), eager_calls()
+    before = counted()
     for number, x in enumerate(pieces(asked)):
         assert differences(called(x, asked), eagerly(x, asked)) == 0, (x.shape, x.stride(), x.dtype)
         if number == 0:
-            assert (fused_calls(), eager_calls()) == (before[0] + 1, before[1])
+            assert counted()[:2] == (before[0], before[1] + 1)
 
 
 @pytest.mark.slow
@@ -181,7 +186,7 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
     from torch._dynamo.utils import counters
 
     counted = {name: dict(one) for name, one in counters.items()}
-    kernels = wanted()
+    kernels = tuple(operators.KERNELS.wanted)
     with torch.compiler.set_stance("fail_on_recompile"):
         for rows in (1, 2, 3, 31, 64, 129):
             for columns in (32, 64, 96, 128, 1024):
@@ -189,7 +194,7 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
                 for asked in (ASKED[0], ASKED[9], ASKED[14]):
                     assert differences(called(x, asked), eagerly(x, asked)) == 0
     assert {name: dict(one) for name, one in counters.items()} == counted
-    assert wanted() == kernels
+    assert tuple(operators.KERNELS.wanted) == kernels
 
 
 @pytest.mark.slow
@@ -213,14 +218,14 @@ def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
 @pytest.mark.usefixtures("fresh")
 def test_what_is_not_compiled_runs_eagerly_and_is_wanted() -> None:
     asked = Asked(E4M3, MX)
-    assert wanted() == ()
+    assert not operators.KERNELS.wanted
     for _ in range(2):
         assert differences(called(AWKWARD, asked), eagerly(AWKWARD, asked)) == 0
-    assert (eager_calls(), fused_calls()) == (2, 0)
-    assert [str(kernel) for kernel in wanted()] == ["e4m3fn 1x32 e8m0 rceil, float32 to float32, blocks, cpu"]
-    compile_kernels(wanted())
+    assert counted()[:2] == (2, 0)
+    assert list(map(str, operators.KERNELS.wanted)) == ["e4m3fn 1x32 e8m0 rceil, float32 to float32, blocks, cpu"]
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
     called(AWKWARD, asked)
-    assert (eager_calls(), fused_calls(), wanted()) == (2, 1, ())
+    assert counted() == (2, 1, ())
 
 
 @pytest.mark.usefixtures("fresh")
@@ -228,7 +233,7 @@ def test_what_has_no_kernel_is_not_counted() -> None:
     for x in (torch.empty(0, 32), torch.empty(3, 0), torch.empty(0)):
         assert values(x, E4M3, MX).shape == x.shape
     assert values(AWKWARD, E4M3, Scaling(4, 0)).shape == AWKWARD.shape  # several whole rows
-    assert (eager_calls(), fused_calls(), wanted()) == (0, 0, ())
+    assert counted() == (0, 0, ())
     huge = torch.empty(1).expand(1 << 31)
     assert layout_of(huge, huge, Quantisation(E4M3)) is None
 
@@ -240,13 +245,13 @@ def test_without_a_compiler_calls_stay_eager_and_say_why(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     asked = Asked(E3M2, None)
     called(AWKWARD, asked)
-    (kernel,) = wanted()
+    (kernel,) = operators.KERNELS.wanted
     # Not by monkeypatch: what it puts back, torch's options have lost.
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(Exception, match="compiler"):
-        compile_kernels((kernel,))
-    assert "compiler" in operators.refused()[kernel]
+        operators.KERNELS.compile(kernel)
+    assert "compiler" in operators.KERNELS.refused[kernel]
     assert differences(called(AWKWARD, asked), eagerly(AWKWARD, asked)) == 0
-    assert (eager_calls(), fused_calls(), wanted()) == (2, 0, ())
+    assert counted() == (2, 0, ())
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ def facts() -> DeviceFacts:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """In this process, without kernels that another test has compiled."""
-    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     found = Bench(Settings())
     yield found
     found.close()

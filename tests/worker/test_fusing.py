@@ -29,7 +29,7 @@ MODE = "custom:scaling=none"
 @pytest.fixture(autouse=True)
 def operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel that another test has compiled or failed to."""
-    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytes
     """For the doctor."""
     monkeypatch.setattr(operators, "compiled", lambda kernel: lambda *arguments: None)
     assert bench.compiler(CPU).startswith("a quantiser compiles in 0.")
-    monkeypatch.setattr(operators, "_KERNELS", operators._Kernels())
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(operators, "compiled", broken)
     assert bench.compiler(CPU) == "compiling failed: RuntimeError: no compiler here"
 

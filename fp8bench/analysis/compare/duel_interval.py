@@ -148,12 +148,11 @@ class _Deals:
         self._is_after = is_after
         self._sessions = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
         count = math.prod(math.comb(before + after, after) for before, after in sizes)
-        self._named = _every(sizes) if count <= _MOST_DEALS else _some(sizes, is_after)
+        named = _every(sizes) if count <= _MOST_DEALS else _some(sizes, is_after)
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
-        self.finest = max(self.finest, 1 / len(self._named))
+        self.finest = max(self.finest, 1 / len(named))
         # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
-        self._after = np.nonzero(self._named)[1].reshape(len(self._named), -1)
-        self._before = np.nonzero(~self._named)[1].reshape(len(self._named), -1)
+        self._after, self._before = (np.nonzero(one)[1].reshape(len(named), -1) for one in (named, ~named))
 
     @property
     def shift(self) -> float:
@@ -209,24 +208,23 @@ def _low_rows(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _every(sizes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    choices = [list(itertools.combinations(range(before + after), after)) for before, after in sizes]
-    return np.array([_named(sizes, chosen) for chosen in itertools.product(*choices)])
+    choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
+    return _named(sizes, list(itertools.product(*choices)))
 
 
 def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """The true one and a seeded sample: the same samples always say the same."""
     draw = np.random.default_rng(0)
-    rows = [
-        _named(sizes, [list(map(int, draw.permutation(before + after)[:after])) for before, after in sizes])
-        for _ in range(_MOST_DEALS - 1)
+    deals = [
+        [draw.permutation(before + after)[:after].tolist() for before, after in sizes] for _ in range(_MOST_DEALS - 1)
     ]
-    return np.array([true, *rows])
+    return np.concatenate([[true], _named(sizes, deals)])
 
 
-def _named(sizes: Sequence[tuple[int, int]], chosen: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-    row = []
-    for (before, after), places in zip(sizes, chosen, strict=True):
-        named = np.zeros(before + after, dtype=bool)
-        named[list(places)] = True
-        row.append(named)
-    return np.concatenate(row)
+def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
+    """A row for each deal: which processes of all sessions it calls B."""
+    ends = list(itertools.accumulate(before + after for before, after in sizes))
+    rows = np.zeros((len(deals), ends[-1]), dtype=np.bool_)
+    for row, deal in zip(rows, deals, strict=True):
+        row[[begin + place for begin, places in zip([0, *ends[:-1]], deal, strict=True) for place in places]] = True
+    return rows

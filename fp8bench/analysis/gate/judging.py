@@ -79,8 +79,18 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
     looked = [_looked_at(one, rules, relative) for one in comparisons]
-    looked = _with_spread(looked)
-    p_values = _p_values(looked)
+    tested = [place for place, one in enumerate(looked) if one.outcome not in _NOT_TESTED]
+    # Where runs are too few to know how far runs lie apart, the other cases say it.
+    alone: dict[str, list[int]] = {}
+    for place in tested:
+        if is_alone(comparisons[place]):
+            alone.setdefault(comparisons[place].metric, []).append(place)
+    for places in alone.values():
+        spread = spread_of([_log(looked[place]) for place in places])
+        for place in places:
+            looked[place] = replace(looked[place], spread=spread)
+    chances = {place: _chance(looked[place]) for place in tested}
+    p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
         if looked[place].outcome is Outcome.TO_CONFIRM and not news:
             why = f"among {len(p_values)} figures, one so far off is no news"
@@ -88,30 +98,11 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     return tuple(looked)
 
 
-def _with_spread(looked: list[Judged]) -> list[Judged]:
-    """Figures of runs too few to know how far runs lie apart, with what the other cases say of that."""
-    alone: dict[str, list[int]] = {}
-    for place, one in enumerate(looked):
-        if one.outcome not in _NOT_TESTED and is_alone(one.comparison):
-            alone.setdefault(one.comparison.metric, []).append(place)
-    for places in alone.values():
-        found = spread_of([_log(looked[place]) for place in places])
-        for place in places if found is not None else ():
-            looked[place] = replace(looked[place], spread=found)
-    return looked
-
-
-def _p_values(looked: Sequence[Judged]) -> dict[int, float]:
-    """The chance of each figure, by its place."""
-    found: dict[int, float] = {}
-    for place, one in enumerate(looked):
-        if one.outcome in _NOT_TESTED:
-            continue
-        if one.comparison.p_value is not None:
-            found[place] = one.comparison.p_value
-        elif one.spread is not None:
-            found[place] = one.spread.chance(_log(one))
-    return found
+def _chance(one: Judged) -> float | None:
+    """Of such a difference where nothing changed; None where nobody can say."""
+    if one.comparison.p_value is not None or one.spread is None:
+        return one.comparison.p_value
+    return one.spread.chance(_log(one))
 
 
 def _log(one: Judged) -> float:
