@@ -1,6 +1,6 @@
 """Quantisers as operators of torch's: each family is one, which runs as one kernel once that has been compiled.
 
-`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until what is wanted of KERNELS has
+`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until what KERNELS wants has
 been compiled, it runs as many operations. To a compiler around it and to a dispatch mode a call is one operator,
 whichever way it runs.
 """
