@@ -12,6 +12,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.worker.bench import Bench
 from tests.commands import unfolded
 
 FEW = ("sensitivity", "--by", "kind", "--steps", "1", "--tolerance", "50")
@@ -86,15 +87,15 @@ def test_a_reference_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monk
 
 def test_an_interrupt_tells_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; the table and the store have what was trained."""
-    inner, calls = LocalWorker.losses, []
+    inner, calls = Bench.losses, []
 
-    def interrupted(self: LocalWorker, *arguments: object) -> tuple[float, ...]:
+    def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:
         calls.append(arguments)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return inner(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LocalWorker, "losses", interrupted)
+    monkeypatch.setattr(Bench, "losses", interrupted)
     assert main([*FEW]) == 130
     out, err = capsys.readouterr()
     assert "interrupted; what was trained is shown" in err
