@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, EnergyFigures
-from fp8bench.analysis.metric import why_no_larger
-from fp8bench.model import MemoryUse, TensorStatistics
+from fp8bench.analysis.metric import ENERGY
+from fp8bench.model import TensorStatistics
 from fp8bench.report import capacities
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
@@ -23,16 +23,13 @@ from fp8bench.report.energies import (
 )
 from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
 from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.terminal.tables import Figures
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
 from fp8bench.report.words.naming import named_cases
 
 _DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
-# What others count of memory, by the field that holds it.
-_COUNTED: tuple[tuple[str, Callable[[MemoryUse], int | None]], ...] = (
-    ("reserved", lambda use: use.reserved),
-    ("process", lambda use: use.process),
-    ("resident", lambda use: use.resident),
-)
+# Who else counts memory, and the figure of each.
+_COUNTERS = {one: f"{one}_memory" for one in ("reserved", "process", "resident")}
 
 
 def energy(panel: Panel) -> Iterator[Element]:
@@ -61,16 +58,15 @@ def energy(panel: Panel) -> Iterator[Element]:
 
 
 def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
-    ratio, per = ratio_within(group, result), dict(found.per)
+    figures, ratio = Figures(group, result), ratio_within(group, result)
     word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+    tone = _DEMANDS[ratio.demand] if ratio else Tone.PLAIN
     yield Field(result.mode)
-    yield Field(units.joules(found.gross.middle))
-    yield Field(ratio.demand.value, tone=_DEMANDS[ratio.demand]) if ratio else Field(word)
-    yield Field(show_ratio(ratio), tone=_DEMANDS[ratio.demand]) if ratio else Field("")
-    yield Field(units.joules(found.net.middle if found.net else None))
-    yield from (Field(units.joules(per.get(name))) for name in counts)
-    yield Field(units.count(found.watts, "W"))
-    yield Field(units.count(found.idle, "W"))
+    yield Field(figures.shown(ENERGY))
+    yield Field(ratio.demand.value if ratio else word, tone=tone)
+    yield Field(show_ratio(ratio) if ratio else "", tone=tone)
+    names = ("energy_net", *(f"energy_per_{name}" for name in counts), "power", "idle_power")
+    yield from (Field(figures.shown(name)) for name in names)
     yield Field(show_windows(found))
     yield Field(units.count(found.sm_clock, "Hz"))
 
@@ -80,21 +76,21 @@ def tells_memory(panel: Panel) -> bool:
     return any(len(roles_of(one)) > 1 for one in panel.results)
 
 
-def counted(results: Iterable[Result]) -> list[tuple[str, Callable[[MemoryUse], int | None]]]:
-    """Of what others count, what is known of any case."""
-    uses = [use for one in results if (use := use_of(one.record)) is not None]
-    return [(name, count) for name, count in _COUNTED if any(count(use) is not None for use in uses)]
+def counted(panel: Panel) -> list[str]:
+    """Who else counts, of those that know of any case."""
+    known = [Figures(group, one) for group in panel.groups for one in group.results if use_of(one.record) is not None]
+    return [who for who, name in _COUNTERS.items() if any(one[name].value is not None for one in known)]
 
 
 def memory(panel: Panel) -> Iterator[Element]:
     """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
     if not tells_memory(panel):
         return
-    roles, others = roles_in(panel.results), counted(panel.results)
+    roles, others = roles_in(panel.results), counted(panel)
     known = [(group, one, use) for group in panel.groups for one in group.results if (use := use_of(one.record))]
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 
-    def shown(size: int | None) -> str:
+    def shown(size: float | None) -> str:
         if not size:
             return units.NONE
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
@@ -103,14 +99,14 @@ def memory(panel: Panel) -> Iterator[Element]:
         Column("group", shared=True), Column("case"), Column("peak", number=True),
         Column(f"vs {panel.reference or 'reference'}", number=True),
         *(Column(MEMORY_TITLES[role], number=True) for role in roles), Column("in"),
-        *(Column(name, number=True) for name, _ in others),
+        *(Column(name, number=True) for name in others),
     )  # fmt: skip
     rows = []
     for group, one, use in known:
-        parts, phase = roles_of(one), next(iter(highest_in(use)), units.NONE)
-        sizes = (shown(parts.get(role)) for role in roles)
-        words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)), *sizes,
-                 PHASE_TITLES.get(phase, phase), *(shown(count(use)) for _, count in others))  # fmt: skip
+        figures, phase = Figures(group, one), next(iter(highest_in(use)), units.NONE)
+        words = (panel.place(group), one.mode, shown(use.peak), units.ratio(share_of(group, one)),
+                 *(shown(figures[f"memory_{role}"].value) for role in roles), PHASE_TITLES.get(phase, phase),
+                 *(shown(figures[_COUNTERS[who]].value) for who in others))  # fmt: skip
         rows.append(tuple(map(Field, words)))
     yield Table("memory", f"memory at the highest point of a step, in {unit}", columns, tuple(rows))
     yield from map(Text, sentences(panel, named_cases(panel)))
@@ -128,12 +124,13 @@ def capacity(panel: Panel) -> Iterator[Element]:
     )  # fmt: skip
     rows = []
     for group, result, one in found:
-        share = capacities.share_within(group, result)
-        versus = units.speed_up(share) if share is not None else capacities.EMULATED if emulated(result) else ""
-        versus = versus or ("reference" if result.record.is_reference else units.NONE)
-        tokens = units.whole(one.tokens) if one.tokens else units.NONE
-        words = (capacities.place_of(panel, group, one), result.mode, capacities.show_batch(one), versus, tokens,
-                 units.size(one.peak), why_no_larger(one))  # fmt: skip
+        figures = Figures(group, result)
+        share, tokens = figures["max_batch"].interval, figures["max_batch_tokens"].value
+        word = "reference" if result.record.is_reference else units.NONE
+        versus = units.speed_up(share.point) if share else capacities.EMULATED if emulated(result) else word
+        words = (capacities.place_of(panel, group, one), result.mode, capacities.show_batch(one), versus,
+                 units.whole(int(tokens)) if tokens else units.NONE, figures.shown("max_batch_memory"),
+                 figures["max_batch"].why)  # fmt: skip
         rows.append(tuple(map(Field, words)))
     yield Table("capacity", capacities.title(found[0][2]), columns, tuple(rows))
     yield from map(Text, capacities.sentences(panel))

@@ -196,7 +196,7 @@ def _told_elsewhere(panel: Panel) -> str:
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
     """What the memory tables hold, where there are any."""
     told = [panel for panel in panels if tells_memory(panel)]
-    others = dict.fromkeys(name for panel in told for name, _ in counted(panel.results))
+    others = dict.fromkeys(who for panel in told for who in counted(panel))
     known = "; ".join(f"{name}: {legend.MEMORY_COUNTED[name]}" for name in others)
     return list(filter(None, (legend.MEMORY, known))) if told else []
 

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status, Work
+from fp8bench.analysis.metric import STEP, TIME, Metric
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status
 from fp8bench.report.case_status import (
     Standing,
     emulated,
@@ -17,18 +18,33 @@ from fp8bench.report.case_status import (
     tone_of,
 )
 from fp8bench.report.elements import Column, Field, Table, Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, metrics_within
 from fp8bench.report.words.legend import PHASE_TITLES
 
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
-_ERROR_SUFFIX = "_error"
+_ERROR_SUFFIX, _RATE_SUFFIX = "_error", "_per_second"
+_NOTHING = Metric("", "")
 
 
 def main_error(panel: Panel) -> str:
     """The metric of the error column; '' if nothing in the panel has an error."""
     errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
     return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+
+
+class Figures(dict[str, Metric]):
+    """What a run says of the whole step of a case, by name; a figure that it does not have has no value."""
+
+    def __init__(self, group: ResultGroup, result: Result) -> None:
+        super().__init__((one.name, one) for one in metrics_within(group, result) if one.phase == STEP)
+
+    def __missing__(self, name: str) -> Metric:
+        return _NOTHING
+
+    def shown(self, name: str) -> str:
+        """The figure as text, by its unit."""
+        return units.shown(self[name].value, self[name].unit, name)
 
 
 def value_of(measurement: Measurement | None) -> float | None:
@@ -52,7 +68,7 @@ def main_table(panel: Panel) -> Table:
     }  # fmt: skip
     floors = len(panel.groups) > 1
     rows = [
-        _main_fields(one, error)
+        _main_fields(one, Figures(group, one), error)
         | {"group": Field(f"{panel.place(group)}  noise floor (A/A): {noise_floor(group)}" if floors else "")}
         for group in panel.groups
         for one in group.results
@@ -60,7 +76,6 @@ def main_table(panel: Panel) -> Table:
     silent = {"speed-up", "throughput", "error"} & {
         name for name in columns if all(row[name].text == units.NONE for row in rows)
     }
-    silent |= set() if error else {"error"}
     shown = [name for name in columns if name not in silent]
     fields = tuple(tuple(row[name] for name in shown) for row in rows)
     return Table("cases", "", tuple(columns[name] for name in shown), fields)
@@ -83,7 +98,8 @@ def phases_table(panel: Panel) -> Table | None:
 
 def noise_floor(group: ResultGroup) -> str:
     """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
-    return (floor_of(group.results) or "not measured") + _stopped(group)
+    reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
+    return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
 
 
 def floor_of(results: Iterable[Result]) -> str:
@@ -95,27 +111,21 @@ def floor_of(results: Iterable[Result]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _stopped(group: ResultGroup) -> str:
-    """Why measuring ended, which tells whether more time would help."""
-    reasons = dict.fromkeys(one.record.stopped for one in group.results if one.record.stopped)
-    return f"; {' / '.join(reasons)}" if reasons else ""
-
-
-def _main_fields(result: Result, error: str) -> dict[str, Field]:
-    record, finding, status = result.record, result.finding, standing(result)
-    known = record.status is Status.OK
-    tone = Tone.STRONG if status is Standing.FAILED else tone_of(result)
-    median = finding.median_seconds if finding and known else None
+def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Field]:
+    finding = result.finding
+    known = result.record.status is Status.OK
+    tone = Tone.STRONG if standing(result) is Standing.FAILED else tone_of(result)
     labels = ", ".join(named_labels(result)) if known else ""
+    rate = next((name for name in figures if known and name.endswith(_RATE_SUFFIX)), "")
     return {
         "case": Field(result.mode),
         "verdict": Field(status_words(result), tone=tone),
         "speed-up": Field(show_speed_up(result) or units.NONE, tone=tone),
-        "best": Field(units.seconds(result.best if known else None)),
-        "median": Field(units.seconds(median)),
-        "error": Field(units.relative_error(value_of(record.measurement(error)))),
+        "best": Field(units.seconds(figures[TIME].best if known else None)),
+        "median": Field(units.seconds(figures[TIME].value if known else None)),
+        "error": Field(units.relative_error(figures[error].value)),
         "spread": Field(units.percent(finding.spread if finding and known else None)),
-        "throughput": Field(show_rate(rate_of(result) if known else None)),
+        "throughput": Field(figures.shown(rate)),
         "labels": Field(f"labels: {labels}" if labels else ""),
     }
 
@@ -124,26 +134,6 @@ def _cost(result: Result) -> str:
     """The best case; for an emulation with the word that keeps it from being read as a speed."""
     time = units.seconds(result.best)
     return f"{Level.EMULATED} {time}" if emulated(result) else time
-
-
-def rate_of(result: Result) -> tuple[float, str] | None:
-    """Tokens, FLOP or bytes a second at the median, with the unit; None for emulations, which have no speed."""
-    rates = _rates(result.record.work)
-    seconds = result.finding.median_seconds if result.finding else None
-    if not seconds or emulated(result) or not rates:
-        return None
-    amount, unit = rates[0]
-    return amount / seconds, unit
-
-
-def show_rate(rate: tuple[float, str] | None) -> str:
-    return units.count(*rate) if rate else units.NONE
-
-
-def _rates(work: Work) -> list[tuple[float, str]]:
-    """What a step does by each count that applies, the most telling first."""
-    counts = ((work.tokens, "tok/s"), (work.flops, "FLOP/s"), (work.bytes, "B/s"))
-    return [(amount, unit) for amount, unit in counts if amount]
 
 
 def phases_of(result: Result) -> tuple[tuple[str, float], ...]:

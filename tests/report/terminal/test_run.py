@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
 from fp8bench.model.words import REMARKS
-from fp8bench.report.terminal import layout
+from fp8bench.report.panels import panels_of
+from fp8bench.report.terminal import layout, tables
 from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words.legend import LABELS
@@ -295,3 +296,16 @@ def test_a_case_that_was_timed_but_has_no_error_says_why() -> None:
     records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in run.records)
     text = " ".join(render(replace(run, records=records), findings).split())
     assert f"bf16: {detail}" in text.replace("bf16 in all 3 groups:", "bf16:")
+
+
+def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not tell no table makes up."""
+    (panel, *_) = panels_of(*transformer())
+
+    def told() -> dict[str, set[str]]:
+        table = tables.main_table(panel)
+        return {column.title: {row[n].text for row in table.rows} for n, column in enumerate(table.columns)}
+
+    assert {"error", "throughput"} < set(told()) and "-" not in told()["best"] | told()["median"]
+    monkeypatch.setattr(tables, "metrics_within", lambda *_: iter(()))
+    assert not {"error", "throughput"} & set(told()) and told()["best"] == told()["median"] == {"-"}
