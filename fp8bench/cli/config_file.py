@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fp8bench.cli.yaml_file import Kind, is_none, items, place, read_mapping, scalar, shown
+from fp8bench.cli.yaml_file import SHAPES, Kind, is_none, items, place, read_mapping, scalar, shown
 from fp8bench.errors import UsageError
 from fp8bench.registry import precisions
 
@@ -42,7 +42,7 @@ def with_config(
     file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
     `unused` of what is returned says which keys of the file have no effect.
     """
-    values, training = _read(file, command)
+    values, training = read_config(file, command)
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
     arguments.unused = tuple(training.without_effect(arguments.dtypes is not values.get("dtypes")))
@@ -74,15 +74,11 @@ def _as_yaml(action: argparse.Action, value: Any) -> str:
         for name, given in value:
             named.setdefault(name, []).extend([given] if isinstance(given, str) else given)
         texts = {name: [_quoted(text) for text in given] for name, given in named.items()}
-        shown = (f"{_quoted(name)}: {_one_or_list(given)}" for name, given in texts.items())
-        return f"{{{', '.join(shown)}}}" if texts else ""
+        lists = {name: given[0] if len(given) == 1 else f"[{', '.join(given)}]" for name, given in texts.items()}
+        return f"{{{', '.join(f'{_quoted(name)}: {given}' for name, given in lists.items())}}}" if texts else ""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_quoted, value))}]" if value else ""
     return "" if value is None else _quoted(str(value))
-
-
-def _one_or_list(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
 def _quoted(text: str) -> str:
@@ -91,20 +87,20 @@ def _quoted(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
-    """The values of a file by their destination in the command's namespace. Raises UsageError with file and line."""
-    return _read(file, command)[0]
-
-
-def _read(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
-    """The same, with the keys of FP8 training beside them, whose mode is among the precisions already."""
+def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
+    """The values of a file by their destination in the command's namespace, and the keys of FP8 training beside them,
+    whose mode is among the precisions already. Raises UsageError with file and line.
+    """
     options = {key: _Option(str(file), command, action) for key, action in _keys(command).items()}
     tree = read_mapping(file, _KIND)
     values: dict[str, Any] = {}
     training = TrainingKeys()
     for key, key_node, node in items(file, tree, _KIND):
         if key in KEYS:
-            training.take(key, _one(str(file), key, node), place(file, node))
+            if not isinstance(node, yaml.ScalarNode) or is_none(node):
+                given = "none" if is_none(node) else shown(node)
+                raise UsageError(f"{place(file, node)}: {key}: expected one value, got {given}.")
+            training.take(key, scalar(file, node), place(file, node))
             continue
         if key not in options:
             known = [*options, *KEYS]
@@ -115,14 +111,6 @@ def _read(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any],
     if training.mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
     return values, training
-
-
-def _one(file: str, key: str, node: yaml.Node) -> str:
-    """The text of the one value that a key of FP8 training takes."""
-    if not isinstance(node, yaml.ScalarNode) or is_none(node):
-        given = "none" if isinstance(node, yaml.ScalarNode) else shown(node)
-        raise UsageError(f"{place(file, node)}: {key}: expected one value, got {given}.")
-    return scalar(file, node)
 
 
 def _keys(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -158,17 +146,14 @@ class _Option:
     def value(self, node: yaml.Node) -> Any:
         """What the command line would have made of it."""
         if self.action.nargs == 0:
-            return self._flag(node)
+            text = scalar(self.file, node).lower() if isinstance(node, yaml.ScalarNode) else ""
+            if text not in ("true", "false"):
+                raise self._refused(node, f"expected true or false, got {shown(node)}")
+            return self.action.const if text == "true" else self.action.default
         texts = self._texts(node)
         if _repeats(self.action):
             return [self._parsed(text, node) for text in texts]
         return self._parsed(",".join(texts), node)
-
-    def _flag(self, node: yaml.Node) -> Any:
-        text = scalar(self.file, node).lower() if isinstance(node, yaml.ScalarNode) else ""
-        if text not in ("true", "false"):
-            raise self._refused(node, f"expected true or false, got {shown(node)}")
-        return self.action.const if text == "true" else self.action.default
 
     def _texts(self, node: yaml.Node) -> list[str]:
         """The texts that the option would be given on the command line."""
@@ -180,11 +165,14 @@ class _Option:
             if not all(parts):
                 raise self._refused(node, f"{text!r} has an empty name; give names with commas between, like a,b")
             return parts
-        if isinstance(node, yaml.SequenceNode) and (_repeats(self.action) or "," in str(self.action.metavar)):
-            return [self._given(one) for one in node.value]
-        if isinstance(node, yaml.MappingNode) and _names_things(self.action):
+        shapes = {"one value": True, "a list": _repeats(self.action) or "," in str(self.action.metavar),
+                  "a mapping": _names_things(self.action)}  # fmt: skip
+        if not shapes[SHAPES[type(node)]]:
+            expected = " or ".join(shape for shape, taken in shapes.items() if taken)
+            raise self._refused(node, f"expected {expected}, got {shown(node)}")
+        if isinstance(node, yaml.MappingNode):
             return [self._named(name, key, values) for name, key, values in items(self.file, node, _KIND)]
-        raise self._refused(node, f"expected {self._expected()}, got {shown(node)}")
+        return [self._given(one) for one in node.value]
 
     def _named(self, name: str, key: yaml.Node, node: yaml.Node) -> str:
         """NAME=A,B from an entry of a mapping."""
@@ -208,14 +196,6 @@ class _Option:
             raise self._refused(node, error.message) from None
         return value
 
-    def _expected(self) -> str:
-        shapes = ["one value"]
-        if _repeats(self.action) or "," in str(self.action.metavar):
-            shapes.append("a list")
-        if _names_things(self.action):
-            shapes.append("a mapping")
-        return " or ".join(shapes)
-
     def _refused(self, node: yaml.Node, why: str) -> UsageError:
         name = self.action.option_strings[-1] if self.action.option_strings else self.action.dest
         return UsageError(f"{place(self.file, node)}: {name}: {why}.")
@@ -232,7 +212,13 @@ class TrainingKeys:
         """A key with its value in any case; raises UsageError with the place for a value that cannot be."""
         value = text.lower()
         try:
-            self._values[key] = _switch(value) if key == SWITCH else _value(key, value)
+            if key == SWITCH:
+                if value not in ("true", "false"):
+                    raise ValueError("expected true or false")
+                self._values[key] = value
+            else:  # as the mode's option has it
+                option = next(one for one in precisions.get(MODE).options if key in one.aliases)
+                self._values[key] = str(option.parse(value))
         except ValueError as error:
             raise UsageError(f"{place}: {key} cannot be {text[:80]!r}: {error}.") from None
         self._places[key] = place
@@ -248,27 +234,12 @@ class TrainingKeys:
     def without_effect(self, overruled: bool) -> Iterator[str]:
         """A sentence for each key that changes nothing; `overruled` where the command line chose the precisions."""
         for key, where in self._places.items():
-            why = self._why_none(key, overruled)
+            why = ""
+            if not self.mode:
+                why = "" if key == SWITCH else f"{SWITCH} is {self._values.get(SWITCH, 'not there')}"
+            elif overruled:
+                why = "--dtypes on the command line says which precisions there are"
+            elif key == _HISTORY and self._values.get(_ALGORITHM) == "most_recent":
+                why = f"{_ALGORITHM}: most_recent looks at one amax, however many are kept"
             if why:
                 yield f"{where}: {key} has no effect: {why}"
-
-    def _why_none(self, key: str, overruled: bool) -> str:
-        if not self.mode:
-            return "" if key == SWITCH else f"{SWITCH} is {self._values.get(SWITCH, 'not there')}"
-        if overruled:
-            return "--dtypes on the command line says which precisions there are"
-        if key == _HISTORY and self._values.get(_ALGORITHM) == "most_recent":
-            return f"{_ALGORITHM}: most_recent looks at one amax, however many are kept"
-        return ""
-
-
-def _switch(value: str) -> str:
-    if value not in ("true", "false"):
-        raise ValueError("expected true or false")
-    return value
-
-
-def _value(key: str, value: str) -> str:
-    """The value as the mode's option has it; ValueError for one that it cannot be."""
-    option = next(one for one in precisions.get(MODE).options if key in one.aliases)
-    return str(option.parse(value))

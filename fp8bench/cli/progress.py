@@ -20,7 +20,7 @@ from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Status
 from fp8bench.model.duel import Duel
-from fp8bench.protocols import Observer
+from fp8bench.protocols import Observer, SilentObserver
 
 REDRAW_SECONDS = 0.2
 # An estimate from less than this would jump about.
@@ -74,14 +74,13 @@ class RunProgress:
         self._begun = clock()
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
-        self._running: dict[str, int] = {}
-        self._total = 0
-        self._done = 0
-        self._measured: dict[str, int] = {}
+        # Cases of each group that are still to run: a skip takes no time, and says nothing about the time left.
+        self._left: dict[str, int] = {}
+        self._running = self._total = self._done = 0
 
     def planned(self, plan: Plan) -> None:
-        self._running = {group.setting: sum(planned.runs for planned in group.cases) for group in plan}
-        self._total = plan.num_cases
+        self._left = {group.setting: sum(planned.runs for planned in group.cases) for group in plan}
+        self._running, self._total = sum(self._left.values()), plan.num_cases
         self._begun = self._clock()
 
     def working(self, case: Case, doing: str, share: float) -> None:
@@ -95,9 +94,8 @@ class RunProgress:
 
     def finished(self, record: Record) -> None:
         self._done += 1
-        if record.status is not Status.SKIPPED:  # a skip takes no time: it says nothing about the time left
-            setting = record.case.setting
-            self._measured[setting] = self._measured.get(setting, 0) + 1
+        if record.status is not Status.SKIPPED:
+            self._left[record.case.setting] = self._left.get(record.case.setting, 0) - 1
 
     def close(self) -> None:
         """Erase the line. May be called twice."""
@@ -105,13 +103,11 @@ class RunProgress:
 
     def _share(self, setting: str, share: float) -> float:
         """How much of all the work is done."""
-        all_running = sum(self._running.values())
-        done = sum(self._measured.values())
-        here = self._running.get(setting, 0) - self._measured.get(setting, 0)
-        return (done + max(0, here) * min(max(share, 0.0), 1.0)) / all_running if all_running else 0.0
+        done, here = self._running - sum(self._left.values()), max(0, self._left.get(setting, 0))
+        return (done + here * min(max(share, 0.0), 1.0)) / self._running if self._running else 0.0
 
 
-class GroupLines:
+class GroupLines(SilentObserver):
     """An observer of a run that nobody watches: a line when a group is done, where there are several."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -126,9 +122,6 @@ class GroupLines:
         self._groups = len(self._left)
         self._begun = self._clock()
 
-    def working(self, case: Case, doing: str, share: float) -> None:
-        return None
-
     def finished(self, record: Record) -> None:
         setting = record.case.setting
         self._left[setting] -= 1
@@ -137,11 +130,8 @@ class GroupLines:
             spent = units.clock(self._clock() - self._begun)
             self._say(f"{done}/{self._groups} groups after {spent}: {setting}")
 
-    def close(self) -> None:
-        return None
 
-
-class DuelProgress:
+class DuelProgress(SilentObserver):
     """An observer that is told of every session of a case too."""
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
@@ -159,14 +149,8 @@ class DuelProgress:
         self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
         self._line.show(self._words)
 
-    def planned(self, plan: Plan) -> None:
-        return None
-
     def working(self, case: Case, doing: str, share: float) -> None:
         self._line.show(f"{self._words}, {doing} {case.id}")
-
-    def finished(self, record: Record) -> None:
-        return None
 
     def close(self) -> None:
         """Erase the line."""
@@ -181,8 +165,10 @@ class TerminalJob:
 
     @contextmanager
     def measuring(self) -> Iterator[Observer]:
-        watched = is_watched(sys.stderr, os.environ)
-        with closing(RunProgress(sys.stderr, os.environ) if watched else GroupLines(complain)) as observer:
+        if not is_watched(sys.stderr, os.environ):
+            yield GroupLines(complain)
+            return
+        with closing(RunProgress(sys.stderr, os.environ)) as observer:
             yield observer
 
     @contextmanager

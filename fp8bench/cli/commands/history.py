@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, in_store, options_of, tell
+from fp8bench.cli.outputs import check_outputs, in_store, options_of, say_folded, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
@@ -95,18 +95,23 @@ def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what one of history's commands asks for; returns the exit code."""
+    from fp8bench.jobs.history import existing_store
+
     check_outputs(arguments)
+    if arguments.history_command == "merge":
+        return _merge(arguments)
     commands = {
         "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
-        "rebuild": _rebuild, "merge": _merge,
+        "rebuild": _rebuild,
     }  # fmt: skip
-    return commands[arguments.history_command](arguments)
+    reads_all = arguments.history_command in ("verify", "rebuild") or getattr(arguments, "runs", False)
+    store = existing_store(arguments.store, TERMINAL, reads_all)
+    return commands[arguments.history_command](arguments, store)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store, opened
+def _list(arguments: argparse.Namespace, store: Path) -> int:
+    from fp8bench.jobs.history import opened
 
-    store = existing_store(arguments.store, TERMINAL, reading=arguments.runs)
     if next(run_files(store), None) is None:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
@@ -141,10 +146,9 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     return EXIT_OK
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store, opened, series_meant
+def _show(arguments: argparse.Namespace, store: Path) -> int:
+    from fp8bench.jobs.history import opened, series_meant
 
-    store = existing_store(arguments.store, TERMINAL)
     found = opened(store, TERMINAL)
     wanted = series_meant(arguments.series, found, store)
     courses = found.courses(lambda name: name == wanted).courses
@@ -166,45 +170,38 @@ def _description(course: Course) -> str:
     return f"{words}, in {unit}" if unit != "ratio" else f"{words}, a ratio"
 
 
-def _regressions(arguments: argparse.Namespace) -> int:
+def _regressions(arguments: argparse.Namespace, store: Path) -> int:
     """Tell the open changes; the exit code says whether one of them is worse."""
-    from fp8bench.jobs.history import all_changes, existing_store, opened
+    from fp8bench.jobs.history import all_changes, opened
     from fp8bench.report.terminal.changes import changes_json, page_of
 
-    store = existing_store(arguments.store, TERMINAL)
     found = all_changes(opened(store, TERMINAL), store, TERMINAL)
     page = partial(page_of, found, str(store), arguments.all, options_of(arguments))
     tell(arguments, page, partial(changes_json, found))
     return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
 
 
-def _acknowledge(arguments: argparse.Namespace) -> int:
+def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
     """Write down that changes of a series are known and stay, or that they are not any more."""
-    from fp8bench.jobs.history import acknowledge, existing_store
+    from fp8bench.jobs.history import acknowledge
 
-    store = existing_store(arguments.store, TERMINAL)
     lines = [f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}"]
     done = acknowledge(arguments.series, store, TERMINAL, arguments.until, arguments.because, arguments.undo)
     for name, since, until in done:
         lines.append(f"  {name}, after {since[:8]} and up to {until[:8]}")
-    say("\n".join(lines) + "\n")
+    say_folded(lines)
     return EXIT_OK
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store
-
-    store = existing_store(arguments.store, TERMINAL, reading=True)
+def _verify(arguments: argparse.Namespace, store: Path) -> int:
     found = verify(store, Path(), datetime.now(UTC))
     tell(arguments, partial(faults_page, found.faults, found.sound, str(store)))
     return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK
 
 
-def _rebuild(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store
+def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.store.merge_stores import rebuild
 
-    store = existing_store(arguments.store, TERMINAL, reading=True)
     made = rebuild(store)
     tell(arguments, partial(rebuilt_page, str(store), len(made.files), made.series, made.runs, made.left))
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in made.aside)
@@ -240,8 +237,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _complain_of(sentences: Iterable[str]) -> int:
     """Say each on stderr; returns the exit code of what could not be done."""
-    code = EXIT_OK
-    for sentence in sentences:
+    said = list(sentences)
+    for sentence in said:
         complain(sentence)
-        code = EXIT_FAILED
-    return code
+    return EXIT_FAILED if said else EXIT_OK
