@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.energy import Demand, EnergyFigures
+from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.metric import ENERGY
 from fp8bench.model import TensorStatistics
 from fp8bench.report import capacities
@@ -24,10 +24,10 @@ from fp8bench.report.energies import (
 from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.terminal.tables import Figures
+from fp8bench.report.words.energy import DEMANDS
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
 from fp8bench.report.words.naming import named_cases
 
-_DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
 # Who else counts memory, and the figure of each.
 _COUNTERS = {one: f"{one}_memory" for one in ("reserved", "process", "resident")}
 
@@ -60,7 +60,7 @@ def energy(panel: Panel) -> Iterator[Element]:
 def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
     figures, ratio = Figures(group, result), ratio_within(group, result)
     word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
-    tone = _DEMANDS[ratio.demand] if ratio else Tone.PLAIN
+    tone = DEMANDS[ratio.demand] if ratio else Tone.PLAIN
     yield Field(result.mode)
     yield Field(figures.shown(ENERGY))
     yield Field(ratio.demand.value if ratio else word, tone=tone)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.shape_findings import Finding, Judgement, Outcome, homeless
 from fp8bench.formats.product_rules import conditions
 from fp8bench.formats.scaled_products import Sides
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
+from fp8bench.report.words.naming import between
 
-Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
 # Where something is so: pairs of a mode and a device by their names.
 Places = Iterable[tuple[str, str]]
 # So many products are named; more are counted.
@@ -43,38 +42,31 @@ def conclusion(findings: Sequence[Finding]) -> str:
     lost = homeless(findings)
     if not lost:
         return "Every product fits as it is on some of these devices, in every mode."
-    by_products = _grouped(dict.fromkeys(one.mode for one in lost), lambda mode: _lost_in(mode, lost, findings))
-    parts = [f"in {_listed(modes)}: {products}" for products, modes in by_products.items()]
+    by_mode = together((one.mode, one) for one in lost)
+    by_products = together((_products(some, findings), mode) for mode, some in by_mode.items())
+    parts = [f"in {', '.join(modes)}: {products}" for products, modes in by_products.items()]
     return f"Not taken as they are by any of these devices, {'; '.join(parts)}."
-
-
-def _lost_in(mode: str, lost: Sequence[Finding], findings: Sequence[Finding]) -> str:
-    return _products([one for one in lost if one.mode == mode], findings)
 
 
 def _overview(findings: Sequence[Finding]) -> Table:
     """A row for every device and a column for every mode: how many of the products fit there."""
-    modes, counts = list(dict.fromkeys(one.mode for one in findings)), _counts(findings)
+    modes = list(dict.fromkeys(one.mode for one in findings))
+    counts = together((_place(one), one.torch.outcome is Outcome.FITS) for one in _there(findings))
     devices = dict.fromkeys(one.device.name for one in findings)
     rows = tuple((Field(device), *(_count(counts.get((mode, device))) for mode in modes)) for device in devices)
     return Table("fitting", "", (Column("device"), *(Column(mode, number=True) for mode in modes)), rows)
 
 
-def _counts(findings: Sequence[Finding]) -> dict[tuple[str, str], tuple[int, int]]:
-    """How many products fit in a mode on a device that has it, and how many there are."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in findings:
-        if one.torch.outcome is not Outcome.MISSING:
-            fits, all_ = found.get(_place(one), (0, 0))
-            found[_place(one)] = (fits + (one.torch.outcome is Outcome.FITS), all_ + 1)
-    return found
+def _there(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of products that there are."""
+    return [one for one in findings if one.torch.outcome is not Outcome.MISSING]
 
 
-def _count(known: tuple[int, int] | None) -> Field:
-    if known is None:
+def _count(fits: Sequence[bool] | None) -> Field:
+    """How many products of a mode fit on a device that has it."""
+    if fits is None:
         return Field(units.NONE)
-    fits, all_ = known
-    return Field("all", tone=Tone.GOOD) if fits == all_ else Field(f"{fits} of {all_}", tone=Tone.DOUBT)
+    return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
 
 
 def _unpadded(findings: Sequence[Finding]) -> Iterator[str]:
@@ -87,11 +79,10 @@ def _padded(findings: Sequence[Finding]) -> list[Element]:
     """A row for every product and what padding would make of it; under it who objects, and where."""
     wrong = [one for one in findings if one.torch.outcome is Outcome.PAD]
     rows = []
-    for same in _grouped(wrong, lambda one: (_name(one), one.product.sides, one.torch.padded)).values():
-        first = same[0]
+    grouped = together(((_name(one), one.product.sides, one.torch.padded), one) for one in wrong)
+    for (name, sides, padded), same in grouped.items():
         more = [_more([one.torch.more_flops for one in same]), _more([one.torch.more_bytes for one in same])]
-        reasons = "\n".join(_reasons(same, lambda one: one.torch))
-        words = (_name(first), _sides(first.product.sides), _sides(first.torch.padded), *more, reasons)
+        words = (name, _sides(sides), _sides(padded), *more, "\n".join(_reasons(same)))
         rows.append(tuple(map(Field, words)))
     titles = ("M x N x K", "padded to", "FLOPs", "bytes")
     columns = (Column("product"), *(Column(title, number=True) for title in titles), Column("why", below=True))
@@ -100,27 +91,19 @@ def _padded(findings: Sequence[Finding]) -> list[Element]:
 
 def _more(shares: Sequence[float]) -> str:
     decimals = 2 if max(shares) < 0.1 else 1 if max(shares) < 1 else 0
-    low, high = (f"+{units.percent(one, decimals)}" for one in (min(shares), max(shares)))
-    return low if low == high else f"{low} to {high}"
+    return between(*(f"+{units.percent(one, decimals)}" for one in (min(shares), max(shares))))
 
 
 def _missing(findings: Sequence[Finding]) -> Iterator[str]:
     """Modes and devices by the reason why there is none."""
-    return _reasons([one for one in findings if one.torch.outcome is Outcome.MISSING], lambda one: one.torch)
+    return _reasons(one for one in findings if one.torch.outcome is Outcome.MISSING)
 
 
 def _of_te(findings: Sequence[Finding]) -> Iterator[str]:
     """What it objects to where torch has the product and says nothing of the kind."""
-    more = [
-        one for one in findings
-        if one.te is not None and one.torch.outcome in (Outcome.FITS, Outcome.PAD) and _beyond(one.te, one.torch)
-    ]  # fmt: skip
-    return _by_reason(more, lambda one: [objection.why for objection in _te(one).objections], findings)
-
-
-def _te(one: Finding) -> Judgement:
-    assert one.te is not None
-    return one.te
+    has = (Outcome.FITS, Outcome.PAD)
+    more = [one for one in findings if one.te and one.torch.outcome in has and _beyond(one.te, one.torch)]
+    return _by_reason(more, lambda one: [objection.why for objection in one.te.objections] if one.te else [], findings)
 
 
 def _beyond(te: Judgement, torch: Judgement) -> bool:
@@ -132,9 +115,9 @@ def _beyond(te: Judgement, torch: Judgement) -> bool:
 
 
 def _needs(findings: Sequence[Finding]) -> Iterator[str]:
-    there = [one for one in findings if one.torch.outcome is not Outcome.MISSING and one.product.scheme]
+    there = _there(findings)
     needs = {_place(one): conditions(one.product.scheme, one.device) for one in there if one.product.scheme is not None}
-    for words, places in _grouped([place for place in needs if needs[place]], lambda place: needs[place]).items():
+    for words, places in together((words, place) for place, words in needs.items() if words).items():
         yield f"{_places(places)}: {', '.join(words)}"
     if needs:
         yield "everywhere: both operands with their contraction innermost, the second one column by column"
@@ -144,7 +127,7 @@ def _by_reason(
     some: Sequence[Finding], why: Callable[[Finding], list[str]], findings: Sequence[Finding]
 ) -> Iterator[str]:
     """One line for all that are what they are for the same reasons."""
-    for reasons, same in _grouped(some, lambda one: "; ".join(why(one))).items():
+    for reasons, same in together(("; ".join(why(one)), one) for one in some).items():
         yield f"{reasons}: {_products(same, findings)}, {_places(dict.fromkeys(map(_place, same)))}"
 
 
@@ -158,34 +141,20 @@ def _products(some: Sequence[Finding], findings: Sequence[Finding]) -> str:
     names, all_ = dict.fromkeys(map(_name, some)), {_name(one) for one in findings}
     if len(names) == len(all_):
         return "every product"
-    return _listed(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
 
 
-def _reasons(findings: Sequence[Finding], judgement: Callable[[Finding], Judgement]) -> Iterator[str]:
-    """Each objection once, whose it is, and in which modes on which devices."""
-    found: dict[str, dict[tuple[str, str], None]] = {}
-    for one in findings:
-        for why in _why(judgement(one)):
-            found.setdefault(why, {})[_place(one)] = None
-    for why, where in found.items():
+def _reasons(findings: Iterable[Finding]) -> Iterator[str]:
+    """Each objection of torch's once, whose it is, and in which modes on which devices."""
+    for why, where in together((why, _place(one)) for one in findings for why in _why(one.torch)).items():
         yield f"{why}: {_places(where)}"
 
 
 def _places(places: Places) -> str:
     """'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
-    devices: dict[str, dict[str, None]] = {}
-    for mode, device in places:
-        devices.setdefault(mode, {})[device] = None
-    modes = _grouped(devices, lambda mode: tuple(devices[mode]))
+    devices = together(dict.fromkeys(places))
+    modes = together((tuple(names), mode) for mode, names in devices.items())
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
-
-
-def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Items by a key, both in the order in which they came."""
-    found: dict[Key, list[Item]] = {}
-    for one in items:
-        found.setdefault(key(one), []).append(one)
-    return found
 
 
 def _place(one: Finding) -> tuple[str, str]:
@@ -198,7 +167,3 @@ def _name(one: Finding) -> str:
 
 def _sides(sides: Sides | None) -> str:
     return units.NONE if sides is None else " x ".join(map(str, sides))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

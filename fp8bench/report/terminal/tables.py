@@ -20,6 +20,7 @@ from fp8bench.report.case_status import (
 from fp8bench.report.elements import Column, Field, Table, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, metrics_within
 from fp8bench.report.words.legend import PHASE_TITLES
+from fp8bench.report.words.naming import between
 
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
@@ -108,7 +109,7 @@ def floor_of(results: Iterable[Result]) -> str:
     if not floors:
         return ""
     low, high = (f"+-{units.percent(floor)}" for floor in (floors[0], floors[-1]))
-    return low if low == high else f"{low} to {high}"
+    return between(low, high)
 
 
 def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Field]:

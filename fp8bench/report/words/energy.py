@@ -10,10 +10,9 @@ from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.energies import figures_of, ratio_against, ratio_within, show_ratio
 from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.words.naming import between, common_tone
 
-# So many cases of a precision have a sentence each.
-_ALONE = 1
-_TONES = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
+DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
 
 
 def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
@@ -21,7 +20,8 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
 
     Each pair is a case and its reference.
     """
-    clear = _clear([ratio for own, base in pairs if (ratio := ratio_against(own, base)) is not None])
+    ratios = [ratio for own, base in pairs if (ratio := ratio_against(own, base)) is not None]
+    clear = [ratio for ratio in ratios if ratio.demand is not Demand.UNCLEAR]
     if not clear:
         return ""
     where = "" if len(clear) == len(pairs) else f" in {len(clear)} of {len(pairs)}"
@@ -41,24 +41,24 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
         for one in group.results
         if one.mode == mode and (ratio := ratio_within(group, one)) is not None
     ]
-    if len(found) > _ALONE:
+    if len(found) > 1:
         ratios = [ratio for _, _, ratio in found]
-        yield Text(_several(mode, panel.reference, ratios), _common_tone(ratios))
+        yield Text(_several(mode, panel.reference, ratios), common_tone(DEMANDS[ratio.demand] for ratio in ratios))
     elif found:
         group, one, ratio = found[0]
-        yield Text(_single(panel, group, one, ratio), _TONES[ratio.demand])
+        yield Text(_single(panel, group, one, ratio), DEMANDS[ratio.demand])
     else:
         yield from _alone(panel, mode)
 
 
 def _alone(panel: Panel, mode: str) -> Iterator[Text]:
     """A mode that is compared with nothing: an emulation; or the reference, where it is alone."""
-    cases = [one for one in panel.results if one.mode == mode and figures_of(one) is not None]
-    joules = sorted(figures.gross.middle for one in cases if (figures := figures_of(one)) is not None)
-    shown = _ends(units.joules(joules[0]), units.joules(joules[-1]))
-    if any(emulated(one) for one in cases):
+    known = [(one, figures) for one in panel.results if (figures := figures_of(one)) is not None]
+    joules = [figures.gross.middle for one, figures in known if one.mode == mode]
+    shown = between(units.joules(min(joules)), units.joules(max(joules)))
+    if any(emulated(one) for one, _ in known if one.mode == mode):
         yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
-    elif len({one.mode for one in panel.results if figures_of(one) is not None}) == 1:
+    elif len({one.mode for one, _ in known}) == 1:
         yield Text(f"{mode} takes {shown} a step: there is nothing to compare it with")
 
 
@@ -93,18 +93,5 @@ def _several(mode: str, reference: str, ratios: Sequence[EnergyRatio]) -> str:
     return f"{mode} takes {points} of {reference}'s energy in {len(ratios)} cases: {told}"
 
 
-def _common_tone(ratios: Sequence[EnergyRatio]) -> Tone:
-    tones = {_TONES[one.demand] for one in ratios}
-    return tones.pop() if len(tones) == 1 else Tone.PLAIN
-
-
-def _clear(ratios: Sequence[EnergyRatio]) -> list[EnergyRatio]:
-    return [one for one in ratios if one.demand is not Demand.UNCLEAR]
-
-
 def _span(points: Sequence[float]) -> str:
-    return _ends(units.ratio(min(points)), units.ratio(max(points)))
-
-
-def _ends(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
+    return between(units.ratio(min(points)), units.ratio(max(points)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case
+from fp8bench.report.elements import Tone
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
 
@@ -73,3 +74,14 @@ def phase_order(phase: str) -> tuple[float, str]:
     """Phases of the house in their order, unattributed time last, and what is neither before it."""
     last = CELL_PHASES.index(UNATTRIBUTED)
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
+
+
+def between(low: str, high: str) -> str:
+    """'0.55x to 0.61x'; one of them where both look alike."""
+    return low if low == high else f"{low} to {high}"
+
+
+def common_tone(tones: Iterable[Tone]) -> Tone:
+    """That of all, or none."""
+    found = set(tones)
+    return found.pop() if len(found) == 1 else Tone.PLAIN

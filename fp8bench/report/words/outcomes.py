@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.report.case_status import Standing, standing
-from fp8bench.report.panels import Panel, Result
+from fp8bench.report.panels import Panel, Result, together
 from fp8bench.report.terminal.tables import main_error, value_of
-from fp8bench.report.words.naming import listed, setting_of
+from fp8bench.report.words.naming import between, listed, setting_of
 from fp8bench.report.words.run_facts import many, shortened
 
 LONGEST_REASON = 300
@@ -51,37 +51,34 @@ def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
 def failures(found: Sequence[Outcome]) -> list[str]:
     """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
     failed = [one for one in found if standing(one.result) is Standing.FAILED]
-    return [_failure(alike) for alike in _alike(failed, lambda one: (one.suite, one.result.mode, one.reason))]
+    alike = together(((one.suite, one.result.mode, one.reason), one) for one in failed)
+    return [_failure(*which, members) for which, members in alike.items()]
 
 
-def _failure(alike: Sequence[Outcome]) -> str:
-    first = alike[0]
+def _failure(suite: str, mode: str, reason: str, alike: Sequence[Outcome]) -> str:
     if len(alike) == 1:
-        return f"FAILED: {first.result.mode} on {f'{first.suite} {first.setting}'.rstrip()}: {first.reason}"
-    places = listed([one.setting for one in alike])
-    return f"FAILED: {first.result.mode} in {len(alike)} cases of {first.suite} ({places}): {first.reason}"
+        return f"FAILED: {mode} on {f'{suite} {alike[0].setting}'.rstrip()}: {reason}"
+    return f"FAILED: {mode} in {len(alike)} cases of {suite} ({listed([one.setting for one in alike])}): {reason}"
 
 
 def skips(found: Sequence[Outcome]) -> list[str]:
     """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
     skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
-    return [_skip(alike) for alike in _alike(skipped, lambda one: (one.reason,))]
+    return [_skip(reason, alike) for reason, alike in together((one.reason, one) for one in skipped).items()]
 
 
-def _skip(alike: Sequence[Outcome]) -> str:
+def _skip(reason: str, alike: Sequence[Outcome]) -> str:
     modes = list(dict.fromkeys(one.result.mode for one in alike))
     suites = list(dict.fromkeys(one.suite for one in alike))
     were = "was" if len(modes) == 1 else "were"
-    return f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {alike[0].reason}"
+    return f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {reason}"
 
 
 def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str]:
     """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
     emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
-    by_mode = _alike(emulated, lambda one: (one.result.mode, one.result.record.case.device))
-    by_place: dict[str, list[list[Outcome]]] = {}
-    for alike in by_mode:
-        by_place.setdefault(_place(alike, found, name_devices), []).append(alike)
+    by_mode = together(((one.result.mode, one.result.record.case.device), one) for one in emulated).values()
+    by_place = together((_place(alike, found, name_devices), alike) for alike in by_mode)
     return [text for place, modes in by_place.items() for text in _emulations(place, modes)]
 
 
@@ -101,25 +98,19 @@ def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: boo
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
     suites = dict.fromkeys(one.suite for one in alike)
-    others = {one.suite for one in found if _is(one, first.mode, first.device)} - {*suites}
+    ran = [one for one in found if standing(one.result) not in (Standing.SKIPPED, Standing.FAILED)]
+    same = [one for one in ran if (one.result.mode, one.result.record.case.device) == (first.mode, first.device)]
+    others = {one.suite for one in same} - {*suites}
     return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
-
-
-def _is(one: Outcome, mode: str, device: str) -> bool:
-    """Whether a case ran in this mode on this device."""
-    case = one.result.record.case
-    ran = standing(one.result) not in (Standing.SKIPPED, Standing.FAILED)
-    return ran and case.mode == mode and case.device == device
 
 
 def _errors(alike: Iterable[Outcome]) -> dict[tuple[str, str], list[float]]:
     """The errors of each suite, by suite and metric."""
-    errors: dict[tuple[str, str], list[float]] = {}
-    for one in alike:
-        value = value_of(one.result.record.measurement(one.metric)) if one.metric else None
-        if value is not None:
-            errors.setdefault((one.suite, one.metric), []).append(value)
-    return errors
+    return together(
+        ((one.suite, one.metric), value)
+        for one in alike
+        if one.metric and (value := value_of(one.result.record.measurement(one.metric))) is not None
+    )
 
 
 def _finite(alike: Iterable[Outcome]) -> bool:
@@ -135,19 +126,7 @@ def _numbers(alike: Sequence[Outcome]) -> str:
         return "its numbers are right"
     several = len({suite for suite, _ in errors}) > 1
     shown = [
-        f"{metric} {_span(values)}{f' in {suite}' if several else ''}" for (suite, metric), values in errors.items()
+        f"{metric} {between(*map(units.relative_error, (min(values), max(values))))}{f' in {suite}' if several else ''}"
+        for (suite, metric), values in errors.items()
     ]
     return f"its numbers are right ({listed(shown)})"
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = units.relative_error(min(values)), units.relative_error(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def _alike(found: Iterable[Outcome], key: Callable[[Outcome], tuple[str, ...]]) -> list[list[Outcome]]:
-    """Those with the same key together, in the order they were first met."""
-    by_key: dict[tuple[str, ...], list[Outcome]] = {}
-    for one in found:
-        by_key.setdefault(key(one), []).append(one)
-    return list(by_key.values())

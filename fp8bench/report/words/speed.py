@@ -14,11 +14,11 @@ from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Label, Status, Verdict
 from fp8bench.report.case_status import Standing, show_speed_up, speed_up, standing, tone_of
-from fp8bench.report.elements import Text, Tone
+from fp8bench.report.elements import Text
 from fp8bench.report.panels import Panel, Result
 from fp8bench.report.words import legend
 from fp8bench.report.words.energy import energy_clause
-from fp8bench.report.words.naming import listed, setting_of
+from fp8bench.report.words.naming import common_tone, listed, setting_of
 from fp8bench.report.words.phases import is_mixed, phase_clauses
 from fp8bench.report.words.run_facts import many
 
@@ -102,12 +102,7 @@ def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> 
     places = [(place, result) for place, result, _ in found]
     energy = energy_clause([(result, against) for _, result, against in found])
     words = several(places, reference, f"{suite}{where}", said) + energy
-    return Text(words, _common_tone(result for _, result in places))
-
-
-def _common_tone(results: Iterable[Result]) -> Tone:
-    tones = {tone_of(result) for result in results}
-    return tones.pop() if len(tones) == 1 else Tone.PLAIN
+    return Text(words, common_tone(tone_of(result) for _, result in places))
 
 
 def single(
