@@ -32,7 +32,7 @@ from fp8bench.jobs import asv as asv_measuring
 from fp8bench.jobs.asv import Asked, measured_by_asv
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import workloads
 from fp8bench.store.asv.results import ResultsFile, save_results
 from fp8bench.store.asv.rows import Row
 from fp8bench.store.asv.view import results_of
@@ -41,6 +41,7 @@ from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from fp8bench.store.series import series_of
 from tests.fakes import steady
+from tests.own_suites import adding_up, forgotten
 from tests.runs import NATIVE, case, error, run_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,28 +56,7 @@ class Gemm(asv_bridge.Suite):
     def setup_cache(self):
         return self.measure()
 """
-MINE = """
-from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
-
-@workloads.register("mine")
-class Mine(Workload):
-    name = "mine"
-    summary = "adds up whole numbers"
-    history = Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)}, dtypes=("bf16",))
-
-    def axes(self, facts):
-        return (Axis("n", "how many", ("10",), whole_number()),)
-
-    def work(self, params):
-        return Work(1.0)
-
-    def prepare(self, setup):
-        return setup.case.param("n")
-
-    def step(self, state, phase):
-        with phase.gemm:
-            sum(range(state))
-"""
+MINE = adding_up("mine", 10, 'Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)}, dtypes=("bf16",))')
 
 
 @pytest.fixture
@@ -87,14 +67,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (root / "sheds" / "__init__.py").touch()
     (root / "asv.conf.json").write_text("{}")
     monkeypatch.syspath_prepend(str(root))
-    for registry in (workloads, precisions, devices):
-        registry.names()
-        monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
-    before = set(sys.modules)
-    yield root
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "sheds" or name.startswith("fp8bench_user_"):
-            del sys.modules[name]
+    with forgotten(root):
+        yield root
 
 
 def suite(project: Path, content: str, name: str = "gemm") -> ModuleType:

@@ -14,6 +14,7 @@ import pytest
 
 from fp8bench.errors import ImportFailed
 from fp8bench.user_code import digest_of, import_user_modules, modules_under
+from tests.own_suites import forgotten
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,12 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path whose modules are forgotten afterwards."""
-    before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
-            del sys.modules[name]
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:

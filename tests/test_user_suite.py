@@ -20,8 +20,9 @@ from fp8bench.cli.main import main
 from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status
-from fp8bench.registry import devices, precisions, workloads
 from fp8bench.store.runs.read import load_run, run_files
+from tests.commands import unfolded
+from tests.own_suites import adding_up, forgotten
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "user-suites.md").read_text()
@@ -42,17 +43,10 @@ def example() -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty working directory; what a file registers, and its module, are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for registry in (workloads, precisions, devices):
-        registry.names()
-        monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, NO_HISTORY)
+    assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
     for word in ("routing", "experts=64", "bf16", "fp8", "cast", "gemm", "elem", "routing_error"):
         assert word in done.stdout
     (path,) = run_files(tmp_path / "kept")
@@ -111,7 +105,7 @@ def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pyte
         "--no-report",
     ]
     assert main(words) == 0
-    assert capsys.readouterr().err == NO_HISTORY
+    assert unfolded(capsys.readouterr().err) == NO_HISTORY
     (path,) = run_files(folder / ".fp8bench")
     (record,) = load_run(path).records
     error = record.measurement("routing_error")
@@ -140,38 +134,16 @@ def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
     assert run.request.imports == ("./my_suite.py",)
 
 
-SUITE = """
-from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
-
-print("a word of the file's own")
-
-@workloads.register("counting")
-class Counting(Workload):
-    name = "counting"
-    summary = "adds up whole numbers"
-
-    def axes(self, facts):
-        return (Axis("n", "how many", ("1000",), whole_number()),)
-
-    def work(self, params):
-        return Work(1.0)
-
-    def prepare(self, setup):
-        return setup.case.param("n")
-
-    def step(self, state, phase):
-        with phase.gemm:
-            sum(range(state))
-"""
+SUITE = adding_up("counting")
 
 
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """stdout is JSON and nothing else."""
-    (folder / "mine.py").write_text(SUITE)
+    (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out) and shown.err == f"a word of the file's own\n{NO_HISTORY}"
+    assert json.loads(shown.out) and unfolded(shown.err) == f"a word of the file's own\n{NO_HISTORY}"
 
 
 AS_GEMM = SUITE.replace('"counting"', '"gemm"')
@@ -194,7 +166,7 @@ WRONG = {
     "two_names.py": (SUITE.replace('name = "counting"', 'name = "adding"'), "registers as 'counting' and has name ="),
     "no_base.py": (SUITE.replace("(Workload)", ""), "the suite 'counting' is no Workload"),
     "axes.py": (SUITE.replace("return (Axis", "return 1 + (Axis"), "cannot be planned: TypeError"),
-    "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 15)"),
+    "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 14)"),
 }  # fmt: skip
 
 
@@ -207,7 +179,7 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
     (folder / name).write_text(content)
     assert main(["suite", f"./{name}"]) == 2
     shown = capsys.readouterr()
-    line = shown.err.removeprefix("a word of the file's own\n")
+    line = unfolded(shown.err)
     assert sentence in line
     assert line.startswith("fp8bench: ") and line.count("\n") == 1 and len(line) < 700
     assert not shown.out and not list(run_files(folder / ".fp8bench"))
@@ -234,7 +206,7 @@ def test_a_path_that_leads_nowhere(
     (folder / "folder.py").mkdir()
     assert main(["suite", *words]) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err and shown.err.count("\n") == 1 and not shown.out
+    assert sentence in unfolded(shown.err) and unfolded(shown.err).count("\n") == 1 and not shown.out
 
 
 def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,4 +215,4 @@ def test_two_files_of_one_name_and_class_are_two(folder: Path, capsys: pytest.Ca
         (folder / name).mkdir()
         (folder / name / "mine.py").write_text(SUITE)
     assert main(["suite", "./one/mine.py", "--import", "./two/mine.py"]) == 2
-    assert "two suites are called 'counting'" in capsys.readouterr().err
+    assert "two suites are called 'counting'" in unfolded(capsys.readouterr().err)

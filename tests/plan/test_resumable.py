@@ -19,6 +19,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.runs.read import load_run, missing_groups
 from fp8bench.store.runs.write import RunWriter, reopen_run, running_beside
 from fp8bench.user_code import import_user_modules
+from tests.own_suites import forgotten
 
 SUITE = """
 from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
@@ -71,9 +72,7 @@ def _in_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def suite(tmp_path: Path) -> Iterator[str]:
     path = tmp_path / "sums_suite.py"
     path.write_text(SUITE)
-    with pytest.MonkeyPatch.context() as patch:
-        workloads.names()
-        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
+    with forgotten(tmp_path):
         import_user_modules([str(path)])
         yield str(path)
 

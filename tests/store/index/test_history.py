@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +29,7 @@ from fp8bench.store.runs.read import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
 from tests.histories import commit, history, keep, read_courses, records, run_at
+from tests.own_suites import forgotten
 
 
 def every(_: str) -> bool:
@@ -399,20 +399,18 @@ def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
     assert not old.exists() and young.exists() and foreign.exists()
 
 
-def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     """If this fails, the same run comes to other figures, or they are written down otherwise.
 
     Then VERSION in fp8bench/store/index/figure_files.py must go up, or what was kept before would be shown as if it
     were new. Raise it, and put the new pair here.
     """
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    workloads.names()  # all of them are there before one is added
-    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
-    import_user_modules((str(write_module(tmp_path, 2)),))
     write_store(tmp_path, 1, 1)
     (path,) = run_files(tmp_path)
     path.write_text(path.read_text().replace('"status":"ok"', '"status":"failed"', 1))
-    figures = figures_of_runs(read_runs([path]))
+    with forgotten(tmp_path):
+        import_user_modules((str(write_module(tmp_path, 2)),))
+        figures = figures_of_runs(read_runs([path]))
     (table,) = figures.tables
     parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
     assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (2, "01b5addd209fd1ad")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fp8bench.registry import workloads
 from fp8bench.store.index.history import open_history
 from fp8bench.store.runs.read import load_run, run_files
 from fp8bench.store.runs.write import start_run
@@ -16,19 +15,18 @@ from fp8bench.user_code import import_user_modules
 from suites import long_history
 from suites.long_history import ROUNDS, measure, write_module, write_store
 from tests.histories import read_courses
+from tests.own_suites import forgotten
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def store(tmp_path: Path) -> Iterator[Path]:
     """Twelve commits of two pairs of cases, whose suite is known."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    workloads.names()  # all of them are there before one is added
-    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
-    import_user_modules((str(write_module(tmp_path, 2)),))
     write_store(tmp_path / "store", 12, 2)
-    return tmp_path / "store"
+    with forgotten(tmp_path):
+        import_user_modules((str(write_module(tmp_path, 2)),))
+        yield tmp_path / "store"
 
 
 def test_its_files_are_what_a_run_would_write(store: Path, tmp_path: Path) -> None:

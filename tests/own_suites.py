@@ -1,0 +1,55 @@
+"""Suites of people's own: files that register a workload, which is forgotten after the test that imports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fp8bench.registry import devices, precisions, workloads
+
+_SUITE = """
+from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
+
+@workloads.register("{name}")
+class {title}(Workload):
+    name = "{name}"
+    summary = "adds up whole numbers"
+    history = {history}
+
+    def axes(self, facts):
+        return (Axis("n", "how many", ("{values}",), whole_number()),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        return setup.case.param("n")
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(state))
+"""
+
+
+def adding_up(name: str, values: int = 1000, history: str = "None") -> str:
+    """A file with a suite that adds up so many whole numbers by default."""
+    return _SUITE.format(name=name, title=name.capitalize(), values=values, history=history)
+
+
+@contextmanager
+def forgotten(folder: Path) -> Iterator[None]:
+    """What files below a folder register in the body, and their modules, are forgotten afterwards."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        for registry in (workloads, precisions, devices):
+            registry.names()  # all of fp8bench's own are there before one is added
+            patch.setattr(registry, "_leaves", dict(registry._leaves))
+        yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
