@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from matplotlib import rc_context
-
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Stacks, Strips, Waterfall
 from fp8bench.report.page.drawing.heat import draw_heat
 from fp8bench.report.page.drawing.limits import described
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
-from fp8bench.report.page.drawing.sheet import PARAMETERS, Sheet
+from fp8bench.report.page.drawing.sheet import Sheet
 
 # A chart's class -> what draws it on a sheet, and returns where it ends; 0 if there is nothing to draw.
 _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
@@ -32,13 +30,12 @@ def draw(chart: AnyChart) -> str:
     A map too large for a window is one that scrolls in either.
     """
     drawn: list[str] = []
-    with rc_context(PARAMETERS):
-        for narrow in (False, True):
-            sheet = Sheet(chart, narrow)
-            end = _DRAWN_BY[type(chart)](sheet, chart)
-            if not end:
-                sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
-            drawn.append(sheet.svg(end or 28, described(chart)))
-            if sheet.grown:
-                break
+    for narrow in (False, True):
+        sheet = Sheet(chart, narrow)
+        end = _DRAWN_BY[type(chart)](sheet, chart)
+        if not end:
+            sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
+        drawn.append(sheet.svg(end or 28, described(chart)))
+        if sheet.grown:
+            break
     return "\n".join(drawn)
