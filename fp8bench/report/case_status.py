@@ -71,13 +71,20 @@ def speed_up(result: Result) -> Interval | None:
     """How many times as fast as its reference a case is, with the interval; None where nothing says so."""
     if standing(result) not in (Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE):
         return None
-    ratio = result.finding.ratio if result.finding else None
-    return ratio.inverse if ratio is not None and math.isfinite(ratio.point) and ratio.point > 0 else None
+    return inverse(result.finding.ratio if result.finding else None)
+
+
+def inverse(ratio: Interval | None) -> Interval | None:
+    """The speed that goes with a ratio of times, if that is one."""
+    return ratio.inverse if ratio is not None and 0 < ratio.point < math.inf else None
 
 
 def show_speed_up(result: Result) -> str:
+    return show_speed(speed_up(result))
+
+
+def show_speed(speed: Interval | None) -> str:
     """'1.62x [1.60, 1.64]'; '' where there is none."""
-    speed = speed_up(result)
     return f"{units.speed_up(speed.point)} {bounds(speed)}" if speed else ""
 
 

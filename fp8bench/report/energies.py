@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
@@ -14,8 +14,8 @@ from fp8bench.analysis.energy import (
     energy_ratio,
     why_no_energy,
 )
-from fp8bench.model import Label, Record, Run, Status
-from fp8bench.report.panels import Result, ResultGroup
+from fp8bench.model import Label, Run, Status
+from fp8bench.report.panels import Result, ResultGroup, together
 from fp8bench.report.words.run_facts import many
 
 # What each source is; docs/energy.md has the rest.
@@ -35,7 +35,7 @@ def figures_of(result: Result) -> EnergyFigures | None:
 
 def ratio_within(group: ResultGroup, result: Result) -> EnergyRatio | None:
     """Its energy over that of its group's reference."""
-    return ratio_against(result, next((one for one in group.results if one.record.is_reference), None))
+    return ratio_against(result, group.lead)
 
 
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
@@ -67,14 +67,6 @@ def show_ratio(ratio: EnergyRatio) -> str:
     return f"{units.ratio(ratio.point)} [{low}, {high}]"
 
 
-def why_none(result: Result) -> str:
-    """Why a case that ran has no figure, '' if it has one, nobody asked, or its device can tell none at all."""
-    use = result.record.energy
-    if use is None or use.source == NO_SOURCE or result.record.status is not Status.OK:
-        return ""
-    return why_no_energy(result.record)
-
-
 def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
     """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them."""
     return _by_doubt((one, words) for one in group.results for words in _missing(one))
@@ -91,37 +83,31 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
 
 
 def _by_doubt(found: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
-    modes: dict[str, list[str]] = {}
-    for result, words in found:
-        modes.setdefault(words, []).append(result.mode)
+    modes = together((words, result.mode) for result, words in found)
     return [(", ".join(names), words) for words, names in modes.items()]
 
 
 def _missing(result: Result) -> Iterator[str]:
-    """What the label has to say says it all, where it was given."""
+    """What the label has to say says it all, where it was given; that a device can tell none is said of the run."""
     found, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
+    use = result.record.energy if result.record.status is Status.OK else None
     if unresolved:
         yield f"{Label.ENERGY_UNRESOLVED if found else 'no energy'}: {unresolved}"
-    elif found is None and (why := why_none(result)):
-        yield f"no energy: {why}"
-    if found is None:
+    elif found is None and use is not None and use.source != NO_SOURCE:
+        yield f"no energy: {why_no_energy(result.record)}"
+    if found is None or use is None:
         return
-    why = result.record.energy.why if result.record.energy else ""
     if found.net_why:
         yield f"no net energy: {found.net_why}"
-    if why and not unresolved and why != found.net_why:
-        yield f"energy of {many(len(found.windows), 'window')} only: {why}"
+    if use.why and not unresolved and use.why != found.net_why:
+        yield f"energy of {many(len(found.windows), 'window')} only: {use.why}"
 
 
 def absences(run: Run) -> list[str]:
     """'energy: not measured on cpu: <why>' for every device of which nobody can tell it; none where nobody asked."""
-    by_device: dict[str, list[Record]] = {}
-    for record in run.records:
-        if record.energy is not None:
-            by_device.setdefault(record.case.device, []).append(record)
-    return [f"energy: not measured on {device}: {_whys(records)}" for device, records in by_device.items()
-            if all(one.energy is not None and one.energy.source == NO_SOURCE for one in records)]  # fmt: skip
-
-
-def _whys(records: Sequence[Record]) -> str:
-    return "; ".join(dict.fromkeys(why_no_energy(one) for one in records))
+    found = together((one.case.device, (one.energy.source, why_no_energy(one))) for one in run.records if one.energy)
+    return [
+        f"energy: not measured on {device}: {'; '.join(dict.fromkeys(why for _, why in known))}"
+        for device, known in found.items()
+        if {source for source, _ in known} == {NO_SOURCE}
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,9 +79,7 @@ class Material:
 
     def panels(self) -> Iterator[tuple[Entry, Panel]]:
         """Every panel of every run."""
-        for entry in self.entries:
-            for panel in entry.panels:
-                yield entry, panel
+        return ((entry, panel) for entry in self.entries for panel in entry.panels)
 
 
 LONGEST_LABEL = 40
@@ -136,9 +133,5 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
 
 def _numbered(words: Sequence[str]) -> tuple[str, ...]:
     """Those that occur several times with a number."""
-    numbers: Counter[str] = Counter()
-    labels = []
-    for word in words:
-        numbers[word] += 1
-        labels.append(f"{word} ({numbers[word]})" if words.count(word) > 1 else word)
-    return tuple(labels)
+    numbers = (words[: place + 1].count(word) for place, word in enumerate(words))
+    return tuple(f"{word} ({n})" if words.count(word) > 1 else word for word, n in zip(words, numbers, strict=True))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp8bench import units
 from fp8bench.model import PHASES, UNATTRIBUTED, MemoryRole, MemoryUse, Phase, Record, Status
 from fp8bench.report.case_status import emulated
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.terminal.tables import value_of
 from fp8bench.report.words.legend import MEMORY_WORDS, PHASE_WORDS
 from fp8bench.report.words.naming import NamedCase, listed
@@ -62,57 +61,39 @@ def highest_in(use: MemoryUse) -> list[str]:
 
 def share_of(group: ResultGroup, result: Result) -> float | None:
     """A peak over that of the group's reference; None for the reference, and where either is no number."""
-    reference = reference_of(group)
-    if reference is None or result.record.is_reference:
-        return None
-    base, peak = peak_of(reference), peak_of(result)
-    if base is None or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
+    base, peak = _base(group), peak_of(result)
+    if result.record.is_reference or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
         return None
     return peak / base
 
 
-def reference_of(group: ResultGroup) -> Result | None:
-    return next((one for one in group.results if one.record.is_reference), None)
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """A case beside its group's reference."""
-
-    case: NamedCase
-    share: float
-
-
-def _base(one: _Compared) -> float:
-    reference = reference_of(one.case.group)
-    return (peak_of(reference) if reference else None) or 0.0
+def _base(group: ResultGroup) -> float:
+    return (peak_of(group.lead) if group.lead else None) or 0.0
 
 
 def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
     """What each precision takes against the reference, and what that comes from as far as it is known."""
-    by_mode: dict[str, list[_Compared]] = {}
-    for case in cases:
-        share = share_of(case.group, case.result)
-        if share is not None:
-            by_mode.setdefault(case.result.mode, []).append(_Compared(case, share))
+    shares = ((case, share_of(case.group, case.result)) for case in cases)
+    by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
     for mode, found in by_mode.items():
-        none = [one for one in found if one.share > 1 - _LEAST_SAVING]
-        words = f"{mode} takes {_range([one.share for one in found])} of {panel.reference}'s memory"
+        none = [(case, share) for case, share in found if share > 1 - _LEAST_SAVING]
+        words = f"{mode} takes {units.span((share for _, share in found), units.ratio)} of {panel.reference}'s memory"
         if none:
             where = "" if len(none) == len(found) else f" in {len(none)} of {len(found)} groups"
             words += f": nothing is saved{where}"
-        yield f"{words}{_why(max(none or found, key=_base), len(found) > 1)}."
+        largest, share = max(none or found, key=lambda pair: _base(pair[0].group))
+        yield f"{words}{_why(largest, share, len(found) > 1)}."
 
 
-def _why(one: _Compared, several: bool) -> str:
+def _why(case: NamedCase, share: float, several: bool) -> str:
     """That it is emulated, where it is and saves nothing; then what stays and what differs, as far as it is known."""
-    told = _told(one.case)
-    place = f"at {one.case.place} " if several and one.case.place else ""
+    told = _told(case)
+    place = f"at {case.place} " if several and case.place else ""
     text = f"{place}{told}" if told else ""
-    if one.share <= 1 - _LEAST_SAVING:
+    if share <= 1 - _LEAST_SAVING:
         return f": {text}" if text else ""
-    reason = one.case.result.record.support.reason
-    if emulated(one.case.result) and reason:
+    reason = case.result.record.support.reason
+    if emulated(case.result) and reason:
         because = f", because it is emulated ({reason}): its peak is the cost of emulation"
         return f"{because}; {text}" if text else because
     return f"; {text}" if text else ""
@@ -120,8 +101,7 @@ def _why(one: _Compared, several: bool) -> str:
 
 def _told(case: NamedCase) -> str:
     """'weights and optimizer state stay (11.5 MiB), low-precision copies of weights are 2.000x (3.38 MiB)'."""
-    reference = reference_of(case.group)
-    before, after = (roles_of(one) if one else {} for one in (reference, case.result))
+    before, after = (roles_of(one) if one else {} for one in (case.group.lead, case.result))
     if not before or not after:
         return ""
     return ", ".join(filter(None, (_staying(before, after), *_changes(before, after), _elsewhere(case))))
@@ -166,18 +146,8 @@ def _plural(role: MemoryRole) -> bool:
 
 def _elsewhere(case: NamedCase) -> str:
     """Where the highest point lies, if that is in another phase than the reference's."""
-    reference = reference_of(case.group)
-    there, here = (use_of(one.record) if one else None for one in (reference, case.result))
+    there, here = (use_of(one.record) if one else None for one in (case.group.lead, case.result))
     if there is None or here is None or not there.phases or set(highest_in(there)) & set(highest_in(here)):
         return ""
-    return f"and its highest point is in {phase_named(highest_in(here)[0])}"
-
-
-def phase_named(phase: str) -> str:
-    """As a sentence calls it."""
-    return PHASE_WORDS[phase][0] if phase in PHASE_WORDS else phase
-
-
-def _range(shares: Sequence[float]) -> str:
-    low, high = units.ratio(min(shares)), units.ratio(max(shares))
-    return low if low == high else f"{low} to {high}"
+    phase = highest_in(here)[0]
+    return f"and its highest point is in {PHASE_WORDS.get(phase, (phase, False))[0]}"

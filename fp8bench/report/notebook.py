@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench import units
 from fp8bench.model import Case, Finding, Interval, Run, Verdict
-from fp8bench.report.case_status import bounds
+from fp8bench.report.case_status import inverse, show_speed
 from fp8bench.report.panels import shared_params, show_params
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
     for case in cases:
         own = show_params(pair for pair in case.params if pair not in shared[case.workload])
         words = (case.mode, case.workload if len(shared) > 1 else "", own, case.device if several else "")
-        names[" ".join(word for word in words if word)] = case.id
+        names[" ".join(filter(None, words))] = case.id
     return names
 
 
@@ -45,7 +45,7 @@ class Findings(Mapping[str, Finding]):
         known = self._findings.get(self._ids.get(name, name))
         if known is not None:
             return known
-        fitting = [key for key, one in self._ids.items() if set(name.split()) <= _words(self._findings[one].case)]
+        fitting = [key for key, one in self._ids.items() if {*name.split()} <= _words(self._findings[one].case)]
         if len(fitting) == 1 and name.strip():
             return self[fitting[0]]
         shown = ", ".join((fitting or list(self._ids))[:_MOST_ROWS])
@@ -65,7 +65,7 @@ def _words(case: Case) -> set[str]:
 def as_html(run: Run, findings: Findings) -> str:
     """A small table: what was measured, its verdict, and its best case."""
     cells = [
-        (name, found.verdict_words, _shown(_speed_up(found)), units.seconds(found.best_seconds))
+        (name, found.verdict_words, show_speed(_speed_up(found)), units.seconds(found.best_seconds))
         for name, found in list(findings.items())[:_MOST_ROWS]
     ]
     left = len(findings) - len(cells)
@@ -77,12 +77,7 @@ def as_html(run: Run, findings: Findings) -> str:
 
 def _speed_up(found: Finding) -> Interval | None:
     """How many times as fast as its reference a case is; None where nothing says so."""
-    ratio = found.ratio if found.verdict in _HELD else None
-    return ratio.inverse if ratio is not None and math.isfinite(ratio.point) and ratio.point > 0 else None
-
-
-def _shown(speed: Interval | None) -> str:
-    return f"{units.speed_up(speed.point)} {bounds(speed)}" if speed else ""
+    return inverse(found.ratio if found.verdict in _HELD else None)
 
 
 def speed_chart(run: Run, findings: Findings) -> Figure:
