@@ -113,7 +113,7 @@ class GroupMeasurement:
             session = self._session(leader, with_control, candidates)
             failed: ArmFailed | None = None
             try:
-                self._measure_session(session, leader, candidates, len(waiting) + 1)
+                self._measure_session(session, len(waiting) + 1)
             except ArmFailed as raised:
                 failed = raised
             except CompilingFailed:
@@ -142,9 +142,10 @@ class GroupMeasurement:
             list(map(arm, candidates)),
         )
 
-    def _measure_session(
-        self, session: Session, leader: CaseOutcome | None, candidates: list[CaseOutcome], sessions: int
-    ) -> None:
+    def _of(self, arm: Arm) -> CaseOutcome:
+        return next(one for one in self._outcomes if one.planned is arm.planned)
+
+    def _measure_session(self, session: Session, sessions: int) -> None:
         for arm in session.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
@@ -161,17 +162,17 @@ class GroupMeasurement:
         if watch:
             watch.end()
         session.check(self._worker)
-        reference = session.reference.timing() if session.reference else None
-        control = session.control.timing() if session.control else None
-        # A session of its own has reference samples that belong to this comparison.
-        own = {"paired_with": reference, "control": control} if leader and leader.draft.timing else {}
-        if leader and session.reference and not own:
-            leader.note(timing=reference, control=control, stopped=stopped, scales=session.reference.scales)
-        for outcome, arm in zip(candidates, session.candidates, strict=True):
-            outcome.note(
-                timing=arm.timing(), stopped=stopped, scales=arm.scales, paired=leader is not None, **own
-            )  # fmt: skip
-        self._look_beside(session, leader, candidates, watch)
+        own = {}
+        if (lead := session.reference) is not None:
+            reference, control = lead.timing(), session.control.timing() if session.control else None
+            if self._of(lead).draft.timing is None:
+                self._of(lead).note(timing=reference, control=control, stopped=stopped, scales=lead.scales)
+            else:  # a session of its own: its reference samples belong to this comparison
+                own = {"paired_with": reference, "control": control}
+        for arm in session.candidates:
+            measured = {"timing": arm.timing(), "stopped": stopped, "scales": arm.scales}
+            self._of(arm).note(**measured, paired=lead is not None, **own)
+        self._look_beside(session, watch)
 
     def _watch(self, session: Session) -> Watch | None:
         """Who looks at the device between slots: nobody at a processor that has nothing to say of itself."""
@@ -180,13 +181,9 @@ class GroupMeasurement:
         silent = isinstance(self._meter.device, AbsentDevice) and not session.arms[0].facts.accelerated
         return None if silent else Watch(self._meter.device)
 
-    def _look_beside(
-        self, session: Session, leader: CaseOutcome | None, candidates: list[CaseOutcome], watch: Watch | None
-    ) -> None:
+    def _look_beside(self, session: Session, watch: Watch | None) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
-        measured = list(zip(candidates, session.candidates, strict=True))
-        if leader and session.reference:
-            measured.insert(0, (leader, session.reference))
+        measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
                 outcome.note(watch=watch.seen(arm.key))
@@ -216,11 +213,10 @@ class GroupMeasurement:
         return []
 
     def _fail(self, failed: ArmFailed) -> None:
-        outcome = next(one for one in self._outcomes if one.planned is failed.arm.planned)
         cause = failed.cause
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        outcome.fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
+        self._of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
 
     def _release(self, session: Session) -> ArmFailed | None:
         """Give the states back; what a case leaves running spoils everything that comes after it in that process."""

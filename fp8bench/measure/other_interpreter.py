@@ -36,6 +36,10 @@ class Start:
     python: str
     paths: tuple[str, ...]
 
+    @property
+    def side(self) -> str:
+        return f"side {self.name} ({self.python})"
+
 
 class PartnerWorker(ProcessWorker):
     """A worker that greets first; raises UsageError where it cannot be understood, or has no torch."""
@@ -54,31 +58,30 @@ class PartnerWorker(ProcessWorker):
         return {**_CALM, **kept, "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
     def _begin(self, process: WorkerProcess) -> None:
+        side = self._start.side
         try:
             self.handshake = cast(Handshake, self._exchange(process, START_SECONDS, "greet"))
+            why = refusal(self.handshake, self._start)
         except WorkerFault:
-            self.close()
-            raise UsageError(
-                f"side {self._start.name} ({self._start.python}) has a worker that does not greet: its fp8bench is "
-                f"older than duels. This one speaks protocol {PROTOCOL}. Choose a newer revision, or upgrade it."
-            ) from None
+            why = (
+                f"{side} has a worker that does not greet: its fp8bench is older than duels. This one speaks protocol "
+                f"{PROTOCOL}. Choose a newer revision, or upgrade it."
+            )
         except WorkerLost as lost:
-            raise WorkerLost(f"side {self._start.name} ({self._start.python}): {lost}") from None
-        why = refusal(self.handshake, self._start)
+            raise WorkerLost(f"{side}: {lost}") from None
+        if not why:
+            try:
+                super()._begin(process)
+            except WorkerFault as fault:  # the user's modules are imported there, and need not import everywhere
+                why = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
         if why:
             self.close()
             raise UsageError(why)
-        try:
-            super()._begin(process)
-        except WorkerFault as fault:  # the user's modules are imported there, and need not import everywhere
-            self.close()
-            said = str(fault).removeprefix("ImportFailed: ")
-            raise UsageError(f"side {self._start.name} ({self._start.python}): {said}") from None
 
 
 def refusal(handshake: Handshake, start: Start) -> str:
     """Why a partner cannot be measured with; '' if it can."""
-    side = f"side {start.name} ({start.python})"
+    side = start.side
     if handshake.get("protocol") != PROTOCOL:
         return (
             f"{side} speaks protocol {handshake.get('protocol')} of fp8bench {handshake.get('fp8bench')}, and this one "

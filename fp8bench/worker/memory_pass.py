@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
+from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Setup, SilentPhases, Workload
 from fp8bench.worker.host_counters import memory, reset_high_water
@@ -129,40 +129,27 @@ def try_batch(
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
         raise CannotLimit(f"a limit needs a counter: {meter}")
+    counter = meter if isinstance(meter, MemoryMeter) else None
     ended = nullcontext() if limit is None else device.memory_limited(index, limit)
     with collected_by_hand():
         gc.collect(1)  # cycles that hold tensors of the attempt before
         device.empty_cache()  # what lies there would count as taken
-        peak = _peak(workload, make_setup, meter if isinstance(meter, MemoryMeter) else None, ended)
+        if counter is not None:
+            counter.start(blocks=False)  # a GPU's worker goes on to time things
+        try:
+            with ended:
+                _two_steps(workload, make_setup(), counter)
+        finally:  # reading takes some memory, too, which has its own end again by now
+            course = counter.stop() if counter is not None else None
         gc.collect(1)
     device.empty_cache()
-    return peak
-
-
-def _peak(
-    workload: Workload,
-    make_setup: Callable[[], Setup],
-    meter: MemoryMeter | None,
-    ended: AbstractContextManager[None],
-) -> int | None:
-    """The meter is read after the memory has its own end again: reading takes some, too."""
-    if meter is None:
-        with ended:
-            _two_steps(workload, make_setup())
-        return None
-    meter.start(blocks=False)  # a GPU's worker goes on to time things
-    try:
-        with ended:
-            setup = make_setup()  # scales from data are found with a state of its own, which is gone by now
-            meter.enter(UNATTRIBUTED)
-            _two_steps(workload, setup)
-    finally:
-        course = meter.stop()
     return course.peak if course is not None else None
 
 
-def _two_steps(workload: Workload, setup: Setup) -> None:
+def _two_steps(workload: Workload, setup: Setup, counter: MemoryMeter | None) -> None:
     """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
+    if counter is not None:
+        counter.mark()  # scales from data were found with a state of its own, which is gone by now
     state = workload.prepare(setup)
     for _ in range(2):
         step(workload, state, setup.scales, SilentPhases())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
@@ -99,19 +100,18 @@ class Attention(LayerWorkload):
         if support.level is Level.REFUSED:
             return support
         if params["part"] == "core" and not _low(params) and precision.carried_by:
-            return Support(
-                Level.REFUSED,
+            return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
-                "emulate them, or part=layer",
+                "emulate them, or part=layer"
             )
         if params["part"] == "layer" and support.level is Level.NATIVE:
             rows, width, inner = _sizes(params)
             shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
             wrong = misfit(precision, rows, (width, inner), is_training(params), shown)
             if wrong:
-                return Support(Level.REFUSED, wrong)
+                return refused(wrong)
         if _low(params):
-            return Support(Level.EMULATED, "scores in low precision: explicit products of rounded values, no kernel")
+            return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import emulated
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
@@ -71,9 +72,7 @@ class Conv(LayerWorkload):
         # TF32 is a switch of torch's own convolutions; whatever else another precision carries is narrower than those.
         rounded = bool(precision.carried_by) and precision.float32_products == "highest"
         if support.level is Level.NATIVE and rounded:
-            return Support(
-                Level.EMULATED, f"torch has no convolution in {precision.name}: values rounded, convolved in fp32"
-            )
+            return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
         return support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -90,9 +91,8 @@ class Data(Workload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.float32_products != "highest":
-            return Support(
-                Level.REFUSED,
-                f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32",
+            return refused(
+                f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32"
             )
         return precision.support(facts)
 

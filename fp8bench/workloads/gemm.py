@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import MODELS, PRODUCTS, sides_of
 from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
@@ -95,10 +96,9 @@ class Gemm(Workload):
         along_k, along_n = precision.multiples
         k, n = int(params["k"]), int(params["n"])
         if support.level is Level.NATIVE and (k % along_k or n % along_n):
-            return Support(
-                Level.REFUSED,
+            return refused(
                 f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
-                f"N={n}: pad it, or choose another shape",
+                f"N={n}: pad it, or choose another shape"
             )
         return support
 

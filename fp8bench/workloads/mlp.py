@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
@@ -56,7 +57,7 @@ class Mlp(LayerWorkload):
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         shown = f"tokens={tokens}, width={width}, hidden={hidden}"
         wrong = misfit(precision, tokens, (width, hidden), is_training(params), shown)
-        return Support(Level.REFUSED, wrong) if wrong and support.level is Level.NATIVE else support
+        return refused(wrong) if wrong and support.level is Level.NATIVE else support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random tokens in the carrier's dtype."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics, Work
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Grid, Precision, Role, Setup
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -68,10 +69,9 @@ class NormAct(LayerWorkload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.carried_by:
-            return Support(
-                Level.REFUSED,
+            return refused(
                 f"{precision.name} leaves this to {precision.carried_by}, which carries its values: measure "
-                f"{precision.carried_by}",
+                f"{precision.carried_by}"
             )
         return precision.support(facts)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
 from fp8bench.nn.support import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
@@ -102,9 +103,7 @@ class Numerics(Workload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == "fp32":
-            return Support(
-                Level.REFUSED, "the tensors are float32: nothing is rounded, and there is no error to look at"
-            )
+            return refused("the tensors are float32: nothing is rounded, and there is no error to look at")
         return storage_support(precision, facts, "there is nothing to round")
 
     def prepare(self, setup: Setup) -> TensorState:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fp8bench.formats.hardware import refused
 from fp8bench.model import (
     DeviceFacts,
     Level,
@@ -121,7 +122,7 @@ class Transformer(Workload):
         grouped = SIZES[str(params["size"])].grouped
         missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
-            return Support(Level.REFUSED, missing)
+            return refused(missing)
         return support
 
     def layer_support(
@@ -148,18 +149,16 @@ class Transformer(Workload):
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
-            return Support(
-                Level.REFUSED,
+            return refused(
                 f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
-                "choose compile=no",
+                "choose compile=no"
             )
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.level is Level.NATIVE and tokens % along:
-            return Support(
-                Level.REFUSED,
+            return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
-                f"sequence is {tokens}: choose another batch or sequence",
+                f"sequence is {tokens}: choose another batch or sequence"
             )
         return support
 

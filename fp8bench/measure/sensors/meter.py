@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -191,23 +192,16 @@ def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True)
     return Meter((Source(SourceKind.RAPL, counter.read),), absent, "", clock)
 
 
-class Meters:
+class Meters(ExitStack):
     """Opening one takes up to 3 s, in which its counter shows how often it changes; without `energy` it takes none."""
 
     def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__()
         self._energy, self._environ = energy, environ
         self._opened: dict[str, Meter] = {}
 
     def of(self, facts: DeviceFacts) -> Meter:
         """The meter of a device, the same one every time."""
         if facts.key not in self._opened:
-            self._opened[facts.key] = meter_for(facts, self._environ, self._energy)
+            self._opened[facts.key] = self.enter_context(meter_for(facts, self._environ, self._energy))
         return self._opened[facts.key]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for meter in self._opened.values():
-            meter.close()
-        self._opened.clear()
