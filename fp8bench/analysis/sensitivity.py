@@ -169,7 +169,10 @@ def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping
     found: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
         _enter(found, kind, [layer.name for layer in layers if layer.kind == kind], wanted, usual)
-    for front in _fronts(layers):
+    # Front parts of names that several layers share, the shortest first.
+    names = [layer.name.split(".") for layer in layers]
+    counts = Counter(".".join(words[:length]) for words in names for length in range(1, len(words)))
+    for front in sorted((front for front, count in counts.items() if count > 1), key=lambda front: front.count(".")):
         inside = [layer.name for layer in layers if layer.name == front or layer.name.startswith(f"{front}.")]
         if not all(_said(layers, found, usual)[name] == wanted[name] for name in inside):
             _enter(found, front, inside, wanted, usual)
@@ -186,13 +189,6 @@ def _enter(
     modes = {wanted[name] for name in names}
     if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
         found[key] = modes.pop()
-
-
-def _fronts(layers: Sequence[Layer]) -> list[str]:
-    """Front parts of names that several layers share, the shortest first."""
-    names = [layer.name.split(".") for layer in layers]
-    counts = Counter(".".join(words[:length]) for words in names for length in range(1, len(words)))
-    return sorted((front for front, count in counts.items() if count > 1), key=lambda front: front.count("."))
 
 
 def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:

@@ -81,7 +81,11 @@ def modes_of(workload: Workload, case: Case) -> dict[str, None]:
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
     """The groups with scales from data where layers can have them, and what to know of it. Raises if none can."""
-    taken = {planned.case: _scales(planned.case) for group in groups for planned in group.cases}
+    # Where the layers of each case have their scales from; nothing where it has no layers.
+    taken = {
+        case: {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
+        for case in (planned.case for group in groups for planned in group.cases)
+    }
     having = {case for case, scales in taken.items() if scales - {TensorScale.NONE}}
     if not having:
         known = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
@@ -103,11 +107,6 @@ def _scaled(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
     if planned.skip or not refused:
         return replace(planned, case=case)
     return replace(planned, case=case, support=Support(Level.REFUSED, refused), skip=refused)
-
-
-def _scales(case: Case) -> set[TensorScale]:
-    """Where the layers of a case have their scales from; empty where it has no layers."""
-    return {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
 
 
 def _notes(groups: Sequence[Group], taken: Mapping[Case, set[TensorScale]]) -> Iterator[str]:

@@ -58,17 +58,13 @@ class Custom(RecipePrecision):
     )  # fmt: skip
 
     def made(self) -> Recipe:
-        return self.recipe_of(
-            Treatment(self._format(role), self._scaling()) for role in ("input", "weight", "gradient")
-        )
+        words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
+        common = str(self.chosen["format"])
+        return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
 
     def support(self, facts: DeviceFacts) -> Support:
         """Emulated also where it happens to be a recipe that has units."""
         return hardware.emulated_everywhere(facts, self.words)
-
-    def _format(self, role: str) -> Format:
-        own = str(self.chosen[role])
-        return FORMATS[str(self.chosen["format"]) if own == _SAME else own]
 
     def _scaling(self) -> Scaling | None:
         extent, rounding = str(self.chosen["scaling"]), str(self.chosen["scale"])

@@ -148,7 +148,11 @@ class _Deals:
         self._is_after = is_after
         self._sessions = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
         count = math.prod(math.comb(before + after, after) for before, after in sizes)
-        named = _every(sizes) if count <= _MOST_DEALS else _some(sizes, is_after)
+        if count <= _MOST_DEALS:
+            choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
+            named = _named(sizes, list(itertools.product(*choices)))
+        else:
+            named = _some(sizes, is_after)
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
         # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
@@ -205,11 +209,6 @@ def _low_rows(logs: NDArray[np.float64]) -> NDArray[np.float64]:
     counted = _counted(logs.shape[1])
     found: NDArray[np.float64] = np.partition(logs, counted - 1, axis=1)[:, :counted].mean(axis=1)
     return found
-
-
-def _every(sizes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
-    return _named(sizes, list(itertools.product(*choices)))
 
 
 def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:

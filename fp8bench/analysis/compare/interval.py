@@ -64,7 +64,9 @@ def across(
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
         return Difference(_of_few(before, after, point, level), None)
-    pooled = sum(map(_deviations, (before, after, beside))) / freedom
+    means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
+    sides = zip((before, after, beside), means, strict=True)
+    pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
     between = math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
     # Few runs may agree by chance, and are never surer than each of them is.
     error = max(between, within)
@@ -136,12 +138,6 @@ def _interval(point: float, low: float, high: float, level: float) -> Interval:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _deviations(side: Sequence[Estimate]) -> float:
-    """The sum of squares from the mean."""
-    mean = fmean(one.log for one in side) if side else 0.0
-    return sum((one.log - mean) ** 2 for one in side)
 
 
 def p_value(statistic: float, freedom: float) -> float:

@@ -59,9 +59,12 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequenc
     ]
     if not all(timings[:2]):
         return
-    rounds = min(timing.num_rounds for side in timings for timing in side)
+    all_timings = [timing for side in timings for timing in side]
+    rounds = min(timing.num_rounds for timing in all_timings)
     few = rounds < LEAST_ROUNDS
-    old, new, others = _best_cases(timings, rounds)
+    calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
+    alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
+    old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
     yield Figures(TIME, "s", old, new, few, others)
     if len({one.reference for one in (*before, *after, *beside)}) == 1:
         old, new, others = (tuple(_ratios(side)) for side in (before, after, beside))
@@ -118,13 +121,6 @@ def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:
         if logs:
             error = _MEDIANS * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
             yield Estimate(median(logs), error)
-
-
-def _best_cases(sides: Sequence[Sequence[Timing]], rounds: int) -> list[tuple[Estimate, ...]]:
-    timings = [timing for side in sides for timing in side]
-    calls = min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
-    alike = len({(timing.segments, timing.varying) for timing in timings}) == 1
-    return [tuple(_best_case(one, rounds, calls, alike) for one in side) for side in sides]
 
 
 def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate:

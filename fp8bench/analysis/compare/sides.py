@@ -96,12 +96,10 @@ def _is_hardware(name: str) -> bool:
 
 def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
     """The values that the runs of a side have, each once."""
-    found: dict[str, list[Scalar | None]] = {}
+    found: dict[str, dict[Scalar | None, None]] = {}
     for run in runs:
         for name, value in _facts(run):
-            values = found.setdefault(name, [])
-            if value not in values:
-                values.append(value)
+            found.setdefault(name, {})[value] = None
     return {name: sorted(values, key=str) for name, values in found.items()}
 
 

@@ -158,17 +158,14 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         gains = _gains(row[begin:end]) / noise**2
         low, high = begin + 1 + np.searchsorted(_shares(gains), (_TAIL, 1 - _TAIL))
         lengths = at - begin, end - at
-        evidence = _z_of(math.sqrt(gains[at - begin - 1]), freedom) ** 2 - _BY_LENGTH * _price(*lengths)
+        # What the lengths of two pieces cost more than that of both together.
+        price = sum(math.log(length / LEAST) for length in lengths) - math.log(sum(lengths) / LEAST)
+        evidence = _z_of(math.sqrt(gains[at - begin - 1]), freedom) ** 2 - _BY_LENGTH * price
         yield Step(
             at, min(int(low), at) - 1, max(int(high), at), math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
             math.erfc(_WORTH * math.sqrt(max(evidence, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )  # fmt: skip
-
-
-def _price(before: int, after: int) -> float:
-    """What the lengths of two pieces cost more than that of both together."""
-    return math.log(before / LEAST) + math.log(after / LEAST) - math.log((before + after) / LEAST)
 
 
 def _shares(gains: Floats) -> Floats:
