@@ -112,15 +112,7 @@ class Recipe:
         return self.hadamard or self.high_weight_gradient or stochastic or not turned
 
 
-def by_role(formats: str) -> tuple[Format, Format, Format]:
-    """Formats of inputs, weights and gradients by the word that FP8 training uses: hybrid, e4m3 or e5m2."""
-    try:
-        return FORMATS_BY_ROLE[formats]
-    except KeyError:
-        known = ", ".join(FORMATS_BY_ROLE)
-        raise RecipeRefused(f"formats by role are {known}, not {formats!r}.") from None
-
-
+# Formats of inputs, weights and gradients by the word that FP8 training uses.
 FORMATS_BY_ROLE: dict[str, tuple[Format, Format, Format]] = {
     "hybrid": (E4M3, E4M3, E5M2),
     "e4m3": (E4M3, E4M3, E4M3),

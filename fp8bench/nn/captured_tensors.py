@@ -89,4 +89,4 @@ def captured(corpus: str, seed: int) -> Mapping[str, Course]:
                 kept.update({(one.layer, one.role): [] for one in CAPTURED.values()})
             model(*loader.next(), SilentPhases()).backward()
             optimizer.step()
-    return {one.name: tuple(kept[one.layer, one.role]) for one in CAPTURED.values()}
+    return {name: tuple(kept[one.layer, one.role]) for name, one in CAPTURED.items()}

@@ -11,7 +11,7 @@ from typing import ClassVar
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import recipe_support
-from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment, by_role
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
@@ -126,7 +126,7 @@ class RecipePrecision(Precision):
     @property
     def formats(self) -> tuple[Format, Format, Format]:
         """Those of inputs, weights and gradients."""
-        return by_role(str(self.chosen["formats"])) if self.element is None else (self.element,) * 3
+        return FORMATS_BY_ROLE[str(self.chosen["formats"])] if self.element is None else (self.element,) * 3
 
     @property
     def scale(self) -> ScaleRounding:

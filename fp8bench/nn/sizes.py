@@ -141,13 +141,8 @@ class CapturedTensor:
     rows: int
     columns: int
 
-    @property
-    def name(self) -> str:
-        """'attn-input'."""
-        return f"{self.kind}-{self.role}"
 
-
-def _captured() -> tuple[CapturedTensor, ...]:
+def _captured() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
     tokens, last = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
     # Of a kind the layer whose input is most its own: attention's after a norm, feed-forward's after the activation.
@@ -156,15 +151,16 @@ def _captured() -> tuple[CapturedTensor, ...]:
         ("mlp", f"{last}.mlp.down", config.hidden, config.width),
         ("head", "head", config.width, config.vocabulary),
     )
-    return tuple(
-        CapturedTensor(kind, name, role, rows, columns)
+    return {
+        f"{kind}-{role}": CapturedTensor(kind, name, role, rows, columns)
         for kind, name, inputs, outputs in layers
         for role, rows, columns in (
             (Role.INPUT, tokens, inputs),
             (Role.WEIGHT, outputs, inputs),
             (Role.GRADIENT, tokens, outputs),
         )
-    )
+    }
 
 
-CAPTURED: dict[str, CapturedTensor] = {one.name: one for one in _captured()}
+# 'attn-input' and so on.
+CAPTURED = _captured()

@@ -11,7 +11,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
 from fp8bench.formats.codes import torch_codes
-from fp8bench.formats.recipes import by_role
+from fp8bench.formats.recipes import FORMATS_BY_ROLE
 from fp8bench.formats.scaled import factor, values
 from fp8bench.formats.scalings import TENSOR
 from fp8bench.measure.handle import LocalWorker
@@ -112,7 +112,7 @@ def test_a_slot_on_the_device_has_cells_and_host_time(facts: DeviceFacts) -> Non
 def test_fp8_codes_are_the_same_on_every_device(role: Role) -> None:
     """Bit for bit, and they stand for the values that emulation computes with."""
     x = normal(256, 512) * torch.logspace(-6, 3, 256, device="cuda")[:, None]
-    fmt = dict(zip(Role, by_role("hybrid"), strict=True))[role]
+    fmt = dict(zip(Role, FORMATS_BY_ROLE["hybrid"], strict=True))[role]
     scale, inverse = factor(x, fmt, TENSOR)
     scale_on_cpu, inverse_on_cpu = factor(x.cpu(), fmt, TENSOR)
     codes, on_cpu = torch_codes(x, fmt, scale), torch_codes(x.cpu(), fmt, scale_on_cpu)
