@@ -231,10 +231,9 @@ WORKS = tuple(_WORKS)
 def measure(folder: Path, what: str, environment: dict[str, str], pairs: int = PAIRS) -> Cost:
     """What one of WORKS takes in a store that was made in a folder, the least of a few times. The store changes."""
     store = folder / ".fp8bench"
-    index, kept = store / "index.sqlite", folder / "kept.sqlite"
+    index, kept = store / "figures" / "steps.json", folder / "kept.json"
     if what == "from the runs":
         shutil.rmtree(store / "figures", ignore_errors=True)
-        index.unlink(missing_ok=True)
         return _cost(folder, what, environment)
     _cost(folder, "from the runs", environment)  # which every run does at its end for its own commit
     if what.startswith("after"):

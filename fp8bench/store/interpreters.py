@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, StoreError, UsageError
 from fp8bench.store.asv.files import existing, read_object, settled_read, write_object
 from fp8bench.store.asv.identity import Identity, from_facts, named_by_asv, resolved
-from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, save_results
+from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, results_files, save_results
 from fp8bench.store.runs.read import load_head, run_files
 
 VERSION = 1
@@ -165,12 +165,11 @@ def fold(results: Path, renamings: Renamings) -> tuple[list[Path], list[str]]:
 def _files(results: Path) -> list[tuple[Path, ResultsFile]]:
     """asv's files of interpreters that were there already, as far as they can be read."""
     found = []
-    for path in sorted(results.glob("*/*.json")):
-        if path.name != "machine.json":
-            with contextlib.suppress(AsvFileError):
-                file = settled_read(load_results, path)
-                if file.env_name.startswith(_KIND):
-                    found.append((path, file))
+    for path in results_files(results, "*/*.json"):
+        with contextlib.suppress(AsvFileError):
+            file = settled_read(load_results, path)
+            if file.env_name.startswith(_KIND):
+                found.append((path, file))
     return found
 
 

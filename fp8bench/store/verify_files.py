@@ -12,7 +12,7 @@ from fp8bench.files import PARTIAL, is_locked
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.asv.files import load_benchmarks, load_machine, settled_read
-from fp8bench.store.asv.results import ResultsFile, load_results
+from fp8bench.store.asv.results import ResultsFile, load_results, results_files
 from fp8bench.store.asv.rows import numbers
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.interpreters import environments_of, load_renamings
@@ -144,12 +144,11 @@ def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
             what = f"it is of machine {name!r:.80}, and its folder is called {folder.name}: asv shows nothing of it"
             remedy = f'Write "machine": "{folder.name}" into it, or delete it and `fp8bench history rebuild`'
             faults.append(Fault(str(path), what, remedy))
-        for path in sorted(folder.glob("*.json")):
-            if path.name != "machine.json":
-                file = _read(load_results, path, "it was a moment ago", faults)
-                if file is not None:
-                    found[path] = file
-                    faults += _results_faults(path, file)
+        for path in results_files(folder):
+            file = _read(load_results, path, "it was a moment ago", faults)
+            if file is not None:
+                found[path] = file
+                faults += _results_faults(path, file)
     for path in sorted(results.rglob("*")):
         if ".broken-" in path.name:
             faults.append(Fault(str(path), "it was broken, and was set aside", _LOOK, broken=False))

@@ -156,13 +156,15 @@ _INDENT = 4
 _TELLING = ("params", "version", "unit", "param_names")
 
 
-def existing(load: Callable[[Path], T], path: Path, aside: list[Path]) -> T | None:
-    """What stands in a file of asv's. One that is broken for good is set aside and counts as absent."""
+def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = None) -> T | None:
+    """What stands in a file of asv's; None where there is none. With `aside`, a broken one is set aside."""
     try:
         return settled_read(load, path)
     except AsvFileAbsent:
         return None
     except AsvFileBroken:
+        if aside is None:
+            raise
         aside.append(set_aside(path))
         return None
 

@@ -6,15 +6,16 @@ here counts, and what is missing is taken.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
-from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError
+from fp8bench.errors import AsvFileBroken, AsvFileError
 from fp8bench.model import Scalar
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import (
@@ -29,6 +30,7 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.rows import (
     COLUMNS,
+    MOST_COMBINATIONS,
     NOT_MEASURED,
     Row,
     by_combination,
@@ -39,6 +41,7 @@ from fp8bench.store.asv.rows import (
 )
 
 VERSION = 2
+Load = Callable[[Path], dict[str, Any]]
 _COMMIT = re.compile(r"[0-9a-f]{8,64}")
 _KINDS: Mapping[str, type] = {
     "commit_hash": str, "env_name": str, "date": int, "params": dict, "python": str, "requirements": dict,
@@ -81,6 +84,11 @@ def load_results(path: Path) -> ResultsFile:
         return _file(content, path)
     except Malformed as error:
         raise AsvFileBroken(f"{path} is broken: {error}.") from None
+
+
+def results_files(folder: Path, pattern: str = "*.json") -> list[Path]:
+    """The results files in the folder of a machine; with '*/*.json' those in all folders of results."""
+    return sorted(path for path in folder.glob(pattern) if path.name not in ("benchmarks.json", "machine.json"))
 
 
 def save_results(path: Path, file: ResultsFile) -> None:
@@ -159,10 +167,8 @@ def _check_columns(content: Mapping[str, Any]) -> None:
                     raise Malformed(f"the row {name!r:.80} has data in a column that is not known, {column!r:.40}")
 
 
-_LISTS = ("benchmarks.json", "machine.json")
 # What makes a machine another one under the same name.
 _HARDWARE = ("arch", "cpu", "num_cpu", "gpu")
-_MOST_COMBINATIONS = 100_000
 
 
 @dataclass
@@ -179,10 +185,10 @@ def merge_folders(ours: Path, theirs: Path) -> Taken:
     taken = Taken()
     for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
         machine = _take_machine(ours / folder.name, folder, taken)
-        for path in sorted(folder.glob("*.json")):
-            if path.name not in _LISTS:
-                _take_file(ours, path, machine, taken)
-    _take_benchmarks(ours / "benchmarks.json", theirs / "benchmarks.json", taken)
+        for path in results_files(folder):
+            _take_file(ours, path, machine, taken)
+    with _told(taken):
+        _take_list(load_benchmarks, save_benchmarks, ours / "benchmarks.json", theirs / "benchmarks.json")
     return taken
 
 
@@ -202,7 +208,7 @@ def merge_rows(ours: Row, theirs: Row) -> Row:
     params = tuple(
         tuple(dict.fromkeys((*own, *others))) for own, others in zip(ours.params, theirs.params, strict=True)
     )
-    if combinations(params) > _MOST_COMBINATIONS:
+    if combinations(params) > MOST_COMBINATIONS:
         return ours
     own, other = by_combination(ours), by_combination(theirs)
     known = {**own, **{texts: one for texts, one in other.items() if not is_measured(own.get(texts, NOT_MEASURED))}}
@@ -214,10 +220,19 @@ def merge_rows(ours: Row, theirs: Row) -> Row:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _told(taken: Taken) -> Iterator[None]:
+    """What a file cannot be taken for is a sentence among others."""
+    try:
+        yield
+    except AsvFileError as error:
+        taken.failed.append(str(error))
+
+
 def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken) -> None:
     """One file of theirs; `machine` is what we call its machine, so that one machine has one line."""
     target = ours / path.parent.name / path.name
-    try:
+    with _told(taken):
         theirs = settled_read(load_results, path)
         if theirs.params["machine"] != path.parent.name:
             raise AsvFileError(f"{path} lies in the folder of another machine than it names.")
@@ -227,48 +242,29 @@ def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken)
         if here is None or merged != here:
             save_results(target, merged)
             taken.files.append(target)
-    except AsvFileError as error:
-        taken.failed.append(str(error))
-        return
-    taken.notes += [f"{path}: {trouble}" for trouble in theirs.troubles]
+        taken.notes += [f"{path}: {trouble}" for trouble in theirs.troubles]
 
 
 def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
     """The machine.json of one machine; returns what stands in ours then."""
-    try:
-        other = _known(load_machine, theirs / "machine.json")
-        here = _known(load_machine, ours / "machine.json")
-        if other.get("machine", theirs.name) != theirs.name:
+    with _told(taken):
+        name = (existing(load_machine, theirs / "machine.json") or {}).get("machine", theirs.name)
+        if name != theirs.name:
             raise AsvFileError(f"{theirs / 'machine.json'} is of another machine than its folder, {theirs.name}.")
-        new = {**other, **here}
-        if new != here:
-            save_machine(ours / "machine.json", new)
-    except AsvFileError as error:
-        taken.failed.append(str(error))
-        return {}
-    for key in _HARDWARE:
-        if key in other and key in here and other[key] != here[key]:
-            taken.notes.append(
-                f"machine {theirs.name} has the {key} {other[key]!r:.80} there and {here[key]!r:.80} here. To asv, two "
-                "machines of one name are one; give one of them a name of its own in its ~/.asv-machine.json"
-            )
-    return new
+        other, here = _take_list(load_machine, save_machine, ours / "machine.json", theirs / "machine.json")
+        for key in _HARDWARE:
+            if key in other and key in here and other[key] != here[key]:
+                taken.notes.append(
+                    f"machine {theirs.name} has the {key} {other[key]!r:.80} there and {here[key]!r:.80} here. To asv, "
+                    "two machines of one name are one; give one of them a name of its own in its ~/.asv-machine.json"
+                )
+        return {**other, **here}
+    return {}
 
 
-def _take_benchmarks(ours: Path, theirs: Path, taken: Taken) -> None:
-    try:
-        here = _known(load_benchmarks, ours)
-        new = {**_known(load_benchmarks, theirs), **here}
-        if new != here:
-            save_benchmarks(ours, new)
-    except AsvFileError as error:
-        taken.failed.append(str(error))
-
-
-def _known(load: Any, path: Path) -> Mapping[str, Any]:
-    """What is in a list; nothing without the file."""
-    try:
-        content: Mapping[str, Any] = settled_read(load, path)
-    except AsvFileAbsent:
-        return {}
-    return content
+def _take_list(load: Load, save: Callable[[Path, Any], None], ours: Path, theirs: Path) -> tuple[Any, Any]:
+    """What is missing in a list; returns what stands in theirs, and what stood in ours."""
+    other, here = existing(load, theirs) or {}, existing(load, ours) or {}
+    if {**other, **here} != here:
+        save(ours, {**other, **here})
+    return other, here

@@ -26,7 +26,7 @@ COLUMNS = (
 # As in asv's compute_stats.
 _COVERAGE = 0.99
 # More combinations than anybody measures: lists of a broken file multiply to more than fits into memory.
-_MOST_COMBINATIONS = 100_000
+MOST_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,23 @@ def read_row(columns: Sequence[str], cells: object) -> Row:
     named = dict(zip(columns, cells, strict=False))
     params = _params(named.get("params"))
     count = combinations(params)
-    if count > _MOST_COMBINATIONS:
-        raise Malformed(f"its parameters have more than {_MOST_COMBINATIONS} combinations")
+    if count > MOST_COMBINATIONS:
+        raise Malformed(f"its parameters have more than {MOST_COMBINATIONS} combinations")
 
     def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
         return _column(named.get(key), key, count, sound)
 
     kept = [column(f"stats_{one.name}", _is_count if one.name in ("number", "repeat") else _is_number)
             for one in fields(Stats)]  # fmt: skip
-    samples = column("samples", _is_samples)
+    for one in zip(*kept, strict=True):
+        if 0 < one.count(None) < len(one):  # asv fails on an interval without quartiles
+            raise Malformed("some statistics of a value are missing")
+    samples = column("samples", lambda one: isinstance(one, list) and all(map(_is_number, one)))
     return Row(
         params,
         _single(named, "version", lambda one: isinstance(one, str)),
         column("result"),
-        tuple(_stats(one) for one in zip(*kept, strict=True)),
+        tuple(None if None in one else Stats(*one) for one in zip(*kept, strict=True)),
         tuple(None if one is None else tuple(one) for one in samples),
         _single(named, "started_at", _is_count),
         _single(named, "duration", _is_number),
@@ -184,14 +187,6 @@ def _single(named: Mapping[str, Any], key: str, sound: Callable[[object], bool])
     return value
 
 
-def _stats(cells: tuple[Any, ...]) -> Stats | None:
-    """All or nothing: asv fails on an interval without quartiles."""
-    missing = cells.count(None)
-    if 0 < missing < len(cells):
-        raise Malformed("some statistics of a value are missing")
-    return None if missing else Stats(*cells)
-
-
 def _is_number(plain: object) -> bool:
     return type(plain) is float or _is_count(plain)
 
@@ -199,10 +194,6 @@ def _is_number(plain: object) -> bool:
 def _is_count(plain: object) -> bool:
     """A whole number that is one also for asv's readers, who have 64 bits."""
     return type(plain) is int and abs(plain) < 1 << 63
-
-
-def _is_samples(plain: object) -> bool:
-    return isinstance(plain, list) and all(_is_number(one) for one in plain)
 
 
 def write_row(row: Row, columns: Sequence[str]) -> list[Any]:

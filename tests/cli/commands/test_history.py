@@ -427,14 +427,14 @@ def test_a_broken_word_on_interpreters_is_said(store: Path, say: Say) -> None:
 
 
 def test_a_torn_file_of_figures_is_said_once(store: Path, say: Say) -> None:
-    """And changes nothing of what is shown; nor does an index that is none."""
+    """And changes nothing of what is shown; nor do remembered steps that are none."""
     history(store, 1.0, 1.1)
     whole = say("list")
     (store / "figures" / f"{commit(1)[:8]}.figures").write_bytes(b"fp8bench figures 1")
-    (store / "index.sqlite").write_text("no database")
+    (store / "figures" / "steps.json").write_text("no JSON")
     code, out, err = say("list")
     assert (code, out) == whole[:2] and err.count("\n") == 1 and "made anew from the runs" in err
     assert say("list") == whole
     first, second = say("regressions"), say("regressions")
     assert first[:2] == second[:2] and not second[2]
-    assert first[2] == "fp8bench: .fp8bench/index.sqlite had become unreadable and was begun anew\n"
+    assert first[2] == "fp8bench: .fp8bench/figures/steps.json had become unreadable and was begun anew\n"

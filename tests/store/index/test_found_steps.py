@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
+import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_the_same_is_found_and_looked_at_once(tmp_path: Path, looked: list[int])
     assert Memory(tmp_path).steps_of_many(series) == right
     series[3] = np.append(series[3], 1.0)
     assert Memory(tmp_path).steps_of_many(series) == steps_of_many(series)
-    assert looked == [8, 0, 1]
+    assert looked == [8, 1]
 
 
 def test_series_are_told_apart_by_every_bit(tmp_path: Path) -> None:
@@ -80,83 +81,63 @@ def break_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def write_text(path: Path) -> None:
-    path.write_text("no database")
+def change(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def lose_the_table(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE steps")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "half of it": break_in_half,
+    "a text": lambda path: path.write_text("no JSON"),
+    "a list": lambda path: path.write_text("[]"),
+    "no steps": lambda path: path.write_text('{"version": 1}'),
+    "steps of a text": lambda path: change(path, steps={"a": "b"}),
+    "steps that lack fields": lambda path: change(path, steps={"a": [[1, 2]]}),
+}
 
 
-def spoil_the_steps(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE steps SET found = '[[1, 2'")
-
-
-def lose_steps_fields(path: Path) -> None:
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE steps SET found = '[[1, 2]]'")
-
-
-@pytest.mark.parametrize("damage", [break_in_half, write_text, lose_the_table, spoil_the_steps, lose_steps_fields])
-def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damage: object) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damage: str) -> None:
     """Whatever is wrong in it."""
     series = made(200)
     right = steps_of_many(series)
     first = Memory(tmp_path)
     first.steps_of_many(series)
-    damage(first.path)  # type: ignore[operator]
+    DAMAGES[damage](first.path)
     second, third = Memory(tmp_path), Memory(tmp_path)
     assert second.steps_of_many(series) == right and len(second.troubles) == 1 and "anew" in second.troubles[0]
     assert third.steps_of_many(series) == right and not third.troubles
 
 
 def test_an_older_file_is_made_anew_without_a_word(tmp_path: Path, looked: list[int]) -> None:
-    """Its table may be another."""
+    """Its steps may be others."""
     one = Memory(tmp_path)
-    with sqlite3.connect(one.path) as database:
-        database.execute("CREATE TABLE steps (something TEXT)")
+    one.steps_of_many(made())
+    change(one.path, version=0, steps={"a": 1})
     for _ in range(2):
         assert one.steps_of_many(made()) == steps_of_many(made())
-    assert looked == [8, 0] and not one.troubles
+    assert looked == [8, 8] and not one.troubles
 
 
 def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
     """Whoever wrote it will want it."""
     one = Memory(tmp_path)
     one.steps_of_many(made())
-    with sqlite3.connect(one.path) as database:
-        database.execute("PRAGMA user_version = 99")
+    change(one.path, version=99)
     content = one.path.read_bytes()
     assert one.steps_of_many(made(200)) == steps_of_many(made(200))
     assert one.path.read_bytes() == content and len(one.troubles) == 1 and "newer" in one.troubles[0]
 
 
-def test_a_locked_file_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for a broken one."""
-    monkeypatch.setattr(memory, "_WAIT_SECONDS", 0.01)
-    one = Memory(tmp_path)
-    one.steps_of_many(made())
-    holder = sqlite3.connect(one.path, isolation_level=None)
-    holder.execute("BEGIN EXCLUSIVE")
-    assert one.steps_of_many(made(200, seed=1)) == steps_of_many(made(200, seed=1))
-    assert len(one.troubles) == 1 and "locked" in one.troubles[0]
-    holder.execute("ROLLBACK")
-    holder.close()
-    assert Memory(tmp_path).steps_of_many(made()) == steps_of_many(made())
-
-
 def test_a_store_that_may_not_be_written(tmp_path: Path) -> None:
     """What cannot be kept is said where looking takes a while."""
-    (tmp_path / "index.sqlite").mkdir()
-    few, many = Memory(tmp_path), Memory(tmp_path / "nowhere")
+    (tmp_path / "figures" / "steps.json").mkdir(parents=True)
+    (tmp_path / "a file").touch()
+    few, many = Memory(tmp_path), Memory(tmp_path / "a file" / "below")
     assert few.steps_of_many(made()) == steps_of_many(made()) and len(few.troubles) == 1
-    assert many.steps_of_many(made(200)) == steps_of_many(made(200)) and len(many.troubles) == 1
-    assert "200 series" in many.troubles[0]
-    quiet = Memory(tmp_path / "nowhere")
+    assert many.steps_of_many(made(200)) == steps_of_many(made(200)) and "200 series" in many.troubles[-1]
+    quiet = Memory(tmp_path / "a file" / "below")
     quiet.steps_of_many(made())
-    assert not quiet.troubles
+    assert not any("series" in trouble for trouble in quiet.troubles)
 
 
 def test_what_nobody_asks_for_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +145,11 @@ def test_what_nobody_asks_for_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "_MOST_OTHERS", 20)
     for seed in range(5):
         Memory(tmp_path).steps_of_many(made(seed=seed))
-    with sqlite3.connect(tmp_path / "index.sqlite") as database:
-        (count,) = database.execute("SELECT count(*) FROM steps").fetchone()
-    assert 8 <= count <= 28
+    assert 8 <= len(json.loads(Memory(tmp_path).path.read_text())["steps"]) <= 28
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    """Nobody fails for somebody else, and all that was found is kept."""
+    """Nobody fails for somebody else; what the last one knew is kept."""
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda seed: Memory(tmp_path).steps_of_many(made(seed=seed % 4)), range(16)))
     assert all(one == steps_of_many(made(seed=seed % 4)) for seed, one in enumerate(found))

@@ -92,5 +92,5 @@ def test_commands_at_once(tmp_path: Path) -> None:
     alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert [process.returncode for process in together] == [alone.returncode] * 3
     assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 3 and not alone.stderr
-    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".figures"}
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures", "index.sqlite"}
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".figures", ".json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures"}

@@ -437,7 +437,7 @@ def test_runs_of_one_second_are_in_order(tmp_path: Path) -> None:
         start_run(run_called(name, started), tmp_path).finish("finished")
     assert find_run("last", tmp_path).name == "20260101T000000.002Z-01234567-aaaa.jsonl"
     assert load_run(find_run("ffff", tmp_path)).started.startswith("2026-01-01T00:00:00.001")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", pipeline._now())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", pipeline.now())
 
 
 def test_two_processes_of_one_number_do_not_meet_in_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
