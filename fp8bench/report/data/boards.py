@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from fp8bench.analysis.metric import STEP, TIME, Metric, Rank, Reference
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import check_folder, safe, write_whole
 from fp8bench.model import Finding, Record, Run, Scalar, Status
+from fp8bench.report.panels import together
 
 _FORMAT = "brain.Event:2"
 _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
@@ -91,26 +93,28 @@ def moment(run: Run) -> int:
 
 def check_tensorboard(folder: Path) -> None:
     """Raise UsageError where nothing can be written: without the package, or into that folder."""
+    _check_package("tensorboard", "'fp8bench[tb]'", ".compat.proto.event_pb2", ".summary.writer.record_writer")
+    check_folder("--tensorboard", folder)
+
+
+def _check_package(name: str, install: str, *modules: str) -> None:
+    """Raise UsageError for the option of that name, where the package does not import."""
     try:
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: F401
-        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: F401
+        for module in modules:
+            import_module(name + module)
     except Exception as error:
         raise UsageError(
-            f"--tensorboard needs the package tensorboard, which does not import ({type(error).__name__}: {error}). "
-            "`pip install 'fp8bench[tb]'` installs it; or leave --tensorboard out."
+            f"--{name} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
+            f"`pip install {install}` installs it; or leave --{name} out."
         ) from None
-    check_folder("--tensorboard", folder)
 
 
 def write_tensorboard(run: Run, findings: Mapping[str, Finding], folder: Path) -> tuple[Path, ...]:
     """The files, one for each precision. Raises StoreError with a sentence where one cannot be written."""
-    by_mode: dict[str, list[Figure]] = {}
-    for figure in figures(run, findings):
-        by_mode.setdefault(figure.mode, []).append(figure)
     at = moment(run)
     name = f"events.out.tfevents.{at:010d}.fp8bench.{safe(run.id)}"
     files = []
-    for mode, found in by_mode.items():
+    for mode, found in together((figure.mode, figure) for figure in figures(run, findings)).items():
         file = folder / safe(mode) / name
         try:
             _write(found, at, file)
@@ -131,21 +135,14 @@ def _write(found: Iterable[Figure], at: int, file: Path) -> None:
         Event(wall_time=at, step=at, summary=Summary(value=values)),
     ]
     content = BytesIO()
-    writer = RecordWriter(content)
     for event in events:
-        writer.write(event.SerializeToString())
+        RecordWriter(content).write(event.SerializeToString())
     write_whole(file, content.getvalue())
 
 
 def check_wandb() -> None:
     """Raise UsageError where the package is not there."""
-    try:
-        import wandb  # noqa: F401
-    except Exception as error:
-        raise UsageError(
-            f"--wandb needs the package wandb, which does not import ({type(error).__name__}: {error}). "
-            "`pip install wandb` installs it; or leave --wandb out."
-        ) from None
+    _check_package("wandb", "wandb", "")
 
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:

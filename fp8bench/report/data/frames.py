@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SAMPLE_COLUMNS = ("case", "mode", "arm", "round", "call", "block", "phase", "nanoseconds")
+# The case, the reference's second entry, and the reference itself where the case sat with it apart.
+_ARMS = ("case", "control", "reference")
 # Words that stand in every row: categories take a byte or two a row, and text fifty.
 _REPEATED = ("case", "mode", "arm", "phase")
 STATISTICS_COLUMNS = ("case", "kind", "role", "values", "amax", "format", "share_above", "share_vanishing")
@@ -36,8 +37,7 @@ class RunFrames:
         """The tidy rows: just what reading the run's CSV gives."""
         import pandas as pd
 
-        text = as_csv(self.run, findings(self.run))
-        return pd.read_csv(io.StringIO(text), low_memory=False)
+        return pd.read_csv(io.StringIO(as_csv(self.run, findings(self.run))), low_memory=False)
 
     @cached_property
     def samples(self) -> pd.DataFrame:
@@ -47,8 +47,8 @@ class RunFrames:
         parts = [
             _samples(record, arm, timing)
             for record in self.run.records
-            for arm, timing in _arms(record)
-            if timing.slots
+            for arm, timing in zip(_ARMS, (record.timing, record.control, record.paired_with), strict=True)
+            if timing is not None and timing.slots
         ]
         frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SAMPLE_COLUMNS))
         return frame.astype(dict.fromkeys(_REPEATED, "category"))
@@ -81,13 +81,6 @@ class RunFrames:
             for number, one in enumerate(use.windows)
         ]  # fmt: skip
         return pd.DataFrame(rows, columns=list(ENERGY_COLUMNS))
-
-
-def _arms(record: Record) -> Iterator[tuple[str, Timing]]:
-    """The case, the reference's second entry, and the reference itself where the case sat with it apart."""
-    for arm, timing in (("case", record.timing), ("control", record.control), ("reference", record.paired_with)):
-        if timing is not None:
-            yield arm, timing
 
 
 def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:

@@ -10,9 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
+from fp8bench.report.panels import together
 from fp8bench.report.words.gate import detail, sentence
 
-_SKIPPED = (Outcome.NONE, Outcome.IGNORED)
+# What becomes of a test; of others there may be more to say.
+_TAGS = {
+    Outcome.REGRESSION: "failure", Outcome.FAILED: "error", Outcome.NONE: "skipped", Outcome.IGNORED: "skipped",
+}  # fmt: skip
+_COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 # What XML 1.0 has no way to write.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -20,55 +25,34 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def as_junit(verdict: Verdict) -> str:
     """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
-    by_suite: dict[str, list[Judged]] = {}
-    for one in verdict.judged:
-        by_suite.setdefault(one.comparison.suite, []).append(one)
-    suites = [_suite(root, name, judged) for name, judged in by_suite.items()]
+    for name, judged in together((one.comparison.suite, one) for one in verdict.judged).items():
+        _suite(root, name, judged)
     if verdict.problem:
-        suites.append(_problem(root, verdict))
-    for name in ("tests", "failures", "errors", "skipped"):
-        root.set(name, str(sum(int(suite.get(name, "0")) for suite in suites)))
+        suite = ET.SubElement(root, "testsuite", name="gate")
+        test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
+        error = ET.SubElement(test, "error", message=_text(verdict.headline), type="problem")
+        error.text = _text(verdict.problem)
+    for place in (*root, root):
+        place.set("tests", str(len(place.findall(".//testcase"))))
+        for name, tag in _COUNTED.items():
+            place.set(name, str(len(place.findall(f".//testcase/{tag}"))))
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(root: ET.Element, name: str, judged: Iterable[Judged]) -> ET.Element:
+def _suite(root: ET.Element, name: str, judged: Iterable[Judged]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
-    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     for one in judged:
-        counts["tests"] += 1
-        case = one.comparison
-        test = ET.SubElement(
-            suite, "testcase", classname=_text(name), name=_text(f"{case.case} {case.metric}"), time="0"
-        )
-        if one.outcome is Outcome.REGRESSION:
-            counts["failures"] += 1
-            _child(test, "failure", sentence(one), one)
-        elif one.outcome is Outcome.FAILED:
-            counts["errors"] += 1
-            _child(test, "error", sentence(one), one)
-        elif one.outcome in _SKIPPED:
-            counts["skipped"] += 1
-            ET.SubElement(test, "skipped", message=_text(one.why or one.outcome.value))
+        title = _text(f"{one.comparison.case} {one.comparison.metric}")
+        test = ET.SubElement(suite, "testcase", classname=_text(name), name=title, time="0")
+        tag = _TAGS.get(one.outcome)
+        if tag == "skipped":
+            ET.SubElement(test, tag, message=_text(one.why or one.outcome.value))
+        elif tag is not None:
+            child = ET.SubElement(test, tag, message=_text(sentence(one)), type=one.outcome.value)
+            child.text = _text(detail(one))
         elif one.outcome is not Outcome.FINE:
             ET.SubElement(test, "system-out").text = _text(f"{sentence(one)}\n{detail(one)}")
-    for key, count in counts.items():
-        suite.set(key, str(count))
-    return suite
-
-
-def _child(test: ET.Element, tag: str, message: str, one: Judged) -> None:
-    child = ET.SubElement(test, tag, message=_text(message), type=one.outcome.value)
-    child.text = _text(detail(one))
-
-
-def _problem(root: ET.Element, verdict: Verdict) -> ET.Element:
-    counts = {"name": "gate", "tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
-    suite = ET.SubElement(root, "testsuite", counts)
-    test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-    error = ET.SubElement(test, "error", message=_text(verdict.headline), type="problem")
-    error.text = _text(verdict.problem)
-    return suite
 
 
 def _text(words: str) -> str:
@@ -80,12 +64,8 @@ def as_trend(judged: Sequence[Judged]) -> str:
 
     Figures without a number on the second side are not in it.
     """
-    rows = [_trend_row(one) for one in judged if _finite(one.comparison.after)]
-    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
-
-
-def _finite(number: float | None) -> bool:
-    return number is not None and math.isfinite(number)
+    known = [one for one in judged if one.comparison.after is not None and math.isfinite(one.comparison.after)]
+    return json.dumps([_trend_row(one) for one in known], indent=1, allow_nan=False) + "\n"
 
 
 def _trend_row(one: Judged) -> dict[str, Any]:

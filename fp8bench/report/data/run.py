@@ -42,17 +42,12 @@ def _together(columns: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     if not columns:
         return ()
     shared = [name for name in columns[0] if not name.startswith("param_")]
-    place = next((number for number, name in enumerate(columns[0]) if name.startswith("param_")), None)
-    if place is None:
-        place = shared.index("params") + 1
+    place = shared.index("params") + 1
     names = dict.fromkeys(name for one in columns for name in one if name.startswith("param_"))
     return (*shared[:place], *names, *shared[place:])
 
 
 def _record(record: Record, finding: Finding | None) -> dict[str, Any]:
     """A record with its finding, whose case is the record's."""
-    if finding is None:
-        return {**encode(record), "finding": None}
-    said = {**encode(finding), "verdict_words": finding.verdict_words}
-    del said["case"]
-    return {**encode(record), "finding": said}
+    said = finding and {**encode(finding), "verdict_words": finding.verdict_words}
+    return {**encode(record), "finding": said and {name: value for name, value in said.items() if name != "case"}}

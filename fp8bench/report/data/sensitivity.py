@@ -41,11 +41,10 @@ def _rows(study: Study) -> Iterator[dict[str, Any]]:
     parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
     for part, trials in (*parts, ("candidate", study.candidates)):
         for one in trials:
-            row = {
+            yield {
                 "part": part, "name": one.name, "kind": one.kind, "precision": one.precision,
                 "precision_map": as_words(one.precision_map), "layers_low": len(one.low), "draw": one.draw,
                 "loss": one.loss, "loss_gap": study.gap(one), "noise": study.noise,
                 "gradient_error": one.gradient_error, "says": study.suffers(one).value,
                 "keeps_loss": study.keeps(one) if part == "candidate" else None, "failure": one.failure,
             }  # fmt: skip
-            yield {name: "" if value is None else value for name, value in row.items()}

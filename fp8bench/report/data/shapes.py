@@ -51,10 +51,6 @@ def _product(one: Finding) -> dict[str, object]:
 
 
 def _judgement(one: Judgement) -> dict[str, Any]:
-    return {
-        "outcome": one.outcome.value,
-        "objections": [{"by": found.source.value, "why": found.why} for found in one.objections],
-        "padded": one.padded,
-        "more_flops": one.more_flops,
-        "more_bytes": one.more_bytes,
-    }
+    objections = [{"by": found.source.value, "why": found.why} for found in one.objections]
+    costs = {"padded": one.padded, "more_flops": one.more_flops, "more_bytes": one.more_bytes}
+    return {"outcome": one.outcome.value, "objections": objections, **costs}

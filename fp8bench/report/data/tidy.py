@@ -56,14 +56,13 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
         for group in panel.groups:
             for result in group.results:
                 named = {"device_name": names.get(result.record.case.device)}
-                about = heads | _about(result.record, panel.reference) | named
-                found += [_cleaned(empty | about | figures) for figures in _figures(group, result)]
-    return found
-
-
-def _cleaned(row: TidyRow) -> TidyRow:
-    """One line a text, and nothing for an empty one, so that a reader of the CSV finds the same."""
-    return {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}
+                about = empty | heads | _about(result.record, panel.reference) | named
+                found += [about | figures for figures in _figures(group, result)]
+    # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
+    return [
+        {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}
+        for row in found
+    ]
 
 
 @lru_cache(maxsize=4096)  # most texts stand in every row of their case
@@ -149,12 +148,7 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
     name = "_".join(str(part) for part in (*parts, row["metric"]) if part)
     named = row["unit"] in (None, "count", unit_of(str(row["metric"])))  # the metric's own name says it
-    unit = "" if named else f"_{_word(str(row['unit']))}"
-    values = {"best": row["best_in_unit"], "median": row["median_in_unit"]}
+    unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
     if row["best_in_unit"] is None:
         return {f"{name}{unit}": row["median_in_unit"]}
-    return {f"{name}_{which}{unit}": value for which, value in values.items()}
-
-
-def _word(unit: str) -> str:
-    return unit.replace("/", "_per_")
+    return {f"{name}_best{unit}": row["best_in_unit"], f"{name}_median{unit}": row["median_in_unit"]}
