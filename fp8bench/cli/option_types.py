@@ -39,20 +39,21 @@ def axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 def renaming(text: str) -> tuple[str, str]:
     """Two interpreters: 'OLD=NEW'."""
-    old, equals, new = text.partition("=")
-    if not old or not new or not equals or old == new:
+    old, _, new = text.partition("=")
+    if not old or not new or old == new:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW, two different interpreters")
     return old, new
 
 
 def layers(text: str) -> tuple[tuple[str, str], ...]:
     """Layers and their precisions: 'LAYER=DTYPE,...'."""
-    pairs = [tuple(part.strip() for part in one.split("=", 1)) for one in text.split(",")]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+    split = (one.partition("=") for one in text.split(","))
+    pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split)
+    if not all(map(all, pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
-    if len({pair[0] for pair in pairs}) != len(pairs):
+    if len(dict(pairs)) != len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
-    return tuple((pair[0], pair[1]) for pair in pairs)
+    return pairs
 
 
 def whole(rule: Rule) -> Callable[[str], int]:

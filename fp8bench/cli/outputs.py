@@ -39,10 +39,9 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     if pages and not given.get("report", True):
         raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
     if given.get("dry_run"):
-        if given["json"] or given["csv"] is not None:
-            raise UsageError("--dry-run measures nothing, so that there is nothing for --json or --csv. Leave one out.")
+        on_stdout = ["json or --csv"] if given["json"] or given["csv"] is not None else []
         exports = [name for name in ("trace", "tensorboard", "wandb") if given[name] is not None]
-        for name in (*pages, *exports):
+        for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
     if given.get("csv") not in (None, "-"):
         check_files({"--csv": given["csv"]}, "a file, or '-'")
@@ -172,11 +171,10 @@ def options_of(arguments: argparse.Namespace) -> str:
 
 def stdout_look(explain: bool = False) -> Look:
     """How text is laid out on stdout: as wide as the terminal or COLUMNS says, coloured for a person."""
-    return {
-        "width": min(shutil.get_terminal_size((100, 24)).columns, _WIDEST),
-        "color": _in_color(),
-        "explain": explain,
-    }
+    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    # Whether stdout is somebody's terminal, and they have not said that they want no colour.
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return {"width": width, "color": color, "explain": explain}
 
 
 def say_folded(lines: Iterable[str]) -> None:
@@ -185,8 +183,3 @@ def say_folded(lines: Iterable[str]) -> None:
     for line in lines:
         hang = "        " if line.startswith(" ") else "    "
         say("".join(f"{part}\n" for part in wrap(line, width, hang=hang)))
-
-
-def _in_color() -> bool:
-    """Whether stdout is somebody's terminal, and they have not said that they want no colour."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

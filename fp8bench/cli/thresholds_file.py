@@ -23,7 +23,7 @@ from fp8bench.errors import UsageError
 
 _FORM = "Expected lines of the form PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}, or FIGURE: ignore."
 _KIND = Kind("--thresholds", "thresholds", _FORM)
-_NUMBER = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)")
+_NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
 _UNITS = units.written()
 _LARGEST = 100.0
 
@@ -37,11 +37,17 @@ def _rules(file: str, tree: yaml.MappingNode) -> Iterator[Rule]:
     for case, key, node in items(file, tree, _KIND):
         if not case:
             raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
-        if not isinstance(node, yaml.MappingNode) or not node.value:
-            got = shown(node) if not isinstance(node, yaml.MappingNode) else "none"
-            raise UsageError(f"{place(file, node)}: {case}: expected a mapping of figures, got {got}. {_FORM}")
-        for metric, name, one in items(file, node, _KIND):
+        figures = _mapping(place(file, node), case, "a mapping of figures", node)
+        for metric, name, one in items(file, figures, _KIND):
             yield _rule(file, case, metric, name, one)
+
+
+def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.MappingNode:
+    """A node that has to be a mapping with something in it."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        return node
+    got = "none" if isinstance(node, yaml.MappingNode) else shown(node)
+    raise UsageError(f"{where}: {name}: expected {expected}, got {got}. {_FORM}")
 
 
 def _rule(file: str, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> Rule:
@@ -50,13 +56,11 @@ def _rule(file: str, case: str, metric: str, key: yaml.Node, node: yaml.Node) ->
         raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
     if isinstance(node, yaml.ScalarNode) and scalar(file, node) == "ignore":
         return Rule(case, metric, ignored=True, place=where)
-    if not isinstance(node, yaml.MappingNode) or not node.value:
-        got = shown(node) if not isinstance(node, yaml.MappingNode) else "none"
-        raise UsageError(f"{where}: {metric}: expected relative and smallest, or ignore, got {got}. {_FORM}")
     relative: float | None = None
     smallest: float | None = None
     unit = ""
-    for name, named, value in items(file, node, _KIND):
+    bounds = _mapping(where, metric, "relative and smallest, or ignore", node)
+    for name, named, value in items(file, bounds, _KIND):
         if name == "relative":
             relative = _share(file, value)
         elif name == "smallest":
@@ -90,10 +94,6 @@ def _amount(file: str, node: yaml.Node) -> tuple[float, str]:
 def _parsed(file: str, node: yaml.Node, expected: str) -> tuple[float, str]:
     text = scalar(file, node) if isinstance(node, yaml.ScalarNode) else ""
     found = _NUMBER.fullmatch(text.strip())
-    try:
-        number = float(found[1]) if found else math.nan
-    except ValueError:
-        number = math.nan
-    if found is None or not math.isfinite(number):
+    if found is None or not math.isfinite(float(found[1])):
         raise UsageError(f"{place(file, node)}: expected {expected}, got {shown(node)}.")
-    return number, found[2]
+    return float(found[1]), found[2] or ""

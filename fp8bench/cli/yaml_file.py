@@ -31,10 +31,6 @@ class Kind:
     content: str
     form: str
 
-    @property
-    def what(self) -> str:
-        return f"a YAML file of {self.content}"
-
 
 class _NotTakenError(yaml.MarkedYAMLError):
     """Good YAML that no file of settings needs."""
@@ -120,15 +116,14 @@ def _text(file: Path, kind: Kind) -> str:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{kind.option} {file} cannot be read ({reason}). Give {kind.what}.") from None
-    if len(content) > LARGEST_FILE:
-        raise UsageError(f"{kind.option} {file} is larger than 1 MiB. Give {kind.what}.")
-    try:
-        return content.decode("utf-8-sig")
+        if len(content) <= LARGEST_FILE:
+            return content.decode("utf-8-sig")
+        problem = "is larger than 1 MiB"
     except UnicodeDecodeError:
-        raise UsageError(f"{kind.option} {file} is no UTF-8 text. Give {kind.what}.") from None
+        problem = "is no UTF-8 text"
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+    raise UsageError(f"{kind.option} {file} {problem}. Give a YAML file of {kind.content}.")
 
 
 def _tree(file: Path, text: str, kind: Kind) -> yaml.Node | None:

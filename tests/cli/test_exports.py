@@ -81,10 +81,10 @@ def test_traces_of_every_case(here: Path) -> None:
 def test_a_trace_that_cannot_be_written_costs_no_case(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was there before anything was measured; why it failed is kept."""
 
-    def full(self: Path, data: bytes) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("fp8bench.worker.tracing.write_whole", full)
     assert main([*GEMM, "--trace", "traces"]) == 0
     for record in the_run(here).records:
         assert record.status is Status.OK and record.timing is not None and not record.trace

@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """What is asked for is one thing, and can be written, before anything is measured."""
     given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history}
-    asked = [name for name, there in given.items() if there]
-    if len(asked) != 1:
-        words = "nothing was" if not asked else f"{' and '.join(asked)} were"
+    asked = " and ".join(name for name, there in given.items() if there)
+    if asked not in given:
+        words = f"{asked} were" if asked else "nothing was"
         raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, or --history.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)

@@ -28,12 +28,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """A line a check, as each is done; or the table of the power experiment."""
-    options = (("--trials", arguments.trials), ("--operation", arguments.operation), ("--json", arguments.json))
-    for option, given in options:
-        if given is not None and not arguments.power:
-            raise UsageError(f"{option} goes with --power, which was not given. Add --power, or leave {option} out.")
-    return _power(arguments) if arguments.power else _checks()
+    """A line a check, as each is done; or the table of the power experiment, and 3 if a verdict had the wrong sign."""
+    if arguments.power:
+        from fp8bench.jobs.selftest.power import run_power
+
+        power = run_power(arguments.operation, arguments.trials or 20, arguments.json, TERMINAL)
+        say(power_table(power) + "\n")
+        return EXIT_FAILED if any(row.wrong_signs for row in power.rows) else EXIT_OK
+    for name in ("trials", "operation", "json"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name} goes with --power, which was not given. Add --power, or leave --{name} out.")
+    return _checks()
 
 
 def _checks() -> int:
@@ -46,15 +51,6 @@ def _checks() -> int:
         say(f"{'ok  ' if check.held else 'FAIL'}  {check.what}\n        seen: {check.seen}\n")
     say(f"{failed} checks failed\n" if failed else "all checks held\n")
     return EXIT_FAILED if failed else EXIT_OK
-
-
-def _power(arguments: argparse.Namespace) -> int:
-    """3 if a verdict had the wrong sign."""
-    from fp8bench.jobs.selftest.power import run_power
-
-    power = run_power(arguments.operation, arguments.trials or 20, arguments.json, TERMINAL)
-    say(power_table(power) + "\n")
-    return EXIT_FAILED if any(row.wrong_signs for row in power.rows) else EXIT_OK
 
 
 def power_table(power: Power) -> str:

@@ -30,9 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         run = load_named(arguments.run, arguments.store)
         print_run(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    given = {"--csv": arguments.csv, "--tensorboard": arguments.tensorboard, "--wandb": arguments.wandb}
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(f"{duel.stem} is a duel, which {option} does not go with. Leave it out, or use --json.")
+    for name in ("csv", "tensorboard", "wandb"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{duel.stem} is a duel, which --{name} does not go with. Leave it out, or use --json.")
     print_duel(load_duel(duel), arguments)
     return EXIT_OK

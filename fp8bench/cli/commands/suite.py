@@ -116,14 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _expected(plan: Plan, request: Request) -> str:
     """How long a run would take, as far as that is known before anything is measured."""
-    groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take; --budget SECONDS sets an end"
-    low, high = BUDGET_SECONDS * groups, 2 * BUDGET_SECONDS * groups
-    return f"time: about {clock(low)} to {clock(high)}, more where a step takes seconds; --budget SECONDS sets an end"
+    least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
+    times = f"{clock(least)} to {clock(2 * least)}"
+    return f"time: about {times}, more where a step takes seconds; --budget SECONDS sets an end"
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -158,9 +158,8 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
 def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
     """--resume takes what to measure, and how, from the run."""
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    others = [word for word in options if word not in _BESIDE_RESUME]
-    if arguments.suite is not None:
-        others.insert(0, arguments.suite)
+    suites = [arguments.suite] if arguments.suite is not None else []
+    others = [*suites, *(word for word in options if word not in _BESIDE_RESUME)]
     if others:
         raise UsageError(
             f"--resume takes what to measure, and how, from the run, and {others[0]} was given too. Leave it out; "
