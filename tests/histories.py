@@ -11,7 +11,6 @@ from pathlib import Path
 from fp8bench.model import (
     Case,
     Cell,
-    Course,
     Environment,
     Figure,
     Record,
@@ -22,11 +21,12 @@ from fp8bench.model import (
     SlotSample,
     Status,
     Timing,
+    Trend,
     Work,
 )
 from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import by_place, files_by_commit, read_runs
-from fp8bench.store.index.tables import Courses, Home, home_of, order, placed
+from fp8bench.store.index.tables import Home, Trends, home_of, order, placed
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from fp8bench.store.series import cells_of
@@ -119,16 +119,16 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class _Line:
-    """A course that is being read: its newest shape, its rank among the metrics, figures with when they belong."""
+    """A trend that is being read: its newest shape, its rank among the metrics, figures with when they belong."""
 
-    course: Course
+    trend: Trend
     rank: int
     newest: str = ""
     figures: list[tuple[float, Figure]] = field(default_factory=list)
 
 
-def read_courses(store: Path, wanted: Callable[[str], bool]) -> Courses:
-    """All courses whose name is wanted, sorted, by reading every run: what an opened history must say too."""
+def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
+    """All trends whose name is wanted, sorted, by reading every run: what an opened history must say too."""
     lines: dict[tuple[Home, str, Cell], _Line] = {}
     homes: list[Home] = []
     left: Counter[str] = Counter()
@@ -142,17 +142,17 @@ def read_courses(store: Path, wanted: Callable[[str], bool]) -> Courses:
             place = placed(members, wanted)
             home = home_of(place.home, homes)
             for rank, values, figure in place.figures:
-                course = Course(place.series[rank], values, place.machine, home.python, ())
-                line = lines.setdefault((home, course.series.name, values), _Line(course, rank))
+                trend = Trend(place.series[rank], values, place.machine, home.python, ())
+                line = lines.setdefault((home, trend.series.name, values), _Line(trend, rank))
                 if place.newest > line.newest:
-                    line.course, line.rank, line.newest = course, rank, place.newest
+                    line.trend, line.rank, line.newest = trend, rank, place.newest
                 line.figures.append((place.when, figure))
-    found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.course, one.rank))
-    return Courses(tuple(map(_in_order, found)), runs, commits, left)
+    found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.trend, one.rank))
+    return Trends(tuple(map(_in_order, found)), runs, commits, left)
 
 
-def _in_order(line: _Line) -> Course:
-    return replace(line.course, figures=tuple(one for _, one in sorted(line.figures, key=lambda pair: pair[0])))
+def _in_order(line: _Line) -> Trend:
+    return replace(line.trend, figures=tuple(one for _, one in sorted(line.figures, key=lambda pair: pair[0])))
 
 
 def _tells(line: _Line) -> bool:

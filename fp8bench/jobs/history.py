@@ -22,7 +22,7 @@ from fp8bench.analysis.steps.changes import (
 )
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Ack, Course
+from fp8bench.model import Ack, Trend
 from fp8bench.report.terminal.changes import listed
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import resolved
@@ -71,7 +71,7 @@ def opened(store: Path, observer: JobObserver) -> History:
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """The changes of all courses, those that were acknowledged among them."""
+    """The changes of all trends, those that were acknowledged among them."""
     memory = Memory(store)
     changes = changes_of(stretches(history), memory.steps_of_many)
     for trouble in memory.troubles:
@@ -80,10 +80,10 @@ def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """The figures of each course that compare; a course is read when somebody asks for it."""
+    """The figures of each trend that compare; a trend is read when somebody asks for it."""
     lines = history.lines
     for line in lines.lines:
-        read = partial(lines.course, line)
+        read = partial(lines.trend, line)
         yield [Stretch(read, one.places.tolist(), one.values.tolist()) for one in lines.comparable(line)]
 
 
@@ -93,7 +93,7 @@ def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
     for trouble in found.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")
     renamings = load_renamings(store)
-    named = {resolved(change.course.python): change.course.python for change in reversed(changes.changes)}
+    named = {resolved(change.trend.python): change.trend.python for change in reversed(changes.changes)}
 
     def name_of(python: str) -> str:
         known = renamings.name(python)
@@ -138,26 +138,26 @@ def acknowledge(
 ) -> list[tuple[str, str, str]]:  # fmt: skip
     """Acknowledge changes of a series, up to a commit, or with `undo` not any more.
 
-    Returns the names of the courses and the commits around each change.
+    Returns the names of the trends and the commits around each change.
     """
     if undo and because is not None:
         raise UsageError("--because says why a change is acknowledged, and --undo was given too. Leave one out.")
-    courses = _courses(opened(store, observer), series, store)
-    changes = find_changes(courses)
+    trends = _trends(opened(store, observer), series, store)
+    changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
-        undone = _undone(series, until, courses, acks)
+        undone = _undone(series, until, trends, acks)
         append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
         return [(name, ack.since, ack.until) for ack, name in undone]
     chosen = _chosen(series, until, acknowledged(changes, acks))
     append_acks(store, [ack_of(change, now, because or "") for change in chosen])
-    return [(change.course.name, change.comparison.since, change.comparison.until) for change in chosen]
+    return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen]
 
 
-def _undone(word: str, until: str | None, courses: Sequence[Course], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
-    """The acknowledgements that are meant, each with the name of its course."""
-    names = {(course.series.name, course.cell): course.name for course in courses}
+def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
+    """The acknowledgements that are meant, each with the name of its trend."""
+    names = {(trend.series.name, trend.cell): trend.name for trend in trends}
     wanted = [
         ack for ack in acks
         if (ack.series, ack.cell) in names and (until is None or ack.until.startswith(until))
@@ -191,8 +191,8 @@ def _why_none(found: Found) -> str:
     return "" if found.looked_at or not found.left else f" Not looked at: {'; '.join(found.left)}."
 
 
-def _courses(history: History, word: str, store: Path) -> Sequence[Course]:
-    """The courses of the one series that a word fits, or of all that a pattern with stars fits."""
+def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
+    """The trends of the one series that a word fits, or of all that a pattern with stars fits."""
     wanted: Callable[[str], bool]
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
@@ -200,7 +200,7 @@ def _courses(history: History, word: str, store: Path) -> Sequence[Course]:
     else:
         meant = series_meant(word, history, store)
         wanted = meant.__eq__
-    courses = history.courses(wanted).courses
-    if not courses:
+    trends = history.trends(wanted).trends
+    if not trends:
         raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
-    return courses
+    return trends

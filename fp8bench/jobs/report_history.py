@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.errors import Fp8benchError
-from fp8bench.model import Course, Figure, Level, Run, course_name
+from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
 from fp8bench.store.index.history import open_history
@@ -27,10 +27,10 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     wanted = {(point.series, point.cell) for one in tracked for point in one.content.points}
     if not wanted:
         return ()
-    names = {course_name(*one) for one in wanted}
+    names = {trend_name(*one) for one in wanted}
     history = open_history(store, lambda _: None)
-    courses = history.courses(names.__contains__).courses
-    series = [_series(course, [one for one in tracked if history.is_of(course, one.identity)]) for course in courses]
+    trends = history.trends(names.__contains__).trends
+    series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
     return tuple(one for one in series if one is not None and one.figures)
 
 
@@ -42,24 +42,24 @@ def _tracked(run: Run) -> TrackedRun | None:
         return None
 
 
-def _series(course: Course, tracked: Sequence[TrackedRun]) -> PastSeries | None:
-    """A course of its newest version and source, with what is in no course; None where no run was made."""
+def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
+    """A trend of its newest version and source, with what is in no trend; None where no run was made."""
     if not tracked:
         return None
-    version = course.series.version
-    measured = course.measured[-MOST_COMMITS:]
+    version = trend.series.version
+    measured = trend.measured[-MOST_COMMITS:]
     kept = [figure for figure in measured if figure.version == version]
     kept = [figure for figure in kept if figure.source == kept[-1].source]
-    unkept = (figure for one in tracked for figure in _unkept(one, course, kept[-1] if kept else None))
+    unkept = (figure for one in tracked for figure in _unkept(one, trend, kept[-1] if kept else None))
     figures = [*_figures(kept), *unkept]
-    precision, *values = course.cell
-    pairs = zip(course.series.param_names[1:], values, strict=True)
-    unit = unit_of_series(course.series)
+    precision, *values = trend.cell
+    pairs = zip(trend.series.param_names[1:], values, strict=True)
+    unit = unit_of_series(trend.series)
     return PastSeries(
-        course.name, "" if unit == units.RATIO else unit, tuple(figures),
-        course.series.workload, course.series.metric, str(precision),
-        " ".join(f"{name}={value}" for name, value in pairs), str(course.machine.get("machine")),
-        _emulated(course, tracked), len(measured) - len(kept),
+        trend.name, "" if unit == units.RATIO else unit, tuple(figures),
+        trend.series.workload, trend.series.metric, str(precision),
+        " ".join(f"{name}={value}" for name, value in pairs), str(trend.machine.get("machine")),
+        _emulated(trend, tracked), len(measured) - len(kept),
     )  # fmt: skip
 
 
@@ -78,11 +78,11 @@ def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> Past
     )
 
 
-def _unkept(one: TrackedRun, course: Course, last: Figure | None) -> Iterator[PastFigure]:
+def _unkept(one: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
     """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
     if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
         return
-    own = course.series.name, course.cell, course.series.version
+    own = trend.series.name, trend.cell, trend.series.version
     for point in one.content.points:
         if (point.series, point.cell, point.version) != own or not point.samples:
             continue
@@ -92,9 +92,9 @@ def _unkept(one: TrackedRun, course: Course, last: Figure | None) -> Iterator[Pa
             yield _past(figure, when, one.order[0] * 1000, unkept=True)
 
 
-def _emulated(course: Course, tracked: Sequence[TrackedRun]) -> bool:
+def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
     """Whether the runs at hand emulate the precision there: the history itself does not say."""
-    wanted = course.series.workload, course.cell[0]
+    wanted = trend.series.workload, trend.cell[0]
     return any(
         record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted
         for one in tracked

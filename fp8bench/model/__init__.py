@@ -49,7 +49,6 @@ from fp8bench.model.series import (
     Cell,
     Comparison,
     Conditions,
-    Course,
     Direction,
     Ending,
     Evidence,
@@ -57,7 +56,8 @@ from fp8bench.model.series import (
     Figure,
     Point,
     Series,
-    course_name,
+    Trend,
+    trend_name,
 )
 from fp8bench.model.words import (
     CELL_PHASES,
@@ -74,10 +74,10 @@ from fp8bench.model.words import (
 
 __all__ = [
     "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Cell",
-    "Comparison", "Conditions", "Course", "DeviceFacts", "DeviceWatch", "Direction", "Ending", "EnergyUse",
-    "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Group", "HeldBlock", "Interval",
-    "Label", "LayerScale", "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "OperatorTime",
-    "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Provenance", "Record",
-    "Request", "Resumption", "Run", "Scalar", "Segments", "Series", "SlotSample", "StaticScales", "Status",
-    "Support", "TensorStatistics", "Timing", "Verdict", "Work", "course_name",
+    "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending", "EnergyUse", "EnergyWindow",
+    "Environment", "Evidence", "Fault", "Figure", "Finding", "Group", "HeldBlock", "Interval", "Label", "LayerScale",
+    "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "OperatorTime", "Overheads", "Params", "Phase",
+    "PhaseMemory", "Plan", "PlannedCase", "Point", "Provenance", "Record", "Request", "Resumption", "Run", "Scalar",
+    "Segments", "Series", "SlotSample", "StaticScales", "Status", "Support", "TensorStatistics", "Timing", "Trend",
+    "Verdict", "Work", "trend_name",
 ]  # fmt: skip

@@ -88,7 +88,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Course:
+class Trend:
     """One cell of a series from commit to commit, on one machine and under one interpreter.
 
     `machine` is what asv knows of the machine, its name under 'machine'. `figures` are in the order of their commits'
@@ -104,7 +104,7 @@ class Course:
     @property
     def name(self) -> str:
         """As a person writes it: 'gemm.Gemm.track_time(bf16, 512)'."""
-        return course_name(self.series.name, self.cell)
+        return trend_name(self.series.name, self.cell)
 
     @property
     def measured(self) -> tuple[Figure, ...]:
@@ -118,19 +118,19 @@ class Course:
 
 
 class Ending(NamedTuple):
-    """How a course ends: its last figure, the last one before it that has a number, and how many have one.
+    """How a trend ends: its last figure, the last one before it that has a number, and how many have one.
 
-    Whoever asks for endings gets courses without figures.
+    Whoever asks for endings gets trends without figures.
     """
 
-    course: Course
+    trend: Trend
     last: Figure
     before: Figure | None
     points: int
 
 
-def course_name(series: str, cell: Cell) -> str:
-    """What the course of one cell of a series is called."""
+def trend_name(series: str, cell: Cell) -> str:
+    """What the trend of one cell of a series is called."""
     return f"{series}({', '.join(map(str, cell))})"
 
 

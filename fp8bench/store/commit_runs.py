@@ -17,7 +17,7 @@ from fp8bench.errors import Fp8benchError, StoreError
 from fp8bench.model import Plan, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
 from fp8bench.store.interpreters import Renamings, load_renamings
-from fp8bench.store.points import Followed, followed
+from fp8bench.store.points import RunPoints, followed
 from fp8bench.store.runs.read import load_head, load_run, run_files, store_of
 
 NO_REPOSITORY = "not measured in a git repository"
@@ -49,7 +49,7 @@ class TrackedRun:
 
     run: Run
     identity: Identity
-    content: Followed
+    content: RunPoints
 
     @property
     def commit(self) -> str:

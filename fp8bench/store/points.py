@@ -54,7 +54,7 @@ _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
-class Followed:
+class RunPoints:
     """What a run tells the history: points, their series, and how many of its cases are in none, and why."""
 
     points: tuple[Point, ...] = ()
@@ -63,16 +63,16 @@ class Followed:
     why: str = ""
 
 
-def followed(run: Run) -> Followed:
+def followed(run: Run) -> RunPoints:
     """The points of a run. Cases outside of the declared grids are counted; they stay in the run."""
     why = _why_none(run)
     if why:
-        return Followed(others=len(run.records), why=why)
+        return RunPoints(others=len(run.records), why=why)
     by_workload: dict[str, list[Record]] = {}
     for record in run.records:
         by_workload.setdefault(record.case.workload, []).append(record)
     parts = [_of_workload(name, records, run) for name, records in by_workload.items()]
-    return Followed(
+    return RunPoints(
         tuple(point for part in parts for point in part.points), tuple(one for part in parts for one in part.series),
         sum(part.others for part in parts), next((part.why for part in parts if part.why), ""),
     )  # fmt: skip
@@ -119,20 +119,20 @@ def _why_none(run: Run) -> str:
     return ""
 
 
-def _of_workload(name: str, records: Sequence[Record], run: Run) -> Followed:
+def _of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
     if name not in workloads.names(hidden=True):
-        return Followed(others=len(records), why=f"the suite {name} is not known here; --import its module")
+        return RunPoints(others=len(records), why=f"the suite {name} is not known here; --import its module")
     workload = workloads.get(name)
     if workload.history is None:
-        return Followed(others=len(records), why=f"the suite {name} declares no grid")
+        return RunPoints(others=len(records), why=f"the suite {name} declares no grid")
     try:
         _check(type(workload))
         return _of_grid(workload, workload.history, records, run)
     except UsageError as error:
-        return Followed(others=len(records), why=str(error).rstrip("."))
+        return RunPoints(others=len(records), why=str(error).rstrip("."))
 
 
-def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> Followed:
+def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
     under = _conditions(workload, run)
     points: list[Point] = []
     others = 0
@@ -148,7 +148,7 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
         for point in found:
             own = _own_conditions(workload, record, point)
             points.append(replace(point, under=(*under, *own) if own else under))
-    return Followed(tuple(points), _series(type(workload), data) if points else (), others)
+    return RunPoints(tuple(points), _series(type(workload), data) if points else (), others)
 
 
 def _own_conditions(workload: Workload, record: Record, point: Point) -> Conditions:

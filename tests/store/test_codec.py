@@ -19,7 +19,6 @@ from fp8bench.model import (
     Capacity,
     Case,
     Comparison,
-    Course,
     DeviceFacts,
     DeviceWatch,
     Direction,
@@ -60,6 +59,7 @@ from fp8bench.model import (
     Support,
     TensorStatistics,
     Timing,
+    Trend,
     Verdict,
     Work,
 )
@@ -124,7 +124,7 @@ FINDING = Finding(
 SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "n"), (("fp8",), (512, "1x2x3")), "1.1")
 POINT = Point(SERIES.name, ("fp8", 512), "1.1", (0.5, 0.25), Status.FAILED, "why", True)
 FIGURE = Figure("66fd6b5c", 1767268800000, "1.1", 2, 48, 0.5, 0.25, None, True, Status.SKIPPED, "why")
-COURSE = Course(SERIES, ("fp8", 512), {"machine": "box", "ram": None}, "/venv/bin/python", (FIGURE,))
+COURSE = Trend(SERIES, ("fp8", 512), {"machine": "box", "ram": None}, "/venv/bin/python", (FIGURE,))
 COMPARISON = Comparison(
     CASE.id, "gemm", "time", "s", Direction.WORSE, Evidence.HISTORY, 1.0, 1.5, Interval(1.5, 1.4, 1.6, 0.99), 0.001,
     ("noisy",), "why", "66fd6b5c", "0a1b2c3d", True,
@@ -154,7 +154,7 @@ def test_every_value_survives_the_trip(value: Any) -> None:
     again = there_and_back(value)
     assert again == value
     assert encode(again) == encode(value)
-    assert hash(again) == hash(value) if not isinstance(value, Environment | Resumption | Run | Course) else True
+    assert hash(again) == hash(value) if not isinstance(value, Environment | Resumption | Run | Trend) else True
 
 
 def test_every_dataclass_of_the_model_is_among_them() -> None:

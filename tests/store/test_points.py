@@ -177,7 +177,7 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
     """asv would not measure like that."""
-    assert followed(run(**words)) == points.Followed(others=3, why=why)
+    assert followed(run(**words)) == points.RunPoints(others=3, why=why)
 
 
 OUTSIDE = {
@@ -197,7 +197,7 @@ def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
     found = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
     assert (found.others, found.why) == (1, "") and {one.cell for one in found.points} == {("fp32", "512")}
     alone = followed(run([replace(BF16, case=OUTSIDE[name])]))
-    assert alone == points.Followed(others=1)
+    assert alone == points.RunPoints(others=1)
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
@@ -208,8 +208,8 @@ def test_the_machines_main_device_is_its_first_gpu() -> None:
     assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "4096")}
     second = replace(GPU, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert followed(replace(other, devices=(HERE, GPU, second))) == points.Followed(others=1)
-    assert followed(replace(run(), devices=())) == points.Followed(others=3)
+    assert followed(replace(other, devices=(HERE, GPU, second))) == points.RunPoints(others=1)
+    assert followed(replace(run(), devices=())) == points.RunPoints(others=3)
 
 
 def transformer(data: str) -> Record:
@@ -239,10 +239,10 @@ def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
     """One that is not known here may be known after an import."""
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
-    assert followed(run([unknown])) == points.Followed(
+    assert followed(run([unknown])) == points.RunPoints(
         others=1, why="the suite nosuch is not known here; --import its module"
     )
-    assert followed(run([hidden])) == points.Followed(others=1, why="the suite _planted declares no grid")
+    assert followed(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
     found = followed(run([unknown, BF16, hidden]))
     assert found.others == 2 and found.why and len(found.points) == len(found.series)
 

@@ -1,4 +1,4 @@
-"""Changes in the courses of a history: where figures stepped up or down from one commit to another, and stayed there.
+"""Changes in the trends of a history: where figures stepped up or down from one commit to another, and stayed there.
 
 Steps are looked for among figures of one version that were measured under the same conditions, and of whole
 measurements. Commits in between that have no such figure lie in a step's range like any other.
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
-from fp8bench.model import Ack, Comparison, Conditions, Course, Direction, Evidence, Figure
+from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Trend
 
 # Two builds of one program differ by as much for where their code and data lie.
 BAND = 0.01
@@ -44,15 +44,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """A step of a course as a comparison of the level after it with the one before it.
+    """A step of a trend as a comparison of the level after it with the one before it.
 
     It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
-    has the new level first. `commits` counts those of the course in that range, and `unmeasured` those of them that
+    has the new level first. `commits` counts those of the trend in that range, and `unmeasured` those of them that
     have no figure to compare. `error` is the standard error of the ratio's logarithm. `current` says that the newest
     figure was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
     """
 
-    course: Course
+    trend: Trend
     comparison: Comparison
     first: str
     commits: int
@@ -80,7 +80,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first; how many courses were looked at, and how many were not, and why."""
+    """All changes, the worst first; how many trends were looked at, and how many were not, and why."""
 
     changes: tuple[Change, ...]
     looked_at: int
@@ -89,25 +89,25 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a course that compare: their places in it, and their values. `read` gives the course."""
+    """Figures of a trend that compare: their places in it, and their values. `read` gives the trend."""
 
-    read: Callable[[], Course]
+    read: Callable[[], Trend]
     places: Sequence[int]
     values: Sequence[float]
 
 
-def find_changes(courses: Iterable[Course]) -> Found:
-    """Look at each course, all at once. Nothing is acknowledged yet."""
-    return changes_of((_stretches(course) for course in courses), steps_of_many)
+def find_changes(trends: Iterable[Trend]) -> Found:
+    """Look at each trend, all at once. Nothing is acknowledged yet."""
+    return changes_of((_stretches(trend) for trend in trends), steps_of_many)
 
 
 def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
-    """The changes of courses by their stretches. `look` finds steps; only courses that have some are read."""
+    """The changes of trends by their stretches. `look` finds steps; only trends that have some are read."""
     left: Counter[str] = Counter()
     chosen: list[Stretch] = []
     looked_at = 0
-    for of_course in stretches:
-        compared = [one for one in of_course if len(one.values) >= LEAST_VALUES]
+    for of_trend in stretches:
+        compared = [one for one in of_trend if len(one.values) >= LEAST_VALUES]
         sound = [one for one in compared if min(one.values) >= 0]
         chosen += sound
         looked_at += bool(sound)
@@ -118,15 +118,14 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
 
 
-def _stretches(course: Course) -> list[Stretch]:
-    """The figures of a course by version and conditions."""
+def _stretches(trend: Trend) -> list[Stretch]:
+    """The figures of a trend by version and conditions."""
     alike: dict[tuple[str, Conditions], list[int]] = {}
-    for place, figure in enumerate(course.figures):
+    for place, figure in enumerate(trend.figures):
         if _counts(figure):
             alike.setdefault((figure.version, figure.under), []).append(place)
     return [
-        Stretch(lambda: course, places, [_value(course.figures[place]) for place in places])
-        for places in alike.values()
+        Stretch(lambda: trend, places, [_value(trend.figures[place]) for place in places]) for places in alike.values()
     ]
 
 
@@ -160,13 +159,13 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
 
 
 def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change:
-    course = stretch.read()
+    trend = stretch.read()
     low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
     inside = range(low + 1, high + 1)
-    figures = course.figures
+    figures = trend.figures
     direction = Direction.WORSE if step.after > step.before else Direction.BETTER
     comparison = Comparison(
-        case_of(course), course.series.workload, course.series.metric, unit_of_series(course.series), direction,
+        case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series), direction,
         Evidence.HISTORY,
         before, after, step.ratio if before > 0 and after > 0 else None, step.p_value,
         why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
@@ -176,21 +175,21 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
     version = figures[first].version
     newest = next(place for place in reversed(range(len(figures))) if _counts(figures[place]))
     return Change(
-        course, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
+        trend, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
         current=newest in stretch.places,
     )  # fmt: skip
 
 
-def case_of(course: Course) -> str:
+def case_of(trend: Trend) -> str:
     """A cell as cases are called: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
-    precision, *values = course.cell
-    inside = ",".join(f"{name}={value}" for name, value in zip(course.series.param_names[1:], values, strict=True))
-    return f"{course.series.workload}[{inside}]@{course.machine['machine']}/{precision}"
+    precision, *values = trend.cell
+    inside = ",".join(f"{name}={value}" for name, value in zip(trend.series.param_names[1:], values, strict=True))
+    return f"{trend.series.workload}[{inside}]@{trend.machine['machine']}/{precision}"
 
 
 def _state(change: Change, later: Sequence[float]) -> State:
     """Whether a change still holds: it does not where a later level lies nearer to the one before it."""
-    if change.version != change.course.series.version:
+    if change.version != change.trend.series.version:
         return State.OLD_VERSION
     before, after = change.comparison.before, change.comparison.after
     assert before is not None and after is not None
@@ -224,20 +223,20 @@ def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
 
 def ack_of(change: Change, when: str, because: str) -> Ack:
     """A new ack that covers a change."""
-    course, one = change.course, change.comparison
+    trend, one = change.trend, change.comparison
     assert one.before is not None and one.after is not None
     return Ack(
-        secrets.token_hex(4), course.series.name, course.cell, str(course.machine["machine"]), course.python,
+        secrets.token_hex(4), trend.series.name, trend.cell, str(trend.machine["machine"]), trend.python,
         change.version, one.direction, one.since, one.until, one.before, one.after, when, because,
     )  # fmt: skip
 
 
 def covers(ack: Ack, change: Change) -> bool:
-    """Whether an ack is of that change: the same course, ranges that overlap, and a level that is not further off."""
-    course, comparison = change.course, change.comparison
+    """Whether an ack is of that change: the same trend, ranges that overlap, and a level that is not further off."""
+    trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
     here = (
-        course.series.name, course.cell, course.machine["machine"], course.python, change.version, comparison.direction,
+        trend.series.name, trend.cell, trend.machine["machine"], trend.python, change.version, comparison.direction,
     )  # fmt: skip
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != here:
         return False
@@ -246,7 +245,7 @@ def covers(ack: Ack, change: Change) -> bool:
         return False
     if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
         return False  # it begins where the other one ended
-    places = {figure.commit: place for place, figure in enumerate(course.figures)}
+    places = {figure.commit: place for place, figure in enumerate(trend.figures)}
     ends = [places.get(commit) for commit in (ack.since, ack.until)]
     low, high = places[comparison.since], places[comparison.until]
     since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))

@@ -19,13 +19,13 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, U
 from fp8bench.files import is_locked
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.history import (
-    course_page,
-    courses_page,
     faults_page,
     joined_page,
     rebuilt_page,
     run_row,
     runs_page,
+    trend_page,
+    trends_page,
 )
 from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.find_runs import gone
@@ -34,7 +34,7 @@ from fp8bench.store.series import tracked_by
 from fp8bench.store.verify import verify
 
 if TYPE_CHECKING:
-    from fp8bench.model import Course
+    from fp8bench.model import Trend
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     if not endings and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = options_of(arguments)
-    tell(arguments, partial(courses_page, endings, str(store), found.runs, found.commits, found.left, options))
+    tell(arguments, partial(trends_page, endings, str(store), found.runs, found.commits, found.left, options))
     return EXIT_OK
 
 
@@ -151,22 +151,22 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
     found = opened(store, TERMINAL)
     wanted = series_meant(arguments.series, found, store)
-    courses = found.courses(lambda name: name == wanted).courses
-    commits = {figure.commit for course in courses for figure in course.figures}
+    trends = found.trends(lambda name: name == wanted).trends
+    commits = {figure.commit for trend in trends for figure in trend.figures}
     lost = gone(commits, Path())
     if lost == commits:
         complain("none of these commits is in the repository of this directory")
         lost = frozenset()
-    tell(arguments, partial(course_page, courses, _description(courses[0]), lost))
+    tell(arguments, partial(trend_page, trends, _description(trends[0]), lost))
     return EXIT_OK
 
 
-def _description(course: Course) -> str:
+def _description(trend: Trend) -> str:
     """What a series is, in its workload's words."""
-    grid = workloads.get(course.series.workload).history
+    grid = workloads.get(trend.series.workload).history
     assert grid is not None
-    unit = course.series.unit
-    words = next(one.description for one in tracked_by(grid) if one.name == course.series.metric)
+    unit = trend.series.unit
+    words = next(one.description for one in tracked_by(grid) if one.name == trend.series.metric)
     return f"{words}, in {unit}" if unit != "ratio" else f"{words}, a ratio"
 
 

@@ -21,7 +21,7 @@ from fp8bench.jobs.gate.remeasure import duel_with, measured_again
 from fp8bench.jobs.gate.source import Source, failed, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, opened
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import RELATIVE, Comparison, Course, Direction, Evidence, Interval, Run, Status
+from fp8bench.model import RELATIVE, Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.pipeline import AGAIN
 from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.find_runs import commit_named
@@ -95,34 +95,34 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     place = from_facts(newest.environment.facts)
     here = [
         one for one in found.changes
-        if one.state is State.OPEN and one.course.series.metric not in _DERIVED
-        and (place is None or history.is_of(one.course, place))
+        if one.state is State.OPEN and one.trend.series.metric not in _DERIVED
+        and (place is None or history.is_of(one.trend, place))
     ]  # fmt: skip
     relative = _with_relative(here, history)
     for one in sorted(here, key=lambda change: change.size):
-        if one.course.series.metric == RELATIVE or not (_is_time(one.course) and _place(one.course) in relative):
+        if one.trend.series.metric == RELATIVE or not (_is_time(one.trend) and _place(one.trend) in relative):
             chosen[key_of(one.comparison)] = one
     return chosen
 
 
-def _is_time(course: Course) -> bool:
-    return course.series.unit == "seconds"
+def _is_time(trend: Trend) -> bool:
+    return trend.series.unit == "seconds"
 
 
-def _place(course: Course) -> tuple[object, ...]:
-    return course.series.workload, course.cell, course.machine.get("machine"), course.python
+def _place(trend: Trend) -> tuple[object, ...]:
+    return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
 
 
 def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
     """Where there is a series of times over the reference's."""
-    suites = {one.course.series.workload for one in changes if _is_time(one.course)}
+    suites = {one.trend.series.workload for one in changes if _is_time(one.trend)}
     if not suites:
         return set()
 
     def wanted(name: str) -> bool:
         return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
 
-    return {_place(course) for course in history.courses(wanted).courses if course.measured}
+    return {_place(trend) for trend in history.trends(wanted).trends if trend.measured}
 
 
 def _notes(found: Found) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _notes(found: Found) -> Iterator[str]:
 def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
     """By duels with the commits before the steps; what cannot be duelled is measured again."""
     here = {(one.case.workload, cell_of(one.case, newest)): one.case.id for one in reversed(newest.records)}
-    wanted = {key_of(one.comparison): (one.course.series.workload, one.course.cell) for one in suspects}
+    wanted = {key_of(one.comparison): (one.trend.series.workload, one.trend.cell) for one in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
     there = [one for one in suspects if key_of(one.comparison) in cases]
     found: dict[Key, Comparison] = {}
@@ -163,10 +163,10 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
     """What a run comes to where a series has stepped: worse, if it lies nearer to the level after the step."""
-    course, step = change.course, change.comparison
+    trend, step = change.trend, change.comparison
     points = [
         point for point in followed(run).points
-        if (point.series, point.cell, point.version) == (course.series.name, course.cell, change.version)
+        if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
     ]  # fmt: skip
     values = [value for point in points for value in point.samples]
     if points and points[0].status is Status.FAILED:

@@ -53,7 +53,7 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     """The commands that go on from a regression."""
-    name, one = shlex.quote(change.course.name), change.comparison
+    name, one = shlex.quote(change.trend.name), change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
     yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
@@ -72,9 +72,9 @@ def changes_json(found: Found) -> str:
 
 
 def _plain(change: Change) -> dict[str, object]:
-    course = change.course
+    trend = change.trend
     return {
-        "series": course.name, "machine": course.machine["machine"], "python": course.python,
+        "series": trend.name, "machine": trend.machine["machine"], "python": trend.python,
         "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
         "unmeasured": change.unmeasured, "state": change.state.value,
         "ack": None if change.ack is None else encode(change.ack),
@@ -109,7 +109,7 @@ def _rows(changes: Sequence[Change], several: bool) -> Iterator[tuple[Field, ...
     """Changes under the commits they lie between, in the order of the first of each; of several places, also these."""
     together: dict[str, list[Change]] = {}
     for change in changes:
-        together.setdefault(_commits(change) + (f", {where(change.course)}" if several else ""), []).append(change)
+        together.setdefault(_commits(change) + (f", {where(change.trend)}" if several else ""), []).append(change)
     for commits, members in together.items():
         yield from ((Field(commits), *_row(change)) for change in members)
 
@@ -124,9 +124,9 @@ def _commits(change: Change) -> str:
 
 
 def _row(change: Change) -> tuple[Field, ...]:
-    course, one = change.course, change.comparison
+    trend, one = change.trend, change.comparison
     return (
-        Field(course.name), Field(value(course, one.before)), Field(value(course, one.after)),
+        Field(trend.name), Field(value(trend, one.before)), Field(value(trend, one.after)),
         Field(signed(one.ratio), tone=_TONES[change.is_worse]), Field(_chance(one.p_value)),
         Field("\n".join(_notes(change))),
     )  # fmt: skip
@@ -147,7 +147,7 @@ def _chance(p_value: float | None) -> str:
 
 
 def _place(change: Change) -> tuple[Scalar | None, str]:
-    return change.course.machine.get("machine"), change.course.python
+    return change.trend.machine.get("machine"), change.trend.python
 
 
 def _legend(found: Found, everything: bool) -> list[str]:
@@ -174,4 +174,4 @@ def _many(count: int, word: str, words: str = "") -> str:
 
 def listed(changes: Sequence[Change]) -> str:
     """Changes by their series and last commits, for a sentence that asks to choose."""
-    return "".join(f"\n  {change.course.name} --until {change.comparison.until[:8]}" for change in changes)
+    return "".join(f"\n  {change.trend.name} --until {change.comparison.until[:8]}" for change in changes)

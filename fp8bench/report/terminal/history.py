@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.model import Conditions, Course, Ending, Fault, Figure, Run, Scalar, Status
+from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Scalar, Status, Trend
 from fp8bench.report.elements import Code, Column, Field, Items, Page, Part, Table, Text
 
 _HASTY = "~"
@@ -29,12 +29,12 @@ VERSION = "new version: the work or the method changed, and numbers before do no
 GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
-def value(course: Course, number: float | None, digits: int = 3) -> str:
-    """A number of a course, by its unit; `digits` are those of a time or an energy."""
-    return units.shown(number, unit_of_series(course.series), course.series.metric, digits)
+def value(trend: Trend, number: float | None, digits: int = 3) -> str:
+    """A number of a trend, by its unit; `digits` are those of a time or an energy."""
+    return units.shown(number, unit_of_series(trend.series), trend.series.metric, digits)
 
 
-def courses_page(
+def trends_page(
     endings: Sequence[Ending],
     store: str,
     runs: int,
@@ -55,14 +55,14 @@ def courses_page(
     for _, alike in itertools.groupby(endings, key=_place):
         members = list(alike)
         rows = tuple(tuple(map(Field, _last_cells(one))) for one in members)
-        parts.append(Part("series", "", (Table("series", where(members[0].course), columns, rows),)))
+        parts.append(Part("series", "", (Table("series", where(members[0].trend), columns, rows),)))
     if endings:
-        name = shlex.quote(endings[0].course.name)
+        name = shlex.quote(endings[0].trend.name)
         parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
     return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
 
 
-def course_page(courses: Sequence[Course], description: str, gone: Collection[str]) -> Page:
+def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str]) -> Page:
     """One series, commit by commit, on every machine and under every interpreter that it was measured with.
 
     `gone` are commits that the repository does not have.
@@ -73,14 +73,14 @@ def course_page(courses: Sequence[Course], description: str, gone: Collection[st
         Column("change", number=True), Column("why", below=True),
     )  # fmt: skip
     parts = [
-        Part("course", "", (Table("course", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in courses
+        Part("course", "", (Table("course", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in trends
     ]
-    figures = [figure for course in courses for figure in course.figures]
-    words = [INTERVAL.format(_samples(courses))] if any(one.low is not None for one in figures) else []
-    words += [VERSUS] if any(len(one.measured) > 1 for one in courses) else []
+    figures = [figure for trend in trends for figure in trend.figures]
+    words = [INTERVAL.format(_samples(trends))] if any(one.low is not None for one in figures) else []
+    words += [VERSUS] if any(len(one.measured) > 1 for one in trends) else []
     words += [HASTY] if any(one.hasty for one in figures) else []
     what = Part("what", "", (Items((Text(f"{description}; lower is better"),)),))
-    return Page(courses[0].name, "", (what, *parts), words)
+    return Page(trends[0].name, "", (what, *parts), words)
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
@@ -146,27 +146,27 @@ def _many(count: int, word: str, words: str = "") -> str:
 
 
 def _place(ending: Ending) -> tuple[Scalar | None, str]:
-    return ending.course.machine.get("machine"), ending.course.python
+    return ending.trend.machine.get("machine"), ending.trend.python
 
 
-def where(course: Course) -> str:
+def where(trend: Trend) -> str:
     """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
-    machine = course.machine
+    machine = trend.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
     facts = ", ".join(str(one) for one in (machine.get("gpu"), machine.get("cpu"), cpus) if one)
-    return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {course.python}"
+    return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
 def _last_cells(ending: Ending) -> tuple[str, ...]:
-    """A course in one line: its last commit, against the one before that has a number."""
-    course, last, before, points = ending
-    return course.name, str(points), last.commit[:8], _shown(course, last), _change(last, before)
+    """A trend in one line: its last commit, against the one before that has a number."""
+    trend, last, before, points = ending
+    return trend.name, str(points), last.commit[:8], _shown(trend, last), _change(last, before)
 
 
-def _shown(course: Course, figure: Figure, digits: int = 3) -> str:
+def _shown(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
-    return (_HASTY if figure.hasty else "") + value(course, figure.value, digits)
+    return (_HASTY if figure.hasty else "") + value(trend, figure.value, digits)
 
 
 def _change(figure: Figure, before: Figure | None) -> str:
@@ -182,11 +182,11 @@ def _change(figure: Figure, before: Figure | None) -> str:
     return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
 
 
-def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
+def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
     """A row a commit; what else changed than the commit stands above those it holds for."""
     before: Figure | None = None
-    version, conditions = course.figures[0].version, ""
-    for one in course.figures:
+    version, conditions = trend.figures[0].version, ""
+    for one in trend.figures:
         news = []
         if one.version != version:
             news.append(f"version {version} -> {one.version}: numbers before do not compare")
@@ -194,13 +194,13 @@ def _figure_rows(course: Course, gone: Collection[str]) -> Iterable[tuple[Field,
         if before is not None and one.value is not None and before.under != one.under:
             news += _new_conditions(before.under, one.under)
         conditions = "; ".join(news) or conditions
-        below = [f"{_shown(course, one)}: {one.reason}"] if one.value is None and one.reason else []
+        below = [f"{_shown(trend, one)}: {one.reason}"] if one.value is None and one.reason else []
         below += [GONE] if one.commit in gone else []
-        ends = ", ".join(value(course, end, _CLOSE) for end in (one.low, one.high))
+        ends = ", ".join(value(trend, end, _CLOSE) for end in (one.low, one.high))
         interval = units.NONE if one.low is None else f"[{ends}]"
         told = before is not None and (before.version, before.source) == (one.version, one.source)
         change = _change(one, before) if told else units.NONE
-        shown = _shown(course, one, _CLOSE)
+        shown = _shown(trend, one, _CLOSE)
         cells = (units.moment(one.date), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
         yield tuple(map(Field, (conditions, *cells, "\n".join(below))))
         before = one if one.value is not None else before
@@ -231,7 +231,7 @@ def _unfinished(run: Run, being_written: bool) -> str:
 
 def _list_legend(endings: Sequence[Ending]) -> list[str]:
     values, changes = zip(*(_last_cells(ending)[-2:] for ending in endings), strict=True)
-    samples = _samples([ending.course for ending in endings])
+    samples = _samples([ending.trend for ending in endings])
     words = [f"value: the last commit's median over {samples}, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change[-1:].isdigit() or change.endswith("%") for change in changes) else []
     words += [VERSION] if "new version" in changes else []
@@ -239,9 +239,9 @@ def _list_legend(endings: Sequence[Ending]) -> list[str]:
     return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
 
 
-def _samples(courses: Sequence[Course]) -> str:
+def _samples(trends: Sequence[Trend]) -> str:
     """What the samples of these series are."""
-    kinds = {"windows" if unit_of_series(course.series) == "J" else "rounds" for course in courses}
+    kinds = {"windows" if unit_of_series(trend.series) == "J" else "rounds" for trend in trends}
     return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
 
 

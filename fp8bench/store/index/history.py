@@ -17,7 +17,7 @@ from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from fp8bench.model import Course, Ending
+from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Identity
 from fp8bench.store.commit_runs import CommitRuns, commit_of, files_by_commit, read_runs
 from fp8bench.store.index.figure_files import (
@@ -36,7 +36,7 @@ from fp8bench.store.index.figure_files import (
     sweep,
 )
 from fp8bench.store.index.lines import Lines, lines_of, names_in
-from fp8bench.store.index.tables import Courses, Home, Table, home_of
+from fp8bench.store.index.tables import Home, Table, Trends, home_of
 from fp8bench.store.interpreters import Renamings, load_renamings
 
 Job = TypeVar("Job")
@@ -94,29 +94,29 @@ class History:
 
     @cached_property
     def names(self) -> list[str]:
-        """What the courses are called, sorted; one name may be that of several places."""
+        """What the trends are called, sorted; one name may be that of several places."""
         return names_in(self.tables)
 
     @cached_property
     def lines(self) -> Lines:
-        """All courses as rows."""
+        """All trends as rows."""
         return lines_of(self.tables, lambda _: True)
 
-    def courses(self, wanted: Callable[[str], bool]) -> Courses:
-        """The courses whose name is wanted, as they are when every run is read."""
+    def trends(self, wanted: Callable[[str], bool]) -> Trends:
+        """The trends whose name is wanted, as they are when every run is read."""
         lines = lines_of(self.tables, wanted)
-        return Courses(tuple(map(lines.course, lines.lines)), self.runs, self.commits, self.left)
+        return Trends(tuple(map(lines.trend, lines.lines)), self.runs, self.commits, self.left)
 
-    def is_of(self, course: Course, identity: Identity) -> bool:
-        """Whether a course goes on where an identity is of, by whatever name its interpreter was called."""
+    def is_of(self, trend: Trend, identity: Identity) -> bool:
+        """Whether a trend goes on where an identity is of, by whatever name its interpreter was called."""
         homes: list[Home] = []
         for table in self.tables:
             home_of(table.home, homes)
         home = home_of(Home(str(identity.machine["machine"]), identity.python, identity.interpreter), homes)
-        return (home.machine, home.python) == (course.machine.get("machine"), course.python)
+        return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
-        """How the courses end whose name is wanted; they have no figures."""
+        """How the trends end whose name is wanted; they have no figures."""
         lines = lines_of(self.tables, wanted)
         return [lines.ending(line) for line in lines.lines]
 

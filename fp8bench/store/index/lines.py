@@ -1,4 +1,4 @@
-"""The tables of all commits put together: the rows of each course in order, and courses made of them when asked for."""
+"""The tables of all commits put together: the rows of each trend in order, and trends made of them when asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.model import Cell, Course, Ending, Figure, Series, course_name
+from fp8bench.model import Cell, Ending, Figure, Series, Trend, trend_name
 from fp8bench.store.index.tables import (
     ROW,
     Home,
@@ -36,9 +36,9 @@ Layout = tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]
 
 @dataclass(frozen=True)
 class Line:
-    """A course as rows: those from `first` to before `end` of all, in the order of commits. It has no figures yet."""
+    """A trend as rows: those from `first` to before `end` of all, in the order of commits. It has no figures yet."""
 
-    course: Course
+    trend: Trend
     first: int
     end: int
 
@@ -52,7 +52,7 @@ class Comparable(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """All lines, sorted as courses are; all rows, and of each the table from whose texts it takes its words.
+    """All lines, sorted as trends are; all rows, and of each the table from whose texts it takes its words.
 
     `alike` is one number for each version with conditions.
     """
@@ -63,16 +63,16 @@ class Lines:
     texts: tuple[Texts, ...]
     alike: Places
 
-    def course(self, line: Line) -> Course:
+    def trend(self, line: Line) -> Trend:
         """A line with all of its figures."""
-        return replace(line.course, figures=self._figures(np.arange(line.first, line.end)))
+        return replace(line.trend, figures=self._figures(np.arange(line.first, line.end)))
 
     def ending(self, line: Line) -> Ending:
         """How a line ends."""
         numbered = line.first + np.flatnonzero(has_number(self.rows["flags"][line.first : line.end]))
         before = numbered[numbered < line.end - 1][-1:]
         *found, last = self._figures(np.append(before, line.end - 1))
-        return Ending(line.course, last, found[0] if found else None, len(numbered))
+        return Ending(line.trend, last, found[0] if found else None, len(numbered))
 
     def comparable(self, line: Line) -> list[Comparable]:
         """Its figures by version and conditions, as far as they are numbers of whole measurements."""
@@ -124,7 +124,7 @@ class _Reading:
         found = self.parts.get((home, table.layout))
         if found is None:
             series, cells = self.layout(table)
-            names = enumerate(course_name(series[rank].name, cell) for rank, cell in cells)
+            names = enumerate(trend_name(series[rank].name, cell) for rank, cell in cells)
             places = [place for place, name in names if self.wanted(name)]
             keys = [(home, series[cells[place][0]].name, cells[place][1]) for place in places]
             lines = [self.keys.setdefault(key, len(self.keys)) for key in keys]
@@ -141,7 +141,7 @@ def names_in(tables: Iterable[Table]) -> list[str]:
     found: set[str] = set()
     for layout, rows in telling.items():
         series, cells = read_layout(layout)
-        found |= {course_name(series[rank].name, cell) for (rank, cell), tell in zip(cells, rows, strict=True) if tell}
+        found |= {trend_name(series[rank].name, cell) for (rank, cell), tell in zip(cells, rows, strict=True) if tell}
     return sorted(found)
 
 
@@ -176,7 +176,7 @@ def _rows(table: Table, part: _Part) -> Rows:
 def _lines(
     reading: _Reading, tables: Sequence[Table], parts: Sequence[_Part], bounds: Places, telling: NDArray[np.bool_]
 ) -> Iterator[Line]:
-    """The lines that tell something, sorted as courses are, each as its newest run has it."""
+    """The lines that tell something, sorted as trends are, each as its newest run has it."""
     newest = np.zeros((len(reading.keys), 2), np.int64)
     for place in sorted(range(len(tables)), key=lambda place: (tables[place].said["newest"], -place)):
         newest[parts[place].lines] = np.stack([np.full_like(parts[place].places, place), parts[place].places], axis=1)
@@ -187,9 +187,9 @@ def _lines(
         if tell:
             series, cells = reading.layout(tables[place])
             rank, cell = cells[row]
-            course = Course(series[rank], cell, tables[place].said["machine"], home.python, ())
-            found.append((rank, Line(course, first, end)))
-    found.sort(key=lambda pair: order(pair[1].course, pair[0]))
+            trend = Trend(series[rank], cell, tables[place].said["machine"], home.python, ())
+            found.append((rank, Line(trend, first, end)))
+    found.sort(key=lambda pair: order(pair[1].trend, pair[0]))
     yield from (line for _, line in found)
 
 

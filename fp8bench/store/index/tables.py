@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.model import Cell, Conditions, Course, Figure, Point, Scalar, Series, Status, course_name
+from fp8bench.model import Cell, Conditions, Figure, Point, Scalar, Series, Status, Trend, trend_name
 from fp8bench.store.asv.rows import cell
 from fp8bench.store.commit_runs import TrackedRun, series_of_runs
 from fp8bench.store.points import merged
 
 
 @dataclass(frozen=True)
-class Courses:
-    """What a store holds: courses, of how many runs and commits, and how many runs were left out, and why."""
+class Trends:
+    """What a store holds: trends, of how many runs and commits, and how many runs were left out, and why."""
 
-    courses: tuple[Course, ...]
+    trends: tuple[Trend, ...]
     runs: int
     commits: int
     left: Counter[str]
@@ -78,7 +78,7 @@ def home_of(own: Home, homes: list[Home]) -> Home:
 
 
 def placed(members: Sequence[TrackedRun], wanted: Callable[[str], bool]) -> Placed:
-    """What the runs of one commit, machine and interpreter come to, oldest first, in the courses that are wanted."""
+    """What the runs of one commit, machine and interpreter come to, oldest first, in the trends that are wanted."""
     series = series_of_runs(members)
     ranks = {one.name: rank for rank, one in enumerate(series)}
     points = [point for tracked in members for point in tracked.content.points]
@@ -93,7 +93,7 @@ def placed(members: Sequence[TrackedRun], wanted: Callable[[str], bool]) -> Plac
         tuple(
             (ranks[name], values, figure_of(members[0], point, _runs_of(point, by_cell[name, values])))
             for (name, values), point in merged(points, series).items()
-            if wanted(course_name(name, values))
+            if wanted(trend_name(name, values))
         ),
     )  # fmt: skip
 
@@ -118,10 +118,10 @@ def figure_of(tracked: TrackedRun, point: Point, runs: int) -> Figure:
     )  # fmt: skip
 
 
-def order(course: Course, rank: int) -> tuple[object, ...]:
+def order(trend: Trend, rank: int) -> tuple[object, ...]:
     """Machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
-    place = [values.index(value) for values, value in zip(course.series.params, course.cell, strict=True)]
-    return course.machine["machine"], course.python, course.series.workload, rank, place
+    place = [values.index(value) for values, value in zip(trend.series.params, trend.cell, strict=True)]
+    return trend.machine["machine"], trend.python, trend.series.workload, rank, place
 
 
 ROW = np.dtype(

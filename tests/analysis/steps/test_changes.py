@@ -1,4 +1,4 @@
-"""Steps of courses as changes: what compares, which commits they lie between, what became of them."""
+"""Steps of trends as changes: what compares, which commits they lie between, what became of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8bench.analysis.steps.changes import (
     find_changes,
 )
 from fp8bench.cli.thresholds_file import read_rules
-from fp8bench.model import Conditions, Course, Direction, Evidence, Figure, Series, Status
+from fp8bench.model import Conditions, Direction, Evidence, Figure, Series, Status, Trend
 from fp8bench.report.words.comparisons import value
 from tests.histories import commit
 
@@ -35,15 +35,15 @@ def figure(number: int, value: float | None, version: str = "1.1", **changes: ob
     return replace(Figure(commit(number), number, version, 1, 24, value, under=NEW), **changes)  # type: ignore[arg-type]
 
 
-def course(*figures: Figure, series: Series = SERIES, machine: str = "box") -> Course:
+def trend(*figures: Figure, series: Series = SERIES, machine: str = "box") -> Trend:
     """On one machine."""
-    return Course(series, ("bf16", "512"), {"machine": machine}, "/bin/python3", figures)
+    return Trend(series, ("bf16", "512"), {"machine": machine}, "/bin/python3", figures)
 
 
-def levels(*pieces: tuple[int, float]) -> Course:
+def levels(*pieces: tuple[int, float]) -> Trend:
     """So many commits of each level, which differ by a thousandth from neighbour to neighbour."""
     values = [level for count, level in pieces for _ in range(count)]
-    return course(*(figure(number, value * (1 + 1e-3 * wobble(number))) for number, value in enumerate(values)))
+    return trend(*(figure(number, value * (1 + 1e-3 * wobble(number))) for number, value in enumerate(values)))
 
 
 def wobble(number: int) -> float:
@@ -100,7 +100,7 @@ def test_gaps_lie_in_the_range() -> None:
     figures = list(levels((20, 1.0), (6, 1.1)).figures)
     figures[20] = figure(20, None, status=Status.FAILED)
     figures[21] = replace(figures[21], hasty=True)
-    change = only(find_changes([course(*figures)]))
+    change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(19), commit(22))
     assert (change.commits, change.unmeasured) == (3, 2)
 
@@ -109,7 +109,7 @@ def test_hasty_figures_are_no_step() -> None:
     """Not even many."""
     flat = levels((30, 1.0))
     hasty = [replace(one, value=2.0, hasty=True) for one in flat.figures[25:]]
-    assert not find_changes([course(*flat.figures[:25], *hasty)]).changes
+    assert not find_changes([trend(*flat.figures[:25], *hasty)]).changes
 
 
 @pytest.mark.parametrize("changed", [figure(0, 1.0, version="1.2"), figure(0, 1.0, under=OLD)])
@@ -117,7 +117,7 @@ def test_what_does_not_compare_is_no_step(changed: Figure) -> None:
     """A new version or torch is not the commit's doing."""
     figures = list(levels((20, 1.0), (20, 2.0)).figures)
     figures[20:] = [replace(one, version=changed.version, under=changed.under) for one in figures[20:]]
-    found = find_changes([course(*figures)])
+    found = find_changes([trend(*figures)])
     assert not found.changes and found.looked_at == 1
 
 
@@ -125,7 +125,7 @@ def test_a_step_is_seen_across_figures_of_other_conditions() -> None:
     """What was measured before and after them compares."""
     figures = list(levels((12, 1.0), (6, 3.0), (6, 1.2)).figures)
     figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
-    change = only(find_changes([course(*figures)]))
+    change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(11), commit(18))
     assert (change.commits, change.unmeasured, change.current) == (7, 6, True)
 
@@ -133,14 +133,14 @@ def test_a_step_is_seen_across_figures_of_other_conditions() -> None:
 def test_a_change_of_other_conditions_stays_and_says_so() -> None:
     """It may be as it was under these, and nobody knows."""
     figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
-    change = only(find_changes([course(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
+    change = only(find_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
     assert change.alarms and not change.current
 
 
 def test_a_change_of_an_old_version_is_history() -> None:
     """The work is another now."""
     figures = [replace(one, version="1.0") for one in levels((20, 1.0), (5, 1.1)).figures]
-    assert only(find_changes([course(*figures)])).state is State.OLD_VERSION
+    assert only(find_changes([trend(*figures)])).state is State.OLD_VERSION
 
 
 def test_what_was_taken_back_is_open_no_more() -> None:
@@ -158,8 +158,8 @@ def test_what_was_taken_back_in_part_stays_open() -> None:
 
 def test_what_cannot_be_looked_at_is_counted() -> None:
     """A history of one point, one with gaps only, one below zero."""
-    below = course(*(figure(number, -1.0) for number in range(20)))
-    failed = course(*(figure(number, None, status=Status.FAILED) for number in range(20)))
+    below = trend(*(figure(number, -1.0) for number in range(20)))
+    failed = trend(*(figure(number, None, status=Status.FAILED) for number in range(20)))
     found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
     assert found.looked_at == 1 and found.left == {TOO_FEW: 2, BELOW_ZERO: 1}
     assert find_changes([]) == Found((), 0, found.left.__class__())
@@ -167,8 +167,8 @@ def test_what_cannot_be_looked_at_is_counted() -> None:
 
 def test_the_worst_comes_first() -> None:
     """What alarms before what does not, the largest first."""
-    courses = [levels((20, 1.0), (9, size)) for size in (0.5, 1.1, 1.4, 0.9, 1.2)]
-    sizes = [round(one.comparison.ratio.point, 1) for one in find_changes(courses).changes if one.comparison.ratio]
+    trends = [levels((20, 1.0), (9, size)) for size in (0.5, 1.1, 1.4, 0.9, 1.2)]
+    sizes = [round(one.comparison.ratio.point, 1) for one in find_changes(trends).changes if one.comparison.ratio]
     assert sizes == [1.4, 1.2, 1.1, 0.5, 0.9]
 
 
@@ -177,7 +177,7 @@ def states(found: Found) -> list[State]:
     return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
 
 
-def accepted(seen: Course, now: Sequence[Course]) -> list[State]:
+def accepted(seen: Trend, now: Sequence[Trend]) -> list[State]:
     """What becomes of changes after the one that was seen has been acknowledged."""
     ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
     return states(acknowledged(find_changes(now), [ack]))
@@ -197,7 +197,7 @@ def test_a_further_worsening_alarms_again() -> None:
     assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [State.OPEN]
 
 
-def test_an_ack_is_of_one_course_and_direction() -> None:
+def test_an_ack_is_of_one_trend_and_direction() -> None:
     """Another machine's, series' or version's change of the same commits alarms."""
     seen = levels((20, 1.0), (5, 1.1))
     for other in (
@@ -230,7 +230,7 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
     """A share that vanishes: no ratio says it, and it comes before all others; a single night of it is none."""
     values = [before] * 20 + [after] * 4
     values[10] = 0.01
-    seen = course(*(figure(number, value) for number, value in enumerate(values)))
+    seen = trend(*(figure(number, value) for number, value in enumerate(values)))
     found = find_changes([levels((20, 1.0), (4, 3.0 if after > before else 0.3)), seen])
     change, other = found.changes
     one = change.comparison
@@ -245,11 +245,11 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
 def test_what_came_from_nothing_and_went_again() -> None:
     """Is open no more."""
     values = [0.0] * 20 + [0.03] * 10 + [0.0] * 10
-    found = find_changes([course(*(figure(number, value) for number, value in enumerate(values)))])
+    found = find_changes([trend(*(figure(number, value) for number, value in enumerate(values)))])
     assert states(found) == [State.REVERTED, State.OPEN]
 
 
 def test_nothing_at_all_is_flat() -> None:
     """As exact errors are."""
-    found = find_changes([course(*(figure(number, 0.0) for number in range(20)))])
+    found = find_changes([trend(*(figure(number, 0.0) for number in range(20)))])
     assert not found.changes and found.looked_at == 1

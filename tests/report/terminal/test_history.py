@@ -8,15 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8bench.model import Course, Fault, Figure, Series, Status
+from fp8bench.model import Fault, Figure, Series, Status, Trend
 from fp8bench.report.terminal.history import (
-    course_page,
-    courses_page,
     faults_page,
     joined_page,
     rebuilt_page,
     run_row,
     runs_page,
+    trend_page,
+    trends_page,
     value,
 )
 from fp8bench.report.terminal.layout import render
@@ -36,11 +36,11 @@ def figure(number: int, milliseconds: float | None, **changes: object) -> Figure
     return replace(one, **changes)  # type: ignore[arg-type]
 
 
-def course(*figures: Figure, **changes: object) -> Course:
-    return replace(Course(TIME, ("bf16", "512"), MACHINE, PYTHON, figures), **changes)  # type: ignore[arg-type]
+def trend(*figures: Figure, **changes: object) -> Trend:
+    return replace(Trend(TIME, ("bf16", "512"), MACHINE, PYTHON, figures), **changes)  # type: ignore[arg-type]
 
 
-MANY = course(
+MANY = trend(
     figure(1, 4.21, runs=2, samples=48),
     figure(2, 4.61),
     figure(3, None, status=Status.FAILED, reason="out of memory, even alone", samples=0),
@@ -55,7 +55,7 @@ def test_what_else_changed_stands_between_the_commits() -> None:
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))
     new = (("torch", "2.13.0"), ("torch_git", "2"), ("device", "NVIDIA H200"), ("env_NVIDIA_TF32_OVERRIDE", "0"))
     shown = render(
-        course_page([course(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))], "x", ())
+        trend_page([trend(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))], "x", ())
     )
     lines = shown.splitlines()
     place = next(number for number, line in enumerate(lines) if "00000002" in line)
@@ -67,7 +67,7 @@ def test_what_else_changed_stands_between_the_commits() -> None:
 
 def test_a_series_commit_by_commit() -> None:
     """Failures keep their reason, hasty ones their mark, versions their break, and a commit that is gone is said."""
-    shown = render(course_page([MANY], "a step, the fastest call of each round, in seconds", {commit(2)}))
+    shown = render(trend_page([MANY], "a step, the fastest call of each round, in seconds", {commit(2)}))
     assert shown == (
         """\
 gemm.Gemm.track_time(bf16, 512)
@@ -96,27 +96,27 @@ how to read this
 
 def test_one_commit_needs_no_word_on_changes() -> None:
     """The legend has what occurs, and nothing else."""
-    shown = render(course_page([course(figure(1, 1.0, low=None, high=None))], "words", ()))
+    shown = render(trend_page([trend(figure(1, 1.0, low=None, high=None))], "words", ()))
     assert "how to read this" not in shown and "change:" not in shown
     assert shown.splitlines()[-1].split() == ["2026-01-06", "12:00", "00000001", "1", "24", "1.000", "ms", "-", "-"]
 
 
 def test_machines_and_interpreters_have_sections() -> None:
     """A GPU is part of the machine; what a machine does not say is not invented."""
-    other = course(figure(1, 1.0), machine={"machine": "h200", "gpu": "NVIDIA H200", "cpu": ""}, python="/b/python")
-    lines = render(course_page([course(figure(1, 2.0)), other], "words", ())).splitlines()
+    other = trend(figure(1, 1.0), machine={"machine": "h200", "gpu": "NVIDIA H200", "cpu": ""}, python="/b/python")
+    lines = render(trend_page([trend(figure(1, 2.0)), other], "words", ())).splitlines()
     assert "on box (AMD EPYC, 2 CPUs), /venv/bin/python3" in lines
     assert "on h200 (NVIDIA H200), /b/python" in lines
 
 
 def test_what_there_is() -> None:
     """A line a series and cell; a change is against the last commit that has a number of the same version."""
-    failed = course(figure(1, 3.0), figure(2, None, status=Status.FAILED), cell=("fp8", "512"))
+    failed = trend(figure(1, 3.0), figure(2, None, status=Status.FAILED), cell=("fp8", "512"))
     memory = replace(TIME, name="gemm.Gemm.track_peak_memory", metric="peak_memory", unit="bytes")
     bytes_of = replace(figure(1, None), value=3 << 20)
-    courses = [MANY, failed, course(bytes_of, series=memory), course(*MANY.figures[:5], python="/b/python")]
+    trends = [MANY, failed, trend(bytes_of, series=memory), trend(*MANY.figures[:5], python="/b/python")]
     left = {"the files differed from their commit": 3, "they cannot be read": 1}
-    assert render(courses_page([one.ending for one in courses], ".fp8bench", 9, 6, left)) == (
+    assert render(trends_page([one.ending for one in trends], ".fp8bench", 9, 6, left)) == (
         """\
 .fp8bench: 4 series, 9 runs of 6 commits
 
@@ -147,7 +147,7 @@ one of them, commit by commit
 
 def test_hasty_figures_are_marked_in_the_list() -> None:
     """The value, and the change on either side of it."""
-    shown = render(courses_page([course(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending], "s", 2, 2, {}))
+    shown = render(trends_page([trend(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending], "s", 2, 2, {}))
     assert "2.00 ms  ~+100.0%" in shown and "~: of a --quick run" in shown
 
 
@@ -167,7 +167,7 @@ def test_hasty_figures_are_marked_in_the_list() -> None:
 )
 def test_numbers_have_their_units(unit: str, metric: str, number: float | None, shown: str) -> None:
     """As everywhere else in fp8bench."""
-    assert value(course(series=replace(TIME, unit=unit, metric=metric)), number) == shown
+    assert value(trend(series=replace(TIME, unit=unit, metric=metric)), number) == shown
 
 
 def test_joules_of_another_source_do_not_compare() -> None:
@@ -179,14 +179,14 @@ def test_joules_of_another_source_do_not_compare() -> None:
         figure(2, 2000, under=counter),
         figure(3, 1700, under=instant),
     )
-    shown = render(course_page([course(*three, series=energy)], "x", ())).splitlines()
+    shown = render(trend_page([trend(*three, series=energy)], "x", ())).splitlines()
     assert [line.split()[-1] for line in shown if line.endswith(("%", " -"))] == ["-", "+100.0%", "-"]
     assert "energy_source counter -> instant" in shown
-    listed = render(courses_page([course(*three, series=energy).ending], "s", 3, 3, {}))
+    listed = render(trends_page([trend(*three, series=energy).ending], "s", 3, 3, {}))
     assert "1.70 J" in listed and "new source\n" in listed
     assert "new source: joules were read elsewhere" in listed
     assert "median over windows" in listed and "the median over windows" in "\n".join(shown)
-    both = render(courses_page([course(*three, series=energy).ending, course(*three).ending], "s", 3, 3, {}))
+    both = render(trends_page([trend(*three, series=energy).ending, trend(*three).ending], "s", 3, 3, {}))
     assert "median over rounds (of energy: windows)" in both
 
 
@@ -194,7 +194,7 @@ def test_changes_of_nothing() -> None:
     """An error of 0 has no ratio; 0 after 0 is the same."""
     errors = replace(TIME, unit="ratio", metric="product_error")
     three = [replace(figure(number, None), value=one) for number, one in enumerate((0.0, 0.0, 0.1))]
-    lines = render(course_page([course(*three, series=errors)], "words", ())).splitlines()
+    lines = render(trend_page([trend(*three, series=errors)], "words", ())).splitlines()
     assert [line.split()[-1] for line in lines if "0000000" in line] == ["-", "0%", "-"]
 
 
@@ -274,10 +274,10 @@ def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date:
     """Whatever suites of one's own, machines and reasons are called. A command to copy stays whole."""
     figures = [figure(1, number, date=date) for number in numbers]
     figures.append(figure(2, None, status=Status.FAILED, reason=reason, version=name[:60]))
-    one = course(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
+    one = trend(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
     texts = [
-        render(course_page([one], reason, {commit(1)})),
-        render(courses_page([one.ending], "s", 1, 1, {reason: 1})),
+        render(trend_page([one], reason, {commit(1)})),
+        render(trends_page([one.ending], "s", 1, 1, {reason: 1})),
         render(faults_page([Fault(name, reason, name)], {name: (1, 1)}, "s")),
         render(joined_page("s", {}, {name: reason})),
     ]

@@ -18,7 +18,7 @@ from fp8bench.model import Request, Status
 from fp8bench.store.index import found_steps as memory
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import open_history
-from tests.histories import history, keep, read_courses, records, run_at
+from tests.histories import history, keep, read_trends, records, run_at
 
 
 def made(count: int = 8, length: int = 40, seed: int = 0) -> list[Floats]:
@@ -155,7 +155,7 @@ def test_many_at_once(tmp_path: Path) -> None:
     assert all(one == steps_of_many(made(seed=seed % 4)) for seed, one in enumerate(found))
 
 
-def test_changes_of_a_history_are_those_of_its_courses(tmp_path: Path) -> None:
+def test_changes_of_a_history_are_those_of_its_trends(tmp_path: Path) -> None:
     """Found by rows or by figures, remembered or not."""
     random = np.random.default_rng(0)
     times = random.normal(1.0, 0.005, 40)
@@ -165,7 +165,7 @@ def test_changes_of_a_history_are_those_of_its_courses(tmp_path: Path) -> None:
     keep(tmp_path, run_at(42, request=Request("gemm", quick=True)))
     keep(tmp_path, run_at(43, records=tuple(records(status=Status.FAILED))))
     found = open_history(tmp_path, lambda _: None)
-    right = find_changes(read_courses(tmp_path, lambda _: True).courses)
+    right = find_changes(read_trends(tmp_path, lambda _: True).trends)
     assert right.changes and right.left
     for _ in range(2):
         assert changes_of(stretches(found), Memory(tmp_path).steps_of_many) == right

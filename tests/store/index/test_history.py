@@ -22,13 +22,13 @@ from fp8bench.store.commit_runs import read_runs
 from fp8bench.store.index import figure_files
 from fp8bench.store.index.figure_files import VERSION, figures_file, figures_of_runs
 from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
-from fp8bench.store.index.tables import Courses
+from fp8bench.store.index.tables import Trends
 from fp8bench.store.interpreters import Renamings, save_renamings
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.read import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
-from tests.histories import commit, history, keep, read_courses, records, run_at
+from tests.histories import commit, history, keep, read_trends, records, run_at
 from tests.own_suites import forgotten
 
 
@@ -47,20 +47,20 @@ def opened(store: Path) -> History:
     return open_history(store, Reads())
 
 
-def same(store: Path) -> Courses:
+def same(store: Path) -> Trends:
     """What both ways say, which must be the same: with a file of figures for each commit, with some, and with none."""
-    slow = read_courses(store, every)
+    slow = read_trends(store, every)
     for _ in range(2):
-        assert opened(store).courses(every) == slow
+        assert opened(store).trends(every) == slow
     files = sorted((store / "figures").glob("*"))
     for path in files[::2]:
         path.unlink()
     again = opened(store)
-    assert again.courses(every) == slow and not again.troubles
+    assert again.trends(every) == slow and not again.troubles
     assert opened(store).read == 0
-    assert again.names == sorted({course.name for course in slow.courses})
+    assert again.names == sorted({trend.name for trend in slow.trends})
     for name in again.names[:3]:
-        assert again.courses(name.__eq__) == read_courses(store, name.__eq__)
+        assert again.trends(name.__eq__) == read_trends(store, name.__eq__)
     return slow
 
 
@@ -82,8 +82,8 @@ def test_many_kinds_of_runs(tmp_path: Path) -> None:
     keep(tmp_path, run_at(9, 18, records=(two,)))
     keep(tmp_path, run_at(10, 19, request=Request("gemm", quick=True)))
     found = same(tmp_path)
-    assert len(found.courses) > 6 and found.runs == 13 and sum(found.left.values()) == 3
-    figures = [figure for course in found.courses for figure in course.figures]
+    assert len(found.trends) > 6 and found.runs == 13 and sum(found.left.values()) == 3
+    figures = [figure for trend in found.trends for figure in trend.figures]
     assert {figure.status for figure in figures} == set(Status) and any(figure.hasty for figure in figures)
     assert any(figure.value is None for figure in figures) and any(figure.runs == 2 for figure in figures)
 
@@ -115,7 +115,7 @@ def test_an_empty_store(tmp_path: Path) -> None:
     """Nothing in it is nothing said."""
     (tmp_path / "runs").mkdir()
     found = opened(tmp_path)
-    assert found.courses(every) == read_courses(tmp_path, every) and not found.lines.lines
+    assert found.trends(every) == read_trends(tmp_path, every) and not found.lines.lines
 
 
 def test_endings(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_endings(tmp_path: Path) -> None:
     keep(tmp_path, run_at(2, records=tuple(records(status=Status.FAILED))))
     keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
     found = opened(tmp_path)
-    endings = [course.ending for course in found.courses(every).courses]
-    assert [replace(one.course, figures=()) for one in endings] == [one.course for one in found.endings(every)]
+    endings = [trend.ending for trend in found.trends(every).trends]
+    assert [replace(one.trend, figures=()) for one in endings] == [one.trend for one in found.endings(every)]
     assert [one[1:] for one in endings] == [one[1:] for one in found.endings(every)]
     assert {ending.points for ending in endings} == {0, 2, 4}
     assert any(ending.before is not None and ending.last.value is None for ending in endings)
@@ -140,7 +140,7 @@ def test_comparable_figures(tmp_path: Path) -> None:
     keep(tmp_path, run_at(5, records=tuple(records(1.2))))
     found = opened(tmp_path)
     for line in found.lines.lines:
-        figures = found.lines.course(line).figures
+        figures = found.lines.trend(line).figures
         for one in found.lines.comparable(line):
             assert [figures[place].value for place in one.places] == one.values.tolist()
             assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
@@ -173,20 +173,20 @@ def test_a_run_that_went_on_is_read_again(tmp_path: Path) -> None:
         file.write('{"note":"more"}\n')
     paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))
     found = opened(tmp_path)
-    assert found.read == 2 and found.courses(every) == read_courses(tmp_path, every)
+    assert found.read == 2 and found.trends(every) == read_trends(tmp_path, every)
 
 
 def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy, or what git has checked out, has other dates and the same content, which is looked at once."""
     history(tmp_path / "a", 1.0, 1.1)
-    slow = opened(tmp_path / "a").courses(every)
+    slow = opened(tmp_path / "a").trends(every)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     for path in run_files(tmp_path / "b"):
         os.utime(path, ns=(1, 1))
     found = opened(tmp_path / "b")
-    assert found.read == 0 and found.courses(every) == slow
+    assert found.read == 0 and found.trends(every) == slow
     monkeypatch.setattr(figure_files, "_digest", lambda _: "nobody asks for it again")
-    assert opened(tmp_path / "b").courses(every) == slow and opened(tmp_path / "b").read == 0
+    assert opened(tmp_path / "b").trends(every) == slow and opened(tmp_path / "b").read == 0
 
 
 def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     paths[1].unlink()
     paths[2].unlink()
     found = opened(tmp_path)
-    assert found.runs == 2 and found.courses(every) == read_courses(tmp_path, every)
+    assert found.runs == 2 and found.trends(every) == read_trends(tmp_path, every)
     assert not figures_file(tmp_path, commit(1)[:8]).exists()
 
 
@@ -214,7 +214,7 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
     for one in (points._check, points._series, points._metrics, points._cells):
         one.cache_clear()
     found = opened(tmp_path)
-    names = {course.cell[0] for course in found.courses(every).courses}
+    names = {trend.cell[0] for trend in found.trends(every).trends}
     for one in (points._check, points._series, points._metrics, points._cells):
         one.cache_clear()
     assert found.read == 2 and names == {"fp32"}
@@ -239,8 +239,8 @@ def test_an_interpreter_that_counts_as_another(tmp_path: Path) -> None:
     assert opened(tmp_path).read == 2
     save_renamings(tmp_path, Renamings({"/other/python": "/venv/bin/python3"}))
     found = opened(tmp_path)
-    assert found.read == 1 and {course.python for course in found.courses(every).courses} == {"/venv/bin/python3"}
-    assert found.courses(every) == read_courses(tmp_path, every)
+    assert found.read == 1 and {trend.python for trend in found.trends(every).trends} == {"/venv/bin/python3"}
+    assert found.trends(every) == read_trends(tmp_path, every)
 
 
 def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
             keep(store, run_at(0, hour, facts={"asv_python": str(binaries / name), "interpreter": file}))
     older = same(stores[1])
     (binaries / "python").unlink()
-    assert opened(stores[1]).courses(every) == older
+    assert opened(stores[1]).trends(every) == older
     merged, apart = same(stores[0]), same(stores[2])
-    assert len(apart.courses) == 2 * len(merged.courses) == 2 * len(older.courses)
-    assert merged.courses[0].figures[0].runs == older.courses[0].figures[0].runs == 2
+    assert len(apart.trends) == 2 * len(merged.trends) == 2 * len(older.trends)
+    assert merged.trends[0].figures[0].runs == older.trends[0].figures[0].runs == 2
 
 
 def damaged(content: bytes) -> Iterator[bytes]:
@@ -281,12 +281,12 @@ def damaged(content: bytes) -> Iterator[bytes]:
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
     """From its runs; those of the others are not read."""
     history(tmp_path, 1.0, 1.1)
-    slow = opened(tmp_path).courses(every)
+    slow = opened(tmp_path).trends(every)
     path = figures_file(tmp_path, commit(1)[:8])
     whole = path.read_bytes()
     path.write_bytes(next(itertools.islice(damaged(whole), way, None)))
     first, second = opened(tmp_path), opened(tmp_path)
-    assert first.courses(every) == second.courses(every) == slow
+    assert first.trends(every) == second.trends(every) == slow
     assert first.read == 1 and len(first.troubles) == 1 and path.name in first.troubles[0]
     assert second.read == 0 and not second.troubles and path.read_bytes() == whole
 
@@ -296,15 +296,15 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     history(tmp_path, 1.0)
     path = figures_file(tmp_path, commit(0)[:8])
     monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 1)
-    slow = opened(tmp_path).courses(every)
+    slow = opened(tmp_path).trends(every)
     newer = path.read_bytes()
     monkeypatch.undo()
     found = opened(tmp_path)
-    assert found.courses(every) == slow and path.read_bytes() == newer
+    assert found.trends(every) == slow and path.read_bytes() == newer
     assert len(found.troubles) == 1 and "newer" in found.troubles[0]
     monkeypatch.setattr(figure_files, "VERSION", figure_files.VERSION + 2)
     again = opened(tmp_path)
-    assert again.courses(every) == slow and not again.troubles and path.read_bytes() != newer
+    assert again.trends(every) == slow and not again.troubles and path.read_bytes() != newer
 
 
 def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     history(tmp_path, 1.0, 1.1)
     (tmp_path / "figures").write_text("a file where the folder should be")
     found = opened(tmp_path)
-    assert found.courses(every) == read_courses(tmp_path, every) and not found.troubles
+    assert found.trends(every) == read_trends(tmp_path, every) and not found.troubles
     monkeypatch.setattr("fp8bench.store.index.history._WORTH_KEEPING", 1)
     (trouble,) = opened(tmp_path).troubles
     assert "2 runs" in trouble and "figures" in trouble
@@ -323,8 +323,8 @@ def test_many_at_once(tmp_path: Path) -> None:
     """Each sees the whole, and what they leave is whole, without half a file beside it."""
     history(tmp_path, 1.0, 1.1, 1.2)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: opened(tmp_path).courses(every), range(8)))
-    assert all(one == found[0] for one in found) and found[0] == read_courses(tmp_path, every)
+        found = list(pool.map(lambda _: opened(tmp_path).trends(every), range(8)))
+    assert all(one == found[0] for one in found) and found[0] == read_trends(tmp_path, every)
     assert opened(tmp_path).read == 0
     assert [path for path in (tmp_path / "figures").iterdir() if path.suffix != ".figures"] == []
 
@@ -361,7 +361,7 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
 def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     """Whatever was in them: that mends what nobody else notices."""
     history(tmp_path, 1.0, 1.1)
-    slow = opened(tmp_path).courses(every)
+    slow = opened(tmp_path).trends(every)
     shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
     content = (tmp_path / "kept").read_bytes()
     heard = read_and_keep(tmp_path, commit(0)[:8], [])
@@ -369,7 +369,7 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     rebuild(tmp_path)
     assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
     again = opened(tmp_path)
-    assert again.read == 0 and again.courses(every) == slow
+    assert again.read == 0 and again.trends(every) == slow
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
     store = tmp_path / "deep" / "store"
     for read in (1, 0):
         found = opened(store)
-        assert found.read == read and found.courses(every) == read_courses(store, every)
+        assert found.read == read and found.trends(every) == read_trends(store, every)
     assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "figures").iterdir())) == 1
 
 

@@ -14,7 +14,7 @@ from fp8bench.store.runs.write import start_run
 from fp8bench.user_code import import_user_modules
 from suites import long_history
 from suites.long_history import ROUNDS, measure, write_module, write_store
-from tests.histories import read_courses
+from tests.histories import read_trends
 from tests.own_suites import forgotten
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,12 +51,12 @@ def test_it_is_the_same_for_the_same_seed(store: Path, tmp_path: Path) -> None:
 
 def test_it_has_eight_series_a_pair(store: Path) -> None:
     """With as many points as commits, of ten samples each but for the memory; and both ways of opening agree."""
-    found = read_courses(store, lambda _: True)
-    assert open_history(store, lambda _: None).courses(lambda _: True) == found
-    assert len(found.courses) == 16 and not found.left
-    samples = {(course.series.metric, figure.samples) for course in found.courses for figure in course.measured}
+    found = read_trends(store, lambda _: True)
+    assert open_history(store, lambda _: None).trends(lambda _: True) == found
+    assert len(found.trends) == 16 and not found.left
+    samples = {(trend.series.metric, figure.samples) for trend in found.trends for figure in trend.measured}
     assert samples == {("peak_memory", 1), *((name, ROUNDS) for name, _ in samples if name != "peak_memory")}
-    assert all(len(course.measured) == 12 for course in found.courses)
+    assert all(len(trend.measured) == 12 for trend in found.trends)
 
 
 @pytest.mark.parametrize("what", ["from the runs", "show", "after a run of all"])
