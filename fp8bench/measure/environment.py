@@ -102,12 +102,7 @@ def _why_no_commit(folder: Path) -> str | None:
     # Path.exists raises where it may not look.
     if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
         return None
-    try:
-        done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
-    except OSError as error:
-        return f"git cannot be run: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        return "git gave no answer for 10 s"
+    done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
     if done.returncode == 0:
         return "it has no commit yet" if done.stdout.strip() == "true" else "this is no working tree"
     words = next(iter(done.stderr.splitlines()), "it does not say why").removeprefix("fatal: ")
@@ -127,18 +122,21 @@ def _code(package: Path) -> dict[Path, bytes]:
 
 
 def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """In English, whatever a user's settings are."""
-    return subprocess.run(
-        ["git", *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
-        env={**os.environ, "LC_ALL": "C"},
-    )  # fmt: skip
+    """In English, whatever a user's settings are; it fails with words, too, where git cannot be run or hangs."""
+    command = ["git", *words]
+    try:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", f"git cannot be run: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", "git gave no answer for 10 s")
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = _run_git(folder, *words)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    done = _run_git(folder, *words)
     return done.stdout.strip() if done.returncode == 0 else None
 
 

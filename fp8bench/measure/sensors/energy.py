@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from fp8bench.measure.sensors.mean_power import Stretch, mean_power, slope
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
-from fp8bench.measure.sensors.timeouts import Clock, silence
+from fp8bench.measure.sensors.timeouts import Clock
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
 # Name -> of which value, and what of its looks: all throttle reasons, the median and lowest clocks, the highest heat.
@@ -68,17 +68,20 @@ class Energy:
         return self.watts * self.seconds
 
 
+_OPEN = Unavailable("the window has not ended yet")
+
+
+@dataclass
 class Window:
     """`with meter.window() as window:` runs the workload until `window.enough`; then `window.energy` says."""
 
-    energy: Energy | Unavailable = Unavailable("the window has not ended yet")
-
-    def __init__(
-        self, sampler: Sampler, source: Source, clock: Clock, cap: float, timeout: float, hung: Callable[[str], None]
-    ) -> None:
-        self._sampler, self._source, self._clock = sampler, source, clock
-        self._cap, self._timeout, self._hung = cap, timeout, hung
-        self._start = 0.0
+    _sampler: Sampler
+    _source: Source
+    _clock: Clock
+    _cap: float
+    _end: Callable[[Sampler], None]
+    _start: float = 0.0
+    energy: Energy | Unavailable = _OPEN
 
     @property
     def enough(self) -> bool:
@@ -98,10 +101,7 @@ class Window:
     def __exit__(self, *exc: object) -> None:
         seconds = self._clock.now() - self._start
         try:
-            if not self._sampler.stop(self._timeout):
-                self._hung(silence("the energy source", self._timeout))
-                raise NoReading(silence("the energy source", self._timeout))
-            self._sampler.check()
+            self._end(self._sampler)
             self.energy = Energy(
                 self._source.kind, self._stretch(), seconds, watched(self._sampler.looks), self._sampler.polls,
                 self._sampler.cpu_seconds,

@@ -17,7 +17,7 @@ from fp8bench.measure.sensors.nvml import AbsentDevice, Looks, NvmlDevice
 from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
 from fp8bench.measure.sensors.nvml_match import Identity
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
-from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, silence
+from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Unavailable
 
@@ -70,7 +70,7 @@ class Meter:
         if self.source is None:
             return NoWindow(self.why)
         sampler = Sampler(self.source, self._clock, self.device.restless)
-        return Window(sampler, self.source, self._clock, cap, self._timeout, self._silent)
+        return Window(sampler, self.source, self._clock, cap, self._end)
 
     def idle(self, seconds: float = IDLE) -> Energy | Unavailable:
         """The energy while the caller does nothing: the device keeps whatever context it has open."""
@@ -89,11 +89,14 @@ class Meter:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _silent(self, why: str) -> None:
-        """A source that hangs is not asked again: each time would cost as long a wait."""
-        self.source = None
-        self._why_none = why
-        self._hung(why)
+    def _end(self, sampler: Sampler) -> None:
+        """Raises NoReading if it failed. A source that hangs is not asked again: it would cost as long a wait."""
+        try:
+            sampler.stop(self._timeout)
+        except NoAnswer as failure:
+            self.source, self._why_none = None, failure.reason
+            self._hung(failure.reason)
+            raise
 
     def _first_that_works(self, sources: Sequence[Source]) -> Source | None:
         for source in sources:
@@ -112,10 +115,7 @@ class Meter:
         sampler.start()
         end = clock.now() + _CALIBRATION
         clock.wait(lambda: sampler.enough or clock.now() >= end)
-        if not sampler.stop(self._timeout):
-            self._silent(silence("the energy source", self._timeout))
-            raise NoReading(self._why_none)
-        sampler.check()
+        self._end(sampler)
         self.call_seconds = sampler.call_seconds
         return _with_rhythm(source, sampler) if source.counts else source
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench.measure.sensors.mean_power import INTERVALS, PowerSample, Rhythm, Tick, resolved, sufficient
-from fp8bench.measure.sensors.timeouts import Clock
+from fp8bench.measure.sensors.timeouts import Clock, NoAnswer, silence
 from fp8bench.model.readings import NoReading, Readings
 
 # Seconds between two looks where a tick may come; at a counter that is faster than that; and at a power sensor.
@@ -162,14 +162,12 @@ class Sampler:
             return resolved(self.ticks)
         return sufficient(self.samples, self.begun, self._source.settle)
 
-    def stop(self, timeout: float) -> bool:
-        """The thread ends; False where it does not within that time, because a call hangs."""
+    def stop(self, timeout: float) -> None:
+        """The thread ends. Raises NoReading if the source failed, or the thread did; NoAnswer where a call hangs."""
         self._stop.set()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def check(self) -> None:
-        """After the end: raises NoReading if the source failed, or the thread did."""
+        if self._thread.is_alive():
+            raise NoAnswer(silence("the energy source", timeout))
         if self.failure or not self.ended:
             raise NoReading(self.failure or "the sampler's thread broke off")
 
