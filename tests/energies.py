@@ -82,6 +82,13 @@ def energetic() -> Made:
     return run_of(records, devices=(GPU,)), {one.case.id: one for one in findings}
 
 
+def with_energy(**by_mode: EnergyUse | None) -> Made:
+    """The group of energetic() with other windows."""
+    run, findings = energetic()
+    records = [replace(one, energy=by_mode.get(one.case.mode, one.energy)) for one in run.records]
+    return replace(run, records=tuple(records)), findings
+
+
 def squares(*shares: float) -> Made:
     """Three shapes and more of gemm: fp32 takes 1 mJ, 16 mJ, ... a step, bf16 such a share of it in each."""
     run, findings = shapes(*({"m": 256 << number, "n": 64, "k": 64} for number in range(len(shares))))

@@ -12,7 +12,7 @@ from fp8bench.report.elements import Element, Page, Part
 from fp8bench.report.material import Material, PastSeries, material_of
 from fp8bench.report.page.section import sections
 from fp8bench.report.terminal import layout
-from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples
+from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples, transformer
 
 Made = tuple[Run, dict[str, Finding]]
 T = TypeVar("T", bound=Element)
@@ -44,6 +44,24 @@ def told(elements: Iterable[Element], width: int = 120) -> list[str]:
     """The lines that a terminal makes of them."""
     lines = layout.render(Page("", "", (Part("", "title", tuple(elements)),)), width=width).splitlines()
     return [line for line in lines[1:] if line]
+
+
+def with_errors(made: Made, *errors: float) -> Made:
+    """The same run, its records with these errors of products in turn."""
+    run, findings = made
+    records = tuple(
+        replace(one, measurements=(error("product_error", errors[place % len(errors)]),))
+        for place, one in enumerate(run.records)
+    )
+    return replace(run, records=records), findings
+
+
+def emulated_with_a_ratio() -> Made:
+    """A run whose emulation carries what would be a speed, if emulations had one."""
+    run, findings = transformer()
+    case = run.records[2].case.id
+    ratio = Interval(0.3, 0.2, 0.4, 0.99)
+    return run, findings | {case: replace(findings[case], verdict=Verdict.FASTER, ratio=ratio)}
 
 
 def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, ...] = ()) -> Made:

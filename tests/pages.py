@@ -30,8 +30,7 @@ from fp8bench.report.elements import (
 )
 
 SCRIPT = "<script>alert(1)</script>"
-# The hints of a map of two rows and two columns that has none.
-BLANK = (("", ""), ("", ""))
+SPEED, TIME = Axis("times faster than bf16", "x"), Axis("time of a step", "s")
 LONG = "gemm_" + "x" * 295
 NUISANCES = (
     SCRIPT,
@@ -108,32 +107,43 @@ def _bar(dtype: str, width: int, place: int) -> Mark:
 
 def charts() -> tuple[AnyChart, ...]:
     """One of each kind."""
-    seconds, ratio = Axis("time", "s"), Axis("speed-up", "x")
-    points = [
-        Point(one, f"{one} case", 1e-3 * (place + 1), 1 + place / 2, hint=one) for place, one in enumerate(_DTYPES)
-    ]
-    points.append(Point("fp8", "without an error", None, 1.5, Tone.DOUBT))
-    stacks = tuple((one, (0.001 * place, 0.02, 0.004)) for place, one in enumerate(_DTYPES))
     then, now = Mark("fp8", 0.012, 0.011, 0.013), Mark("bf16", 0.024)
-    strips = (
-        ("bf16", (0.024, 0.025, 0.0243, math.nan), Tone.PLAIN),
-        ("fp8", (0.012,), Tone.DOUBT),
-        ("none", (), Tone.PLAIN),
-    )
-    shapes = ((0.9, 1.2), (None, 1.9))
-    gains = (Mark("cast", 0.001, tone=Tone.BAD), Mark("gemm", -0.013, tone=Tone.GOOD, hint="half of it"))
     history = (("fp8", (then, None)), ("bf16", (None, now)))
+    points = (
+        Point("fp8", "fp8 small", 1.6, 3e-2, Tone.STRONG),
+        Point("fp8", "fp8 large", 1.4, 2e-2),
+        Point("bf16", "bf16", 1.0, 4e-3),
+        Point("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
+    )
+    stacks = (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002)))
+    strips = (
+        ("bf16", (0.024, 0.0241, 0.0242, 0.0239), Tone.PLAIN),
+        ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
+    )
+    gains = (
+        Mark("cast", 0.001, tone=Tone.BAD),
+        Mark("gemm", -0.008, tone=Tone.GOOD),
+        Mark("the rest", 0.0, tone=Tone.DOUBT),
+    )
     return (
         bars(),
         Scatter(
-            "pareto", "Speed-up against error", "fp8 pays most for the error it makes.", Axis("error", log=True), ratio,
-            tuple(points), "no error measured",
+            "pareto", "Speed against error", "A point a case.", Axis("times faster", "x", log=True),
+            Axis("relative error", "", log=True), points, "emulated: no speed",
         ),
-        Stacks("phases", "Where the time goes", "Most of it is gemm.", seconds, ("cast", "gemm", "rest"), stacks),
-        Heat("shapes", "Shapes", "Large ones gain.", ("m=256", "m=1024"), ("n=256", "n=1024"), shapes, ratio, BLANK),
-        Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), seconds, history),
-        Strips("samples", "Samples", "All samples.", seconds, strips),
-        Waterfall("gains", "From bf16", "It saves.", seconds, ("bf16", 0.024), gains, ("fp8", 0.012), folded=True),
+        Stacks(
+            "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "unattributed"), stacks
+        ),
+        Heat(
+            "shapes", "Where fp8 pays", "Speed-up by shape.", ("m=128", "m=256"), ("n=128", "n=256", "n=512"),
+            ((0.5, 0.8, 1.1), (0.9, 1.2, None)), SPEED, (("", "", ""),) * 2,
+        ),
+        Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
+        Strips("samples", "All samples", "A dot a sample.", TIME, strips),
+        Waterfall(
+            "gains", "From bf16 to fp8", "What each phase takes away or adds.", TIME, ("bf16", 0.024), gains,
+            ("fp8", 0.017), folded=True,
+        ),
     )  # fmt: skip
 
 

@@ -255,7 +255,7 @@ def test_the_numbers_of_a_chart_as_csv(show: Open) -> None:
     tab.click("#history [data-do=save]")
     assert saved(tab) == [
         ["history.csv"],
-        ["at", "series", "time (s)", "low (s)", "high (s)"],
+        ["at", "series", "time of a step (s)", "low (s)", "high (s)"],
         ["a1b2c3d4", "fp8", "0.012", "0.011", "0.013"],
         ["b2c3d4e5", "bf16", "0.024", "-", "-"],
     ]

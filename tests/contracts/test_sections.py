@@ -11,8 +11,9 @@ from hypothesis import given, settings
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text, Verdicts
-from fp8bench.report.page.section import page_of, sections
-from tests.materials import Made, material, nothing, shapes, skipped, strange
+from fp8bench.report.page.charts import numbers_table
+from fp8bench.report.page.section import page_of, parts_of, sections
+from tests.materials import LONG, Made, many, material, nothing, shapes, skipped, strange
 from tests.runs import gemm, measured, transformer, wild_runs
 
 NAMES = sections.names()
@@ -26,6 +27,8 @@ RUNS: dict[str, Callable[[], list[Made]]] = {
     "skipped": lambda: [skipped()],
     "nothing": lambda: [nothing()],
     "side by side": lambda: [gemm(), transformer(), measured(), gemm()],
+    "beside a strange one": lambda: [measured(), strange()],
+    "no runs": list,
 }
 
 
@@ -55,7 +58,8 @@ def check(*made: Made) -> None:
         assert re.fullmatch(r"[a-z0-9-]+", part.name) and part.title and part.elements
         assert not [element for element in part.elements if is_empty(element)], part.name
         words.update(element.name for element in part.elements if isinstance(element, Chart | Table))
-        for table in (element for element in part.elements if isinstance(element, Table)):
+        tables = [element for element in part.elements if isinstance(element, Table)]
+        for table in (*tables, *(numbers_table(element) for element in part.elements if isinstance(element, Chart))):
             assert all(len(row) == len(table.columns) for row in table.rows)
     mains = [element for part in page.parts for element in part.elements if isinstance(element, Table) and element.main]
     assert len(mains) <= 1
@@ -83,6 +87,17 @@ def test_a_part_is_its_section_s(runs: str) -> None:
     for name in NAMES:
         part = sections.get(name).build(material(*RUNS[runs]()))
         assert part is None or part.name == name
+
+
+def test_names_stay_as_they_are() -> None:
+    """Escaping is the renderer's: a section shortens nothing, and drops no letter."""
+    assert LONG in str(sections.get("phases").build(material(strange())))
+
+
+def test_two_thousand_cases_build() -> None:
+    """What grows with the cases is rows, not charts."""
+    for part in parts_of(material(many(667))):
+        assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 
 
 @settings(max_examples=40, deadline=None)

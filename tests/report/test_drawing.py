@@ -38,13 +38,11 @@ from fp8bench.report.page.drawing.labels import escaped, shortened, width
 from fp8bench.report.page.drawing.rows import chosen
 from fp8bench.report.page.drawing.scale import Scale, shown
 from fp8bench.report.page.drawing.scale import limits as ends_of
+from tests.pages import SPEED, TIME, charts
 
 ROOT = Path(__file__).resolve().parents[2]
-BLANK = (("", "", ""),) * 2
 GOLDEN = ROOT / "tests" / "golden" / "charts"
 STYLE = (ROOT / "fp8bench" / "report" / "page" / "drawing" / "charts.css").read_text()
-SPEED = Axis("times faster than bf16", "x")
-TIME = Axis("time of a step", "s")
 
 
 def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN) -> Mark:
@@ -57,6 +55,7 @@ def bars(*marks: Mark, axis: Axis = SPEED, start: float = 1.0) -> Bars:
 
 
 CHARTS: dict[str, AnyChart] = {
+    **{type(chart).__name__.lower(): chart for chart in charts()},
     "bars": Bars(
         "speed",
         "Speed-up over bf16",
@@ -68,38 +67,6 @@ CHARTS: dict[str, AnyChart] = {
         ),
         1.0,
     ),
-    "scatter": Scatter(
-        "pareto",
-        "Speed against error",
-        "A point a case.",
-        Axis("times faster", "x", log=True),
-        Axis("relative error", "", log=True),
-        (
-            Point("fp8", "fp8 small", 1.6, 3e-2, Tone.STRONG),
-            Point("fp8", "fp8 large", 1.4, 2e-2),
-            Point("bf16", "bf16", 1.0, 4e-3),
-            Point("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
-        ),
-        "emulated: no speed",
-    ),
-    "stacks": Stacks(
-        "phases",
-        "Where the time goes",
-        "Phases of a step.",
-        TIME,
-        ("forward", "backward", "unattributed"),
-        (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002))),
-    ),
-    "heat": Heat(
-        "shapes",
-        "Where fp8 pays",
-        "Speed-up by shape.",
-        ("m=128", "m=256"),
-        ("n=128", "n=256", "n=512"),
-        ((0.5, 0.8, 1.1), (0.9, 1.2, None)),
-        SPEED,
-        BLANK,
-    ),
     "lines": Lines(
         "history",
         "Over commits",
@@ -110,29 +77,6 @@ CHARTS: dict[str, AnyChart] = {
             ("bf16", tuple(mark("", one) for one in (0.024, 0.0241, 0.0239, 0.024, 0.0242))),
             ("fp8", (mark("", 0.017), None, mark("", 0.0172), mark("", 0.0199, tone=Tone.BAD), mark("", 0.0198))),
         ),
-    ),
-    "strips": Strips(
-        "samples",
-        "All samples",
-        "A dot a sample.",
-        TIME,
-        (
-            ("bf16", (0.024, 0.0241, 0.0242, 0.0239), Tone.PLAIN),
-            ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
-        ),
-    ),
-    "waterfall": Waterfall(
-        "gains",
-        "From bf16 to fp8",
-        "What each phase takes away or adds.",
-        TIME,
-        ("bf16", 0.024),
-        (
-            Mark("cast", 0.001, tone=Tone.BAD),
-            Mark("gemm", -0.008, tone=Tone.GOOD),
-            Mark("the rest", 0.0, tone=Tone.DOUBT),
-        ),
-        ("fp8", 0.017),
     ),
 }
 KINDS = pytest.mark.parametrize("kind", CHARTS)
@@ -662,49 +606,3 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
 def test_values_are_written_by_their_unit() -> None:
     assert [shown(0.0243, "s"), shown(1.0312, "x"), shown(2**31, "B")] == ["24.3 ms", "1.031x", "2.00 GiB"]
     assert [shown(0.0008, ""), shown(0.05, ""), shown(12.4, "J"), shown(0.0, "")] == ["8.0e-4", "0.0500", "12.4 J", "0"]
-
-
-# --- colours -----------------------------------------------------------------------------------------------------
-
-PAGE = ROOT / "fp8bench" / "report" / "page" / "style.css"
-
-
-def variables(text: str) -> list[dict[str, str]]:
-    """The colours of the light and of the dark mode."""
-    blocks = re.findall(r":root \{(.*?)\}", text, re.DOTALL)[:2]
-    return [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks]
-
-
-def contrast(one: str, other: str) -> float:
-    """As WCAG reckons it."""
-
-    def light(colour: str) -> float:
-        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    dark, bright = sorted((light(one), light(other)))
-    return (bright + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
-def test_colours_have_contrast(mode: int) -> None:
-    """Texts 4.5 to 1 on whatever they stand on, marks 3 to 1; series bear texts in the colour of the sheet."""
-    page, own = variables(PAGE.read_text())[mode], variables(STYLE)[mode]
-    sheet = page["raised"]
-    on_sheet = ["ink", "muted", "doubt", *(f"series-{number}" for number in range(1, 9))]
-    assert {name: contrast(page[name], sheet) for name in on_sheet if round(contrast(page[name], sheet), 1) < 4.5} == {}
-    assert {name: contrast(page["ink"], own[name]) for name in own if contrast(page["ink"], own[name]) < 4.5} == {}
-    for name in ("good", "bad", "series-1"):
-        assert contrast(mixed(page[name], sheet, 0.75), sheet) >= 3
-
-
-def mixed(colour: str, under: str, share: float) -> str:
-    """A colour laid over another, by opacity."""
-    pairs = ((int(colour[at : at + 2], 16), int(under[at : at + 2], 16)) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(share * over + (1 - share) * below):02x}" for over, below in pairs)
-
-
-def test_every_variable_is_the_pages_or_its_own() -> None:
-    known = {name for text in (PAGE.read_text(), STYLE) for name in re.findall(r"--([\w-]+):", text)}
-    assert set(re.findall(r"var\(--([\w-]+)", STYLE)) <= known

@@ -45,8 +45,8 @@ def test_scatter() -> None:
     """A point without x has none here either."""
     scatter = next(chart for chart in charts() if isinstance(chart, Scatter))
     rows = texts(numbers_table(scatter))
-    assert rows[1] == ["bf16", "bf16 case", "0.00100", "1.000x", "bf16"]
-    assert rows[-1] == ["fp8", "without an error", "-", "1.500x", ""]
+    assert rows[1] == ["fp8", "fp8 small", "1.600x", "0.0300", ""]
+    assert rows[-1] == ["mxfp4", "mxfp4", "-", "0.160", "emulated"]
 
 
 def test_stacks_and_heat() -> None:
@@ -62,7 +62,7 @@ def test_lines() -> None:
     """A row for each place and series that has a mark there, in the order of places."""
     lines = charts()[4]
     assert texts(numbers_table(lines)) == [
-        ["at", "series", "time", "low", "high"],
+        ["at", "series", "time of a step", "low", "high"],
         ["a1b2c3d4", "fp8", "12.0 ms", "11.0 ms", "13.0 ms"],
         ["b2c3d4e5", "bf16", "24.0 ms", "-", "-"],
     ]
@@ -98,8 +98,8 @@ def test_a_waterfall() -> None:
     """Both wholes, and between them every change."""
     rows = texts(numbers_table(charts()[6]))
     assert rows == [
-        ["step", "time", "notes"], ["bf16", "24.0 ms", ""], ["cast", "1.00 ms", ""], ["gemm", "-13.0 ms", "half of it"],
-        ["fp8", "12.0 ms", ""],
+        ["step", "time of a step"], ["bf16", "24.0 ms"], ["cast", "1.00 ms"], ["gemm", "-8.00 ms"],
+        ["the rest", "0 s"], ["fp8", "17.0 ms"],
     ]  # fmt: skip
 
 

@@ -10,20 +10,13 @@ from fp8bench.model import EnergyUse, Label
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.figures import energy
 from fp8bench.report.terminal.run import render
-from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, use, without_energy
+from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, use, with_energy, without_energy
 from tests.materials import Made, told
 
 
 def lines(made: Made, width: int = 120) -> list[str]:
     """The tables of all panels."""
     return told([element for panel in panels_of(*made) for element in energy(panel)], width)
-
-
-def with_energy(**by_mode: EnergyUse | None) -> Made:
-    """The group of energetic() with other windows."""
-    run, findings = energetic()
-    records = [replace(one, energy=by_mode.get(one.case.mode, one.energy)) for one in run.records]
-    return replace(run, records=tuple(records)), findings
 
 
 def test_the_table() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Support, Verdict
 from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.sections.across import NO_VERDICT
-from tests.materials import Made, built, nothing, of_kind, part
+from tests.materials import Made, nothing, of_kind, part
 from tests.runs import gemm, judged, run_of, transformer
 
 FASTER = (Verdict.FASTER, 0.5)
@@ -127,6 +127,5 @@ def test_devices_of_one_run_are_columns_too() -> None:
     ]  # fmt: skip
 
 
-def test_a_run_alone_has_nobody_beside_it() -> None:
-    assert built("across", gemm()) is None is built("across")
+def test_runs_without_a_timed_case_have_nothing_in_common() -> None:
     assert part("across", nothing(), nothing()).elements == (Text("No case was timed in more than one of these runs."),)

@@ -10,15 +10,8 @@ from fp8bench.model import EnergyUse
 from fp8bench.report.elements import Axis, Bars, Items, Stacks, Table, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.page.section import page_of
-from tests.energies import TOO_FEW, VIRTUAL, energetic, squares, unmeasured, use, without_energy
-from tests.materials import Made, built, material, of_kind, part
-
-
-def with_energy(**by_mode: EnergyUse | None) -> Made:
-    """The group of energetic() with other windows."""
-    run, findings = energetic()
-    records = [replace(one, energy=by_mode.get(one.case.mode, one.energy)) for one in run.records]
-    return replace(run, records=tuple(records)), findings
+from tests.energies import TOO_FEW, VIRTUAL, energetic, squares, unmeasured, use, with_energy, without_energy
+from tests.materials import Made, material, of_kind, part
 
 
 def said(made: Made) -> list[Text]:
@@ -129,10 +122,6 @@ def test_the_reference_alone_has_nothing_beside_it() -> None:
 def test_where_nobody_can_tell_there_is_the_reason() -> None:
     found = part("energy", unmeasured())
     assert found.elements == (Text(f"Not measured on cpu: {VIRTUAL}.", Tone.DOUBT),) and found.lead == ""
-
-
-def test_a_run_that_was_not_asked_has_no_section() -> None:
-    assert built("energy", without_energy()) is None
 
 
 def test_the_table_of_all_cases_has_joules() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Environment, Label, Record, Resumption, Scalar, Status, Verdict
 from fp8bench.report.elements import Code, Facts, Items, Table, Text, Tone
 from fp8bench.report.words import legend
-from tests.materials import Made, built, nothing, of_kind, part
+from tests.materials import Made, nothing, of_kind, part
 from tests.runs import NATIVE, case, gemm, judged, measured, run_of, transformer
 
 
@@ -146,8 +146,7 @@ def test_runs_side_by_side_have_a_column_each() -> None:
     assert len(of_kind(found, Items)) == 2
 
 
-def test_no_runs_have_no_environment() -> None:
-    assert built("environment") is None
+def test_a_run_without_cases_says_so() -> None:
     assert facts(nothing())["cases"] == "none"
 
 

@@ -10,7 +10,7 @@ from fp8bench.model import Finding, Level, Record, Status, Verdict
 from fp8bench.report.elements import Table, Text, Tone, Waterfall
 from fp8bench.report.page.section import sections
 from tests.materials import Made, built, many, material, of_kind, part
-from tests.runs import EMULATED, NATIVE, case, gemm, run_of, transformer
+from tests.runs import EMULATED, NATIVE, case, run_of, transformer
 
 BEFORE = (("data_load", 1e-6), ("gemm", 8e-3), ("attention", 1e-3), ("elementwise", 1e-3), ("unattributed", 1e-5))
 AFTER = (("data_load", 2e-6), ("cast", 1e-3), ("gemm", 2e-3), ("attention", 1.5e-3), ("elementwise", 5e-4))
@@ -94,10 +94,6 @@ def test_no_verdict_on_phases_is_promised() -> None:
 def test_emulations_have_no_speed(levels: tuple[Level, Level]) -> None:
     """Neither as a case nor as a reference."""
     assert built("gains", step(*levels)) is None
-
-
-def test_an_operation_and_its_cast_are_told_by_their_step() -> None:
-    assert built("gains", gemm()) is None
 
 
 def test_of_many_cases_some_are_drawn_and_the_others_are_counted() -> None:

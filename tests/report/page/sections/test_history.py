@@ -10,7 +10,7 @@ from fp8bench.model import Environment
 from fp8bench.report.elements import Axis, Lines, Table, Text, Tone
 from fp8bench.report.material import PastFigure, PastSeries
 from fp8bench.report.page.sections.history import NONE_YET
-from tests.materials import Made, built, of_kind, part
+from tests.materials import Made, of_kind, part
 from tests.runs import transformer
 
 
@@ -105,10 +105,6 @@ def test_nothing_from_before_is_said() -> None:
     """A series with this run alone is no history."""
     for past in ((), (series("bf16", figure(3, 1.0)),)):
         assert part("history", at_commit(), past=past).elements == (Text(NONE_YET),)
-
-
-def test_a_run_of_no_repository_has_no_history() -> None:
-    assert built("history", transformer()) is None
 
 
 def test_figures_that_are_no_numbers_are_left_out() -> None:

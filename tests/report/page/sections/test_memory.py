@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.report.elements import Axis, Bars, Tone
-from tests.materials import Made, built, of_kind, part, skipped, strange
+from tests.materials import Made, of_kind, part, strange
 from tests.runs import gemm, memory, transformer
 
 MIB = 1 << 20
@@ -52,11 +50,6 @@ def test_groups_are_counted() -> None:
 
 def test_the_lead_is_what_the_measurement_says_of_itself() -> None:
     assert part("memory", transformer()).lead.startswith("Memory at the highest point of a step;")
-
-
-@pytest.mark.parametrize("made", [gemm(), skipped()])
-def test_no_measurement_no_section(made: Made) -> None:
-    assert built("memory", made) is None
 
 
 def test_a_peak_that_is_no_number_has_no_share() -> None:

@@ -7,24 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Axis, Bars, Table, Text, Tone
 from fp8bench.report.words import legend
-from tests.materials import Made, built, of_kind, part, skipped
+from tests.materials import of_kind, part, with_errors
 from tests.runs import error, gemm, measured, transformer
 
 
 def texts(table: Table) -> list[list[str]]:
     return [[field.text for field in row] for row in table.rows]
-
-
-def with_errors(made: Made, *values: float) -> tuple[Run, dict[str, Finding]]:
-    run, findings = made
-    records = tuple(
-        replace(one, measurements=(error("gradient_error", value),))
-        for one, value in zip(run.records, values, strict=True)
-    )
-    return replace(run, records=records), findings
 
 
 def test_the_main_error_as_bars_on_a_logarithmic_axis() -> None:
@@ -83,7 +73,7 @@ def test_an_error_that_is_no_number_is_said() -> None:
     found = part("numbers", with_errors(transformer(), 1e-3, math.nan, math.inf))
     assert not of_kind(found, Bars)
     (text,) = of_kind(found, Text)
-    assert text == Text("transformer: gradient_error is no finite number in fp16 (nan) and fp8 (inf).", Tone.BAD)
+    assert text == Text("transformer: product_error is no finite number in fp16 (nan) and fp8 (inf).", Tone.BAD)
     (table,) = of_kind(found, Table)
     assert [row[2].text for row in table.rows] == ["1.0e-03", "nan", "inf"] and table.rows[1][2].tone is Tone.BAD
 
@@ -111,11 +101,6 @@ def test_the_data_with_a_column_for_each_format_they_do_not_fit() -> None:
 
 def test_no_data_no_legend() -> None:
     assert not of_kind(part("numbers", transformer()), Text)
-
-
-@pytest.mark.parametrize("made", [skipped()])
-def test_nothing_measured_says_nothing(made: Made) -> None:
-    assert built("numbers", made) is None
 
 
 def test_infinite_errors_of_a_measured_run() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.model import Label
 from fp8bench.report.elements import Axis, Stacks, Text, Tone
 from fp8bench.report.page.sections.phases import COMPILED
-from tests.materials import Made, built, of_kind, part, shapes, skipped
+from tests.materials import Made, of_kind, part, shapes
 from tests.runs import gemm, transformer
 
 PARTS = (
@@ -90,7 +90,3 @@ def test_a_phase_has_one_colour_in_all_suites() -> None:
     """Colours go by place: a suite without a phase leaves its place empty."""
     charts = of_kind(part("phases", transformer(), gemm()), Stacks)
     assert len(charts) == 4 and {chart.parts for chart in charts} == {PARTS}
-
-
-def test_nothing_measured_says_nothing() -> None:
-    assert built("phases", skipped()) is None

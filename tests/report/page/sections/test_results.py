@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Interval, Label, Verdict, Work
 from fp8bench.report.elements import Field, Table, Text, Tone
-from tests.materials import Made, nothing, of_kind, part, skipped, strange
+from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
 
 
@@ -69,9 +69,7 @@ def test_columns_say_what_they_are() -> None:
 
 def test_an_emulation_has_no_speed() -> None:
     """Not even where a finding carries a ratio; its time and memory are called what they are."""
-    run, findings = transformer()
-    case = run.records[2].case.id
-    findings[case] = replace(findings[case], verdict=Verdict.FASTER, ratio=Interval(0.3, 0.2, 0.4, 0.99))
+    run, findings = emulated_with_a_ratio()
     found = row("fp8", (run, findings))
     assert [found[title].text for title in ("verdict", "speed-up", "interval", "throughput")] == [
         "emulated", "-", "-", "-",

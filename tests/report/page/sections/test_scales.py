@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import LayerScale
 from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import MOST_ROWS
-from tests.materials import Made, built, many, of_kind, part
+from tests.materials import Made, many, of_kind, part
 from tests.runs import transformer
 
 FOUND = (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0), LayerScale("blocks.0.mlp.up", "gradient", 7e-5, 8e8, 12))
@@ -36,7 +36,3 @@ def test_a_table_has_an_end() -> None:
     (table,) = of_kind(found, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
     assert any("not shown, for want of room: m=" in text.text for text in of_kind(found, Text))
-
-
-def test_a_run_without_them_says_nothing() -> None:
-    assert built("scales", transformer()) is None

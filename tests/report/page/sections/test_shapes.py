@@ -6,8 +6,8 @@ import pytest
 
 from fp8bench.model import Label, Scalar
 from fp8bench.report.elements import Axis, Heat
-from tests.materials import Made, built, of_kind, part, shapes
-from tests.runs import gemm, transformer
+from tests.materials import Made, of_kind, part, shapes
+from tests.runs import gemm
 
 Shape = dict[str, Scalar]
 
@@ -68,8 +68,3 @@ def test_the_description_names_the_best_and_the_worst() -> None:
 def test_emulations_are_in_no_map() -> None:
     """They have a ratio of times, which is no speed."""
     assert "fp8" not in str(heat(shapes(*mnk((1, 1, 1), (2, 1, 1), (3, 1, 1)))))
-
-
-def test_two_shapes_are_no_map_and_other_suites_have_none() -> None:
-    assert built("shapes", shapes(*mnk((1, 1, 1), (2, 1, 1)))) is None
-    assert built("shapes", transformer()) is None

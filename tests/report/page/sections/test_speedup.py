@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8bench.model import Interval, Label, Verdict
 from fp8bench.report.elements import Bars, Mark, Tone
 from fp8bench.report.page.drawing.limits import BARS
-from tests.materials import Made, built, nothing, of_kind, part, skipped
+from tests.materials import Made, emulated_with_a_ratio, of_kind, part
 from tests.runs import NATIVE, gemm, judged, transformer
 
 FASTER = (Verdict.FASTER, 0.5)
@@ -52,10 +52,7 @@ def test_several_precisions_have_a_heading_a_setting() -> None:
 
 def test_an_emulated_case_has_no_bar() -> None:
     """Not even where a finding carries a ratio."""
-    run, findings = transformer()
-    case = run.records[2].case.id
-    findings[case] = replace(findings[case], verdict=Verdict.FASTER, ratio=Interval(0.3, 0.2, 0.4, 0.99))
-    assert {mark.label for mark in marks((run, findings))} == {"fp16"}
+    assert {mark.label for mark in marks(emulated_with_a_ratio())} == {"fp16"}
 
 
 def test_doubt_is_grey_with_its_reason() -> None:
@@ -93,8 +90,3 @@ def test_a_suite_is_not_parted() -> None:
     """Its chart draws the first bars, and the rest stands in the table of its numbers."""
     (chart,) = charts(judged(*[FASTER] * 60))
     assert len(chart.groups[0][1]) == 60
-
-
-def test_without_a_speed_there_is_no_section() -> None:
-    assert built("speedup", nothing()) is None is built("speedup", skipped())
-    assert built("speedup", judged((Verdict.NONE, None))) is None

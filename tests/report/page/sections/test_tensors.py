@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import Status
 from fp8bench.report.elements import Items, Table, Text, Tone
 from tests.materials import Made, built, of_kind, part
-from tests.report.tensors import left, products, tensors
+from tests.report.tensors import left, tensors
 
 
 def texts(table: Table) -> list[list[str]]:
@@ -65,10 +65,6 @@ def test_all_figures_are_for_who_asks() -> None:
         "gaussian", "e4m3fn mx rceil", "40.0", "39.0", "37.0", "1.0e-02", "0.99925", "0.08%", "0%", "0%",
     ]  # fmt: skip
     assert table.rows[3][1].hint == "custom:scaling=mx" and "sqnr_db" in table.columns[2].hint
-
-
-def test_other_suites_have_none() -> None:
-    assert built("tensors", products()) is None
 
 
 def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:

@@ -5,24 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fp8bench.model import Interval, Label, Verdict
-from fp8bench.report.elements import Part, Point, Scatter, Tone
-from tests.materials import Made, built, nothing, of_kind, part, skipped
-from tests.runs import error, gemm, judged, transformer
+from fp8bench.model import Label, Verdict
+from fp8bench.report.elements import Point, Scatter, Tone
+from tests.materials import Made, emulated_with_a_ratio, of_kind, part, with_errors
+from tests.runs import gemm, judged, transformer
 
 
 def charts(*made: Made) -> list[Scatter]:
     return of_kind(part("speedup", *made), Scatter)
-
-
-def with_errors(made: Made, *errors: float) -> Made:
-    """The same run, its records with these errors in turn."""
-    run, findings = made
-    records = tuple(
-        replace(one, measurements=(error("product_error", errors[place % len(errors)]),))
-        for place, one in enumerate(run.records)
-    )
-    return replace(run, records=records), findings
 
 
 def test_each_case_has_a_place() -> None:
@@ -95,14 +85,8 @@ def test_what_has_no_place_is_left_out() -> None:
 
 
 def test_an_emulation_with_a_ratio_still_has_no_speed() -> None:
-    run, findings = transformer()
-    case = run.records[2].case.id
-    findings[case] = replace(findings[case], verdict=Verdict.FASTER, ratio=Interval(0.3, 0.2, 0.4, 0.99))
-    assert {point.series for point in charts((run, findings))[0].points if point.x is None} == {"fp8"}
+    assert {point.series for point in charts(emulated_with_a_ratio())[0].points if point.x is None} == {"fp8"}
 
 
-def test_without_errors_there_is_no_section() -> None:
-    for made in (nothing(), skipped(), judged((Verdict.FASTER, 0.5))):
-        assert not of_kind(built("speedup", made) or Part("", "", ()), Scatter)
-    run, findings = transformer()
-    assert built("speedup", (replace(run, records=run.records[:1]), findings)) is None  # a reference alone
+def test_without_errors_there_is_no_chart() -> None:
+    assert not charts(judged((Verdict.FASTER, 0.5)))

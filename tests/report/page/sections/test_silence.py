@@ -1,0 +1,49 @@
+"""A section that has nothing to show of a run is not on its page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.model import Verdict
+from tests.energies import without_energy
+from tests.materials import Made, built, nothing, shapes, skipped
+from tests.report.tensors import products
+from tests.runs import gemm, judged, transformer
+
+
+def reference_alone() -> Made:
+    run, findings = transformer()
+    return replace(run, records=run.records[:1]), findings
+
+
+@pytest.mark.parametrize(
+    ("section", "made"),
+    [
+        ("across", [gemm()]),  # nobody is beside it
+        ("across", []),
+        ("energy", [without_energy()]),  # nobody asked
+        ("environment", []),
+        ("gains", [gemm()]),  # an operation and its casts are told by their step
+        ("history", [transformer()]),  # of no repository
+        ("memory", [gemm()]),
+        ("memory", [skipped()]),
+        ("numbers", [skipped()]),
+        ("operators", [transformer()]),
+        ("operators", [skipped()]),
+        ("phases", [skipped()]),
+        ("samples", [transformer()]),  # findings without samples, from a broken file, say
+        ("samples", [skipped()]),
+        ("scales", [transformer()]),
+        ("shapes", [transformer()]),  # no products
+        ("shapes", [shapes({"m": 1, "n": 1, "k": 1}, {"m": 2, "n": 1, "k": 1})]),  # two are no map
+        ("speedup", [nothing()]),
+        ("speedup", [skipped()]),
+        ("speedup", [judged((Verdict.NONE, None))]),
+        ("speedup", [reference_alone()]),
+        ("tensors", [products()]),  # another suite
+    ],
+)
+def test_where_there_is_nothing_to_show_nothing_is_said(section: str, made: list[Made]) -> None:
+    assert built(section, *made) is None
