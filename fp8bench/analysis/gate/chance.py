@@ -28,8 +28,8 @@ def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
     return [place in chosen for place in range(len(p_values))]
 
 
-# Fewer cases are no company.
-LEAST_COMPANY = 12
+# Fewer cases do not say how far one of them may move.
+LEAST_CASES = 12
 # Deviations that a second look must be off, too: it shares its baseline, and so that one's noise, with the first.
 AGAIN = 3.0
 _QUARTILE = statistics.NormalDist().inv_cdf(0.75)
@@ -63,7 +63,7 @@ def spread_of(logs: Sequence[float]) -> Spread | None:
     counts as noise, though half of the cases did. What all have in common is none of a case's own; from 10% on it is no
     machine's mood any more, and counts.
     """
-    if len(logs) < LEAST_COMPANY:
+    if len(logs) < LEAST_CASES:
         return None
     low, middle, high = statistics.quantiles(logs, n=4)
     shift = middle if abs(middle) < math.log1p(ALONE) else 0.0

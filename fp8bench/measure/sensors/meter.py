@@ -69,7 +69,7 @@ class Meter:
         """A window to run a workload in; after `cap` seconds it has enough whatever it has seen."""
         if self.source is None:
             return NoWindow(self.why)
-        sampler = Sampler(self.source, self._clock, self.device.restless)
+        sampler = Sampler(self.source, self._clock, self.device.changing)
         return Window(sampler, self.source, self._clock, cap, self._end)
 
     def idle(self, seconds: float = IDLE) -> Energy | Unavailable:

@@ -39,11 +39,11 @@ class Looks(ABC):
 
     def glance(self) -> Readings:
         """What may change from one second to the next: clocks, temperature, throttle reasons."""
-        return self._read(queries.RESTLESS)
+        return self._read(queries.CHANGING)
 
-    def restless(self) -> Readings:
+    def changing(self) -> Readings:
         """The same, read in the calling thread, which must be one that may hang."""
-        return self._read(queries.RESTLESS)
+        return self._read(queries.CHANGING)
 
     def close(self) -> None:
         """Lets the device go."""
@@ -81,8 +81,8 @@ class NvmlDevice(Looks):
     def close(self) -> None:
         self.library.close()
 
-    def restless(self) -> Readings:
-        return {query.name: self._attempt(query) for query in queries.RESTLESS}
+    def changing(self) -> Readings:
+        return {query.name: self._attempt(query) for query in queries.CHANGING}
 
     @property
     def shared_by(self) -> int:

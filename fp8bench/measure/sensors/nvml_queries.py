@@ -148,7 +148,7 @@ def instant_power(ask: Ask) -> Reading:
 
 
 # What is looked at now and then within a window. Not the power: the energy is measured anyway.
-RESTLESS: tuple[Query, ...] = (
+CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
     Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
     # Of the chip; the older function is to go.
@@ -163,7 +163,7 @@ RESTLESS: tuple[Query, ...] = (
 )  # fmt: skip
 STATE: tuple[Query, ...] = (
     Query("power", _first_of(instant_power, AVERAGE_POWER)),
-    *RESTLESS,
+    *CHANGING,
     Query("use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
     Query("memory_use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
     Query("memory_used", _memory("used"), About.PART),

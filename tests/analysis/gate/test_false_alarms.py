@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.analysis.gate.chance import LEAST_COMPANY, spread_of
+from fp8bench.analysis.gate.chance import LEAST_CASES, spread_of
 from suites.gate import Setting, false_alarms, found
 
 # Of 100 builds with a rate of 1%, more than 4 fail in one of 300 trials; the seed makes it the same every time.
@@ -44,6 +44,6 @@ def test_a_spread_is_that_of_unchanged_cases() -> None:
     assert shifted.deviation == pytest.approx(even.deviation)
     everything = spread_of([one + 0.3 for one in usual])
     assert everything is not None and everything.shift == 0 and everything.chance(0.3) < 1e-6
-    assert spread_of([0.1] * (LEAST_COMPANY - 1)) is None
+    assert spread_of([0.1] * (LEAST_CASES - 1)) is None
     alike = spread_of([0.0] * 20)
     assert alike is not None and alike.chance(0.0) == 1 and alike.chance(0.2) == 0

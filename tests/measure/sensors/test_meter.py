@@ -41,7 +41,7 @@ def test_a_gpu_that_nvml_does_not_know_has_reasons(nvml: Simulation) -> None:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
         reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
-        assert {*reads, *device.restless().values(), device.process_memory(), meter.idle()} == {why}
+        assert {*reads, *device.changing().values(), device.process_memory(), meter.idle()} == {why}
 
 
 def test_an_amd_gpu_has_reasons(nvml: Simulation) -> None:

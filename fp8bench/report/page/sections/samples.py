@@ -21,7 +21,7 @@ from fp8bench.report.words.naming import listed, named_cases
 from fp8bench.report.words.run_facts import many
 
 # What a look at the samples themselves can confirm or clear.
-_RESTLESS = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
+_UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
 _MOST_ROWS = 250
 # Percent above the median: further out an axis would hide what the other points have to say.
 _FAR = 100.0
@@ -34,13 +34,13 @@ class _Row:
     percent: tuple[float, ...]
 
     @property
-    def restless(self) -> tuple[Label, ...]:
-        return tuple(label for label in _RESTLESS if label in self.result.labels)
+    def unsteady(self) -> tuple[Label, ...]:
+        return tuple(label for label in _UNSTEADY if label in self.result.labels)
 
 
 @sections.register("samples")
 class Samples(Section):
-    """The rounds of all cases beside each other, as distances from the case's own median; restless cases first."""
+    """The rounds of all cases beside each other, as distances from the case's own median; unsteady cases first."""
 
     name = "samples"
     title = "Samples"
@@ -52,7 +52,7 @@ class Samples(Section):
     rank = 120
 
     def elements(self, material: Material) -> Iterator[Element]:
-        rows = sorted(_rows(material), key=lambda row: not row.restless)  # a stable sort: else as in the table
+        rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
         kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
         yield from (_strips(found) for found in kinds if found)
         if len(rows) > _MOST_ROWS:
@@ -85,7 +85,7 @@ def _strips(rows: Sequence[_Row]) -> Strips:
 
 
 def _description(rows: Sequence[_Row]) -> str:
-    """The most restless case, and what lies too far out to be drawn."""
+    """The most unsteady case, and what lies too far out to be drawn."""
     widest = max(rows, key=_spread)
     words = (
         f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
@@ -110,7 +110,7 @@ def _spread(row: _Row) -> float:
 
 
 def _label(row: _Row) -> str:
-    words = [*row.restless, *(["emulated"] if emulated(row.result) else [])]
+    words = [*row.unsteady, *(["emulated"] if emulated(row.result) else [])]
     return f"{row.name} ({', '.join(words)})" if words else row.name
 
 
@@ -122,7 +122,7 @@ def _tone(row: _Row) -> Tone:
 
 def _words(rows: Sequence[_Row]) -> Iterator[Element]:
     """What the labels mean that a look at the samples can confirm, and who has them."""
-    named = {label: [row.name for row in rows if label in row.restless] for label in _RESTLESS}
+    named = {label: [row.name for row in rows if label in row.unsteady] for label in _UNSTEADY}
     items = [
         Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT)
         for label, names in named.items()

@@ -38,7 +38,7 @@ def test_each_round_is_a_distance_from_the_median() -> None:
     assert (label, tone) == ("gemm fp32", Tone.PLAIN) and values == pytest.approx((0, -10, 30))
 
 
-def test_restless_cases_stand_first_and_grey_with_their_labels() -> None:
+def test_unsteady_cases_stand_first_and_grey_with_their_labels() -> None:
     """The others as in the table; a label that the samples do not show is grey, and not first."""
     found = part(
         "samples",
