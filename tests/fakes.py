@@ -274,6 +274,12 @@ def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int 
     return Timing(Segments(tuple(phases), (0,) * len(phases)), samples)
 
 
+def called(*slots: Sequence[int]) -> Timing:
+    """Slots of several calls of one cell each, in nanoseconds."""
+    samples = [SlotSample(number, tuple((ns,) for ns in calls), 0.0, 0.0) for number, calls in enumerate(slots)]
+    return Timing(Segments(("gemm",), (0,)), tuple(samples))
+
+
 def steady(nanoseconds: int, rounds: int, start: int = 0) -> Timing:
     """The same time in every round."""
     return timing(*[(nanoseconds,)] * rounds, start=start)

@@ -97,6 +97,7 @@ def transformer() -> tuple[Run, dict[str, Finding]]:
                           elementwise=0.2),
             labels=(Label.CONTENDED, Label.FEW_SAMPLES),
             why="the interval is too wide to tell; give it more time (--budget), or a quieter machine",
+            typical=Interval(1.04, 0.99, 1.09, 0.99), rarest=22,
         ),
         Finding(
             fp8, Verdict.EMULATED, 0.061, 0.0625, 0.04,
@@ -154,7 +155,7 @@ def gemm() -> tuple[Run, dict[str, Finding]]:
             Finding(fp32, Verdict.REFERENCE, best, best * 1.02, 0.012, floor=0.004, phases=phases(best, gemm=0.97)),
             Finding(
                 bf16, Verdict.FASTER, best / 2, best * 0.52, 0.02, Interval(0.512, 0.508, 0.515, 0.99), 0.51, 0.004,
-                phases=phases(best / 2, cast=0.1, gemm=0.87),
+                phases=phases(best / 2, cast=0.1, gemm=0.87), typical=Interval(0.51, 0.5, 0.52, 0.99), rarest=9,
             ),
         ]  # fmt: skip
         if m != 512:

@@ -7,14 +7,27 @@ has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
-from fp8bench.analysis.verdicts import BAND, LEAST_FOR_VERDICT, best_phases, conclude, noise, totals
+from fp8bench.analysis.verdicts import (
+    BAND,
+    FINAL_LEVEL,
+    LEAST_FOR_VERDICT,
+    Conclusion,
+    band_of,
+    best_phases,
+    conclude,
+    noise,
+    rule,
+    totals,
+)
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
@@ -102,20 +115,36 @@ def _with_verdict(
     conclusion = conclude(record.timing, standard.timing, standard.control)
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
-    verdict, interval, aa = conclusion
-    why = _why_unsure(interval, record.timing.num_rounds) if verdict is Verdict.UNSURE else ""
-    median_ratio = float(np.median(totals(record.timing)) / np.median(totals(standard.timing)))
-    floor = aa.reach if aa is not None else None
-    return replace(finding, verdict=verdict, ratio=interval, floor=floor, why=why, median_ratio=median_ratio), aa
+    aa = conclusion.aa
+    return replace(
+        finding,
+        verdict=conclusion.verdict,
+        ratio=conclusion.ratio,
+        typical=conclusion.typical,
+        rarest=rarest(record.timing.num_calls),
+        floor=aa.reach if aa is not None else None,
+        why=_why_unsure(conclusion, record.timing.num_rounds) if conclusion.verdict is Verdict.UNSURE else "",
+        median_ratio=float(np.median(totals(record.timing)) / np.median(totals(standard.timing))),
+    ), aa
 
 
 def _unsure(finding: Finding, why: str) -> Finding:
     return replace(finding, verdict=Verdict.UNSURE, why=why)
 
 
-def _why_unsure(interval: Interval, rounds: int) -> str:
+def rarest(calls: int) -> int:
+    """One call in so many that is slower would have been among these, with 99% certainty; at least 1."""
+    return max(1, round(1 / (1 - math.pow(1 - FINAL_LEVEL, 1 / calls)))) if calls else 1
+
+
+def _why_unsure(conclusion: Conclusion, rounds: int) -> str:
+    interval = conclusion.ratio
     if rounds < LEAST_FOR_VERDICT:
         return f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
+    if rule(interval, band_of(conclusion.aa)) is not Verdict.UNSURE:
+        typical = conclusion.typical.inverse
+        low, high = units.speed_up(typical.low), units.speed_up(typical.high)
+        return f"the mean over all calls, {low} to {high}, does not confirm it; give it more time (--budget)"
     if interval.low > 1 + BAND or interval.high < 1 - BAND:
         return "the reference differs from its own control by as much"
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"

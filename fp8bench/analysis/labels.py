@@ -14,12 +14,13 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import why_unresolved
-from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME
+from fp8bench.analysis.patterns import pattern
+from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
-CAN_BE_HARD = frozenset({Label.AA_FAILED, Label.CONTENDED, Label.THROTTLED})
+CAN_BE_HARD = frozenset({Label.AA_FAILED, Label.CONTENDED, Label.THROTTLED, Label.UNEVEN})
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
             yield Labelled(Label.FEW_SAMPLES)
         if _bimodal(timing):
             yield Labelled(Label.BIMODAL)
+        yield from _uneven(finding, timing, reference)
         if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
             yield Labelled(Label.DRIFT)
     if not record.paired:
@@ -131,6 +133,21 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
         yield Labelled(Label.EAGER_QUANTISER, timing.eager)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
+
+
+def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
+    """All calls say something else than the fastest ones. Hard, unless both say faster, or both slower."""
+    ratio, typical = finding.ratio, finding.typical
+    if ratio is None or typical is None or not uneven(ratio, typical):
+        return
+    faster = ratio.high < 1 and typical.high < 1
+    slower = ratio.low > 1 and typical.low > 1
+    told = [f"{units.speed_up(1 / ratio.point)} by its fastest calls, {units.speed_up(1 / typical.point)} by all"]
+    if words := pattern(timing):
+        told.append(words)
+    elif reference is not None and (words := pattern(reference)):
+        told.append(f"of the reference {words}")
+    yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
 
 
 def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:

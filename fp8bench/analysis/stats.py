@@ -28,8 +28,8 @@ _LOOKED_AT = 14
 
 
 @dataclass(frozen=True)
-class BestCase:
-    """The logarithm of an arm's best case in seconds, and of the best cases of its resamples."""
+class Resampled:
+    """The logarithm of an arm's figure in seconds (its best case, or its mean), and of that of its resamples."""
 
     point: float
     resampled: Floats
@@ -47,18 +47,24 @@ def best_by_segment(samples: Floats) -> Floats:
     return best
 
 
-def best_case(samples: Floats) -> BestCase:
+def mean_case(rounds: Floats) -> Resampled:
+    """The mean of one arm over its rounds, which are seconds. It is drawn like the best case of the same rounds."""
+    resampled = np.log(rounds @ _draws(len(rounds)) / len(rounds))
+    return Resampled(math.log(rounds.mean()), resampled)
+
+
+def best_case(samples: Floats) -> Resampled:
     """The best case of one arm. Arms with equally many rounds draw the same rounds."""
     return _best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
 @lru_cache(maxsize=32)
-def _best_case(raw: bytes, shape: tuple[int, ...]) -> BestCase:
+def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
     """The same; a reference is held against every case of its group, and needs to be resampled once."""
     samples = np.frombuffer(raw).reshape(shape)
     resampled = np.log(_resampled_sums(samples, _draws(len(samples))))
     resampled.setflags(write=False)
-    return BestCase(math.log(best_by_segment(samples).sum()), resampled)
+    return Resampled(math.log(best_by_segment(samples).sum()), resampled)
 
 
 @lru_cache(maxsize=4)
@@ -68,8 +74,8 @@ def _draws(rounds: int) -> Counts:
     return np.ascontiguousarray(draws.T, dtype=np.float32)
 
 
-def ratio(case: BestCase, references: Sequence[BestCase], level: float = 0.99) -> Interval:
-    """Ratio of a best case to that of its references, by percentiles of the resamples.
+def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
+    """Ratio of an arm's figure to that of its references, by percentiles of the resamples.
 
     Several entries of one reference count by their geometric mean: pooling their rounds instead would give the
     reference more rounds to be fast in, and so a bias.
@@ -137,15 +143,20 @@ def split_gap(values: Floats) -> tuple[float, float]:
     A split that explains 90% with at least a fifth on each side is what two modes look like; one cluster with a tail
     explains less or leaves a sliver.
     """
-    ordered = np.sort(values)
+    explained, place = best_split(np.sort(values))
+    return explained, min(place, len(values) - place) / max(len(values), 1)
+
+
+def best_split(ordered: Floats) -> tuple[float, int]:
+    """The best split of sorted values: (share of variance it explains, how many lie below); (0, 0) for too few."""
     n = len(ordered)
-    total = float(((ordered - ordered.mean()) ** 2).sum())
+    mean = ordered.mean() if n else 0.0
+    total = float(((ordered - mean) ** 2).sum())
     if n < 8 or total == 0:
-        return 0.0, 0.0
+        return 0.0, 0
     sums = np.cumsum(ordered)[:-1]
     left = np.arange(1, n)
     right = n - left
-    mean = ordered.mean()
     between = (sums / left - mean) ** 2 * left + ((ordered.sum() - sums) / right - mean) ** 2 * right
     best = int(between.argmax())
-    return float(between[best] / total), min(best + 1, n - best - 1) / n
+    return float(between[best] / total), best + 1

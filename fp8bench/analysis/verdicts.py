@@ -6,8 +6,14 @@ A/A interval stays away from 1), if that is more. Taking the far end of the A/A 
 the sampling noise twice: of slow-downs of 2.5% in a 30 ms step it left 14% found instead of 90%, at no alarm either
 way. The far end is what is printed as noise floor. The reference counts by both its entries.
 
-Only the best-case estimator (stats.ratio) gives verdicts; the ratio of medians is shown beside it. These rules look at
-samples alone, while rounds come and in the end; `findings` knows what else there is to say of a case.
+The best case sees the fastest calls alone: a step that is three times slower on three of four calls is none the slower
+to it. So a second figure of the same samples may take its verdict away: the mean over all calls, paired by round, less
+the time that the thread waited for a core. FASTER and SLOWER must not lie on the other side of it, SAME needs it wholly
+inside +-5%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
+medians is kept beside them and gives no verdict.
+
+These rules look at samples alone, while rounds come and in the end; `findings` knows what else there is to say of a
+case.
 """
 
 from __future__ import annotations
@@ -15,14 +21,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from fp8bench.analysis import stats
-from fp8bench.model import CELL_PHASES, Interval, Timing, Verdict
+from fp8bench.model import CELL_PHASES, Interval, SlotSample, Timing, Verdict
 
 BAND = 0.005
 SAME = 0.02
+# Of the mean over all calls: it is blunter. Where it lies so far from the best case, calls are not alike.
+TYPICAL_SAME = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
@@ -51,22 +60,38 @@ def _fewest_calls(*timings: Timing) -> int:
     return min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
 
 
-def best_cases(timings: Sequence[Timing]) -> tuple[list[stats.BestCase], int]:
-    """Best cases over the rounds that all were in, and how many those are.
+def common_rounds(timings: Sequence[Timing]) -> list[int]:
+    """The rounds that all were in."""
+    return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
+
+
+def best_cases(timings: Sequence[Timing], rounds: Sequence[int]) -> list[stats.Resampled]:
+    """Best cases over rounds that all were in.
 
     All give the same number of calls a slot: a minimum over more calls would be lower for that alone.
     """
-    rounds = sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
-    if not rounds:
-        return [], 0
     calls = _fewest_calls(*timings)
-    return [stats.best_case(cells(timing, calls, rounds)) for timing in timings], len(rounds)
+    return [stats.best_case(cells(timing, calls, rounds)) for timing in timings]
+
+
+def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
+    """Seconds of a call by round: the mean over all calls of the slot, less what they waited for a core."""
+    wanted = set(rounds)
+    return np.array([_mean(slot) for slot in timing.slots if slot.round in wanted])
+
+
+def _mean(slot: SlotSample) -> float:
+    calls = [sum(call) * 1e-9 for call in slot.calls_ns]
+    # No mean is less than the fastest call, whatever the system says of the waiting.
+    return max(min(calls), (sum(calls) - (slot.waited_seconds or 0.0)) / len(calls))
 
 
 def noise(reference: Timing, control: Timing | None) -> Interval | None:
     """The A/A interval; None without a control."""
-    best = best_cases([control, reference])[0] if control is not None and control.slots else []
-    return stats.ratio(best[0], best[1:], FINAL_LEVEL) if best else None
+    if control is None or not (rounds := common_rounds([control, reference])):
+        return None
+    own, of_reference = best_cases([control, reference], rounds)
+    return stats.ratio(own, [of_reference], FINAL_LEVEL)
 
 
 def band_of(aa: Interval | None) -> float:
@@ -85,30 +110,57 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
     return Verdict.UNSURE
 
 
+class Conclusion(NamedTuple):
+    """What a case's samples say: the ratio of best cases, that of the means over all calls, and the A/A interval."""
+
+    verdict: Verdict
+    ratio: Interval
+    typical: Interval
+    aa: Interval | None
+
+
+def uneven(ratio: Interval, typical: Interval) -> bool:
+    """Whether all calls say something else than the fastest ones, beyond the noise of both."""
+    apart = max(typical.low / ratio.high, ratio.low / typical.high)
+    return apart > 1 + TYPICAL_SAME or _opposite(ratio, typical)
+
+
+def agrees(verdict: Verdict, ratio: Interval, typical: Interval) -> bool:
+    """Whether the mean over all calls lets a verdict by the best case stand."""
+    if verdict is Verdict.SAME:
+        return typical.low > 1 - TYPICAL_SAME and typical.high < 1 + TYPICAL_SAME
+    if verdict is Verdict.FASTER:
+        return typical.point < 1 + BAND and not _opposite(ratio, typical)
+    return verdict is Verdict.SLOWER and typical.point > 1 - BAND and not _opposite(ratio, typical)
+
+
+def _opposite(ratio: Interval, typical: Interval) -> bool:
+    return (ratio.high < 1 < typical.low) or (typical.high < 1 < ratio.low)
+
+
 def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
     known = _judge(case, reference, control, EARLY_LEVEL, EARLY_SAME)
-    return known is not None and known[0] is not Verdict.UNSURE and known[1].half_width <= EARLY_HALF_WIDTH
+    return known is not None and known.verdict is not Verdict.UNSURE and known.ratio.half_width <= EARLY_HALF_WIDTH
 
 
-def conclude(
-    case: Timing, reference: Timing, control: Timing | None
-) -> tuple[Verdict, Interval, Interval | None] | None:
-    """The final verdict on native samples, with its interval and the A/A interval of the same rounds."""
+def conclude(case: Timing, reference: Timing, control: Timing | None) -> Conclusion | None:
+    """The final verdict on native samples, with its intervals and the A/A interval of the same rounds."""
     return _judge(case, reference, control, FINAL_LEVEL, SAME)
 
 
-def _judge(
-    case: Timing, reference: Timing, control: Timing | None, level: float, same: float
-) -> tuple[Verdict, Interval, Interval | None] | None:
-    entries = [reference] if control is None or not control.slots else [reference, control]
-    best, rounds = best_cases([case, *entries])
+def _judge(case: Timing, reference: Timing, control: Timing | None, level: float, same: float) -> Conclusion | None:
+    entries = [case, reference] if control is None or not control.slots else [case, reference, control]
+    rounds = common_rounds(entries)
     if not rounds:
         return None
-    interval = stats.ratio(best[0], best[1:], level)
-    aa = stats.ratio(best[2], best[1:2], FINAL_LEVEL) if len(entries) == 2 else None
-    verdict = rule(interval, band_of(aa), same) if rounds >= LEAST_FOR_VERDICT else Verdict.UNSURE
-    return verdict, interval, aa
+    best = best_cases(entries, rounds)
+    ratio = stats.ratio(best[0], best[1:], level)
+    aa = stats.ratio(best[2], best[1:2], FINAL_LEVEL) if len(entries) == 3 else None
+    every = [stats.mean_case(means(entry, rounds)) for entry in entries]
+    typical = stats.ratio(every[0], every[1:], level)
+    verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
+    return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa)
 
 
 def best_phases(timing: Timing) -> tuple[tuple[str, float], ...]:

@@ -130,9 +130,14 @@ class Arm:
         self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns)
 
     def run(self, worker: Worker, round_number: int) -> None:
-        """One slot of this arm."""
-        limit = self.limits.slot(self.step_seconds, self.calls + self.discard)
-        self.add(worker.within(limit).slot(self.key, self.calls, self.discard), round_number)
+        """One slot of this arm.
+
+        Where calls are discarded, one more is, or is not, at random: what happens every so many calls would always
+        happen to the discarded ones, or never, if slots had that length.
+        """
+        discard = self.discard and self.discard + random.Random(f"{self.key} {round_number}").randrange(2)
+        limit = self.limits.slot(self.step_seconds, self.calls + discard)
+        self.add(worker.within(limit).slot(self.key, self.calls, discard), round_number)
 
     def check(self, worker: Worker) -> None:
         """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
@@ -158,7 +163,7 @@ class Arm:
         self.slots.append(
             SlotSample(
                 round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
-                raw.preemptions, raw.stolen_seconds,
+                raw.preemptions, raw.stolen_seconds, raw.waited_seconds,
             )
         )  # fmt: skip
 

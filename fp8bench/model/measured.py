@@ -89,7 +89,8 @@ class SlotSample:
     the host clock over the same stretch, `host_seconds` what the host took to enqueue a step (0 where it is the
     step itself). `thread_seconds` is the processor time of the thread that runs the steps, `preemptions` how often the
     system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
-    meanwhile, in steps of 10 ms; None where nobody said.
+    meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
+    timed the calls. None where nobody said.
     """
 
     round: int
@@ -100,6 +101,7 @@ class SlotSample:
     thread_seconds: float | None = None
     preemptions: int | None = None
     stolen_seconds: float | None = None
+    waited_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,10 @@ class Finding:
     """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
-    the cost of their own markers. `floor` is how far the A/A interval reaches from 1. `label_reasons` is what there is
-    to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
+    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; of slower
+    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `label_reasons` is
+    what there is to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that leave
+    it no verdict.
     """
 
     case: Case
@@ -228,6 +232,8 @@ class Finding:
     why: str = ""
     label_reasons: tuple[tuple[Label, str], ...] = ()
     hard: tuple[Label, ...] = ()
+    typical: Interval | None = None
+    rarest: int | None = None
 
     @property
     def doubtful(self) -> bool:

@@ -46,3 +46,4 @@ class RawSlot:
     thread_seconds: float | None = None
     preemptions: int | None = None
     stolen_seconds: float | None = None
+    waited_seconds: float | None = None

@@ -58,6 +58,7 @@ class Label(StrEnum):
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"
     BIMODAL = "bimodal"
+    UNEVEN = "uneven"
     DRIFT = "drift"
     FEW_SAMPLES = "few-samples"
     UNPAIRED = "unpaired"

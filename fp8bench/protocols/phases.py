@@ -55,7 +55,8 @@ class SilentPhases(Markers[AbstractContextManager[None]]):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(lambda name: nullcontext())
+        marker = nullcontext()
+        super().__init__(lambda name: marker)
 
 
 class Observer(Protocol):

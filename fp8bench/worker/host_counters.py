@@ -21,7 +21,8 @@ def counters(proc: Path = PROC) -> Readings:
 
     Processor time of the process (all its threads) and of the calling thread; how often the system took the core away
     from the process although it had work (`preemptions`); and how long a hypervisor ran something else while this
-    machine wanted to work, summed over its processors (`steal`).
+    machine wanted to work, summed over its processors (`steal`). `waited` is how long the calling thread had work
+    and no core: a step that sleeps does not wait.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -30,6 +31,7 @@ def counters(proc: Path = PROC) -> Readings:
         "thread_cpu": Reading(time.thread_time(), "s", "thread clock"),
         "preemptions": Reading(usage.ru_nivcsw, "", "getrusage"),
         "steal": attempt(lambda: _steal(proc)),
+        "waited": attempt(lambda: _waited(proc)),
     }
 
 
@@ -75,6 +77,14 @@ def _steal(proc: Path) -> Reading:
         if words[:1] == ["cpu"] and len(words) > _STEAL and words[_STEAL].isdecimal():
             return Reading(int(words[_STEAL]) / os.sysconf("SC_CLK_TCK"), "s", f"{proc}/stat")
     raise NoReading(f"{proc}/stat does not report stolen time")
+
+
+def _waited(proc: Path) -> Reading:
+    path = proc / "thread-self" / "schedstat"  # nanoseconds on a core, nanoseconds in the queue for one, turns
+    words = " ".join(_lines(path)).split()
+    if len(words) == 3 and words[1].isdecimal():
+        return Reading(int(words[1]) * 1e-9, "s", str(path))
+    raise NoReading(f"{path} does not report how long a thread waited")
 
 
 def _lines(path: Path) -> list[str]:

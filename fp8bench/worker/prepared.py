@@ -75,7 +75,13 @@ class Prepared:
         return RawSlot(
             steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
+            self._waited(_known(counted["waited"]), wall - thread),
         )  # fmt: skip
+
+    def _waited(self, counted: float | None, off_core: float) -> float | None:
+        """How long the timed calls waited for a core: counted over the discarded calls too, it is no more than the time
+        that the timed ones were on none. A device of its own does not wait for one."""
+        return None if counted is None or self.device.kind != "cpu" else max(0.0, min(counted, off_core))
 
     def loop(self, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""

@@ -16,6 +16,7 @@ from fp8bench.analysis.verdicts import (
     band_of,
     best_cases,
     best_phases,
+    common_rounds,
     conclude,
     decided,
     noise,
@@ -29,13 +30,11 @@ from fp8bench.model import (
     Level,
     Overheads,
     Record,
-    Segments,
-    SlotSample,
     Status,
     Timing,
     Verdict,
 )
-from tests.fakes import MS, record, steady, timing
+from tests.fakes import MS, called, record, steady, timing
 
 ROUNDS = 16
 TEN = steady(10 * MS, ROUNDS)
@@ -57,14 +56,10 @@ def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
 
 def compare(case: Timing, references: Sequence[Timing], level: float) -> Interval | None:
     """The ratio's interval over shared rounds."""
-    best, rounds = best_cases([case, *references])
-    return stats.ratio(best[0], best[1:], level) if rounds else None
-
-
-def called(*slots: Sequence[int]) -> Timing:
-    """Slots of several calls of one cell each, in nanoseconds."""
-    samples = [SlotSample(number, tuple((ns,) for ns in calls), 0.0, 0.0) for number, calls in enumerate(slots)]
-    return Timing(Segments(("gemm",), (0,)), tuple(samples))
+    timings = [case, *references]
+    rounds = common_rounds(timings)
+    best = best_cases(timings, rounds) if rounds else []
+    return stats.ratio(best[0], best[1:], level) if best else None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +177,7 @@ def test_only_shared_rounds_count() -> None:
     late = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     findings = found(record(late, "fp32", is_reference=True), record(TEN, "bf16"))
     assert findings["bf16"].verdict is Verdict.SAME
-    assert best_cases([TEN, late])[1] == ROUNDS
+    assert len(common_rounds([TEN, late])) == ROUNDS
 
 
 def test_without_a_shared_round_nothing_is_said() -> None:

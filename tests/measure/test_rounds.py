@@ -72,9 +72,10 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
     ],
 )
 def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
-    """Below 4 ms a slot is filled and its first call discarded; from 4 ms on nothing is."""
-    worker, _ = sit({"fp32": steady(nanoseconds)}, Session(arm("fp32"), None, []), StoppingRule(fixed=3))
-    assert worker.log == [("slot", "fp32", calls, discard)] * 3
+    """Below 4 ms a slot is filled and its first call discarded, or its first two; from 4 ms on nothing is."""
+    worker, _ = sit({"fp32": steady(nanoseconds)}, Session(arm("fp32"), None, []), StoppingRule(fixed=20, ceiling=1e9))
+    assert {one[:3] for one in worker.log} == {("slot", "fp32", calls)} and len(worker.log) == 20
+    assert {one[3] for one in worker.log} == ({discard, discard + 1} if discard else {0})
 
 
 @given(st.integers(100, 10**9))
@@ -265,6 +266,19 @@ def test_a_fault_says_whose_it_was() -> None:
         assert raised.value.arm.key.endswith("'")
 
 
+@pytest.mark.parametrize("slow", range(4))
+def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> None:
+    """A slot of one discarded call and three others, and a step of which every fourth call is slow, whichever it is."""
+
+    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (GEMM,), (6 * MS if call % 4 == slow and call > 4 else 3 * MS,)
+
+    session = Session(arm("fp32"), None, [])
+    sit({"fp32": Script(step)}, session, StoppingRule(fixed=200))
+    calls = [sum(call) for slot in session.arms[0].timing().slots for call in slot.calls_ns]
+    assert sum(call == 6 * MS for call in calls) / len(calls) == pytest.approx(0.25, abs=0.05)
+
+
 def test_samples_are_kept_whole() -> None:
     """Every timed call with its cells, and the clocks of the slot."""
     step = gemm_steps(3 * MS, 2 * MS)
@@ -275,7 +289,8 @@ def test_samples_are_kept_whole() -> None:
     assert found.entries == (("cast", 1), ("gemm", 1))
     assert (found.varying, found.num_rounds, found.num_calls) == (False, 2, 6)
     assert found.slots[0].calls_ns == ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS))
-    assert found.slots[1] == SlotSample(1, ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS)), 0.01, 0.01, 0.01 / 3)
+    seconds = sum(map(sum, found.slots[1].calls_ns)) / 1e9
+    assert found.slots[1] == SlotSample(1, found.slots[1].calls_ns, seconds, seconds, seconds / 3)
 
 
 def test_steps_whose_marks_vary_are_kept_by_phase() -> None:

@@ -53,6 +53,20 @@ def test_steal(tmp_path: Path) -> None:
     )
 
 
+def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
+    """Nanoseconds in the queue; and in truth, asleep is not in it."""
+    proc = fake(tmp_path)
+    (proc / "thread-self").mkdir()
+    (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
+    assert host.counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
+    (proc / "thread-self" / "schedstat").write_text("0 0\n")
+    assert isinstance(host.counters(proc)["waited"], Unavailable)
+    before = host.counters()
+    time.sleep(0.2)
+    waited = grown(before, host.counters())["waited"]
+    assert isinstance(waited, Unavailable) or waited.number < 0.2
+
+
 def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
     """What needs none is there all the same."""
     absent = tmp_path / "absent"

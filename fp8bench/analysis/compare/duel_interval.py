@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.model import Interval, Verdict
 from fp8bench.model.duel import Session
@@ -42,7 +43,7 @@ class Judged:
     `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
     `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
     many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
-    session that had fewest.
+    session that had fewest. `typical` is the ratio of the means over all calls.
     """
 
     verdict: Verdict
@@ -56,38 +57,41 @@ class Judged:
     freedom: int
     rounds: int
     sessions: int
+    typical: Interval
 
     @property
     def resolved(self) -> bool:
         """Whether there were processes enough for an interval."""
         return self.finest <= 1 - self.ratio.level
 
+    @property
+    def uneven(self) -> bool:
+        """Whether all calls say something else than the fastest ones, beyond the noise of both."""
+        return self.resolved and verdicts.uneven(self.ratio, self.typical)
+
 
 def judge(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
 ) -> Judged | None:
     """The verdict on all sessions; None without a round that all entries of some session were in."""
-    found = [(one, _best(one)) for one in sessions]
-    kept = [(one, logs, rounds) for one, (logs, rounds) in found if rounds]
+    kept = [(one, _logs(one, common), len(common)) for one in sessions if (common := _rounds(one))]
     if not kept:
         return None
-    logs = np.concatenate([logs for _, logs, _ in kept])
+    logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
     is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
-    deals = _Deals(logs, is_after, [(len(one.before), len(one.after)) for one, _, _ in kept])
+    sizes = [(len(one.before), len(one.after)) for one, _, _ in kept]
+    deals = _Deals(logs, is_after, sizes)
     rounds = min(rounds for _, _, rounds in kept)
     before, after = logs[~is_after], logs[is_after]
-    shift = deals.shift
-    chance = deals.chance(0.0)
+    ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
     resolved = deals.finest <= 1 - level
-    low, high = deals.bounds(shift, 1 - level) if resolved else (-math.inf, math.inf)
-    ratio = Interval(math.exp(shift), math.exp(low), math.exp(high), level)
     verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(before, after)
-    if rounds < LEAST_ROUNDS:
+    if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
     apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
     return Judged(
-        verdict, ratio, math.exp(_low(before)), math.exp(_low(after)), apart, chance, deals.finest,
-        deals.distance(shift), max(1, len(logs) - 1 - len(kept)), rounds, len(kept),
+        verdict, ratio, math.exp(_low(before)), math.exp(_low(after)), apart, deals.chance(0.0), deals.finest,
+        deals.distance(deals.shift), max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
     )  # fmt: skip
 
 
@@ -100,18 +104,23 @@ def why_unsure(found: Judged) -> str:
             f"{found.sessions} session{'s' * (found.sessions != 1)} cannot tell what two processes differ by anyway; "
             "give it more (--sessions)"
         )
+    if found.uneven or verdicts.rule(found.ratio, verdicts.BAND) is not Verdict.UNSURE:
+        best, typical = units.change(found.ratio.point), units.change(found.typical.point)
+        return f"by the fastest calls it takes {best} time, by the mean over all calls {typical}"
     return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
 
 
-def _best(session: Session) -> tuple[NDArray[np.float64], int]:
-    """The logarithm of each entry's best case, over the rounds that all were in, and how many those are."""
+def _rounds(session: Session) -> list[int]:
+    """Those that all entries were in; none where a side has no entry."""
+    return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
+
+
+def _logs(session: Session, rounds: Sequence[int]) -> NDArray[np.float64]:
+    """The logarithms of each entry's best case, and of the mean over all its calls, over these rounds."""
     timings = [*session.before, *session.after]
-    rounds = sorted(set.intersection(*({slot.round for slot in one.slots} for one in timings)))
-    if not rounds or not session.before or not session.after:
-        return np.empty(0), 0
     calls = min(len(slot.calls_ns) for one in timings for slot in one.slots)
-    best = [stats.best_by_segment(verdicts.cells(one, calls, rounds)).sum() for one in timings]
-    return np.log(np.array(best)), len(rounds)
+    best = [float(stats.best_by_segment(verdicts.cells(one, calls, rounds)).sum()) for one in timings]
+    return np.log(np.array([best, [float(verdicts.means(one, rounds).mean()) for one in timings]], dtype=np.float64))
 
 
 def _low(logs: NDArray[np.float64]) -> float:
@@ -162,6 +171,11 @@ class _Deals:
     def shift(self) -> float:
         """How much slower B is, a logarithm."""
         return self._apart(0.0)[1]
+
+    def interval(self, level: float) -> Interval:
+        """The ratio of B to A; without bounds where dealing cannot tell chance at this level."""
+        low, high = self.bounds(self.shift, 1 - level) if self.finest <= 1 - level else (-math.inf, math.inf)
+        return Interval(math.exp(self.shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
         """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""

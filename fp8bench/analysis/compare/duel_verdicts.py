@@ -85,6 +85,8 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
                 labels += [one.label for one in told]
     processes = sum(len(one.before) + len(one.after) for one in result.sessions)
     wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
+    if found.uneven:
+        wanted.add(Label.UNEVEN)
     return tuple(label for label in Label if label in wanted)
 
 

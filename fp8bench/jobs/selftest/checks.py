@@ -131,7 +131,7 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
 def _judged(name: str, timing: Timing, reference: Timing, control: Timing, allowed: tuple[Verdict, ...]) -> Check:
     concluded = conclude(timing, reference, control)
     assert concluded is not None
-    verdict, interval, _ = concluded
+    verdict, interval = concluded.verdict, concluded.ratio
     seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
     return Check(name, verdict in allowed, seen)
 

@@ -222,7 +222,7 @@ def _trial(worker: Worker, session: Session, operation: Operation, result: Arms,
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
         assert concluded is not None
-        verdict, interval, _ = concluded
+        verdict, interval = concluded.verdict, concluded.ratio
         result.outcomes[effect].append(
             Outcome(
                 verdict.value, _cost(timing, reference, control), timing.num_rounds,

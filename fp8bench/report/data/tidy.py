@@ -30,7 +30,7 @@ _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
-    "speedup_low", "speedup_high",
+    "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
 )  # fmt: skip
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
@@ -120,7 +120,12 @@ def _of_the_case(result: Result) -> TidyRow:
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return {}
-    return {
+    mean: TidyRow = {}
+    if finding.typical is not None and not emulated(result):
+        speed = finding.typical.inverse
+        mean = {"speedup_mean": speed.point, "speedup_mean_low": speed.low, "speedup_mean_high": speed.high}
+        mean["would_see_one_in"] = finding.rarest
+    return mean | {
         "spread": finding.spread, "noise_floor": finding.floor,
         "ratio_of_medians": None if emulated(result) or finding.ratio is None else finding.median_ratio,
         "label_reasons": "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.model import Finding, Label, Run, Status, Verdict
+from fp8bench.model import Finding, Label, Level, Run, Status, Verdict
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
 from fp8bench.report.memories import PEAK
-from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
+from fp8bench.report.panels import Panel, Result, heading, merge_notes, panels_of
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.figures import capacity, counted, data, energy, memory, tells_memory
 from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
-from fp8bench.report.words import legend
+from fp8bench.report.words import legend, speed
 from fp8bench.report.words.run_facts import missing_of, notes_of
 
 
@@ -84,12 +84,12 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
                 how = " (emulated)" if one.unit == "B" and emulated(result) else ""
                 by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}{how}")
         medians = [
-            f"{one.mode} {units.speed_up(1 / one.finding.median_ratio)}"
+            f"{one.mode} {speed.of_all_calls(one.finding)}"
             for one in group.results
-            if one.finding and one.finding.median_ratio and not emulated(one)
+            if one.finding and one.finding.typical and not emulated(one)
         ]
         if medians:
-            by_metric["speed-up by medians"] = medians
+            by_metric["speed-up over all calls"] = medians
         place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
         others = {label: texts for label, texts in by_metric.items() if label != main_error(panel)}
         lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in others.items()]
@@ -146,28 +146,31 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
     """The ratio's meaning by reference, and the rule of verdicts, if there is a ratio."""
-    levels = together(
-        (panel.reference, one.finding.ratio.level)
-        for panel in panels
-        for one in panel.results
-        if one.finding is not None and one.finding.ratio is not None and not emulated(one)
-    )
-    lines = [
-        legend.speed_up(reference, "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*found})))
-        for reference, found in levels.items()
-    ]
+    lines = []
+    for reference in dict.fromkeys(panel.reference for panel in panels):
+        compared = [_ratio_level(one) for panel in panels if panel.reference == reference for one in panel.results]
+        levels = sorted({level for level in compared if level is not None})
+        if levels:
+            shown = "/".join(units.percent(level).replace(".0%", "%") for level in levels)
+            lines.append(legend.speed_up(reference, shown))
     return [*lines, legend.VERDICT] if lines else []
+
+
+def _ratio_level(result: Result) -> float | None:
+    if result.finding is None or result.finding.ratio is None or result.record.support.level is Level.EMULATED:
+        return None
+    return result.finding.ratio.level
 
 
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
     """What the error column holds; with the suites where it is not the same in all."""
-    told = []
+    suites: dict[str, list[str]] = {}
     for panel in panels:
         metric = main_error(panel)
         measured = [one.record.measurement(metric) for one in panel.results]
         described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
-        told += [(f"{metric} ({described})", panel.case.workload)] if metric else []
-    suites = together(told)
+        if metric:
+            suites.setdefault(f"{metric} ({described})", []).append(panel.case.workload)
     if len(suites) == 1:
         return [f"error: {next(iter(suites))}"]
     return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
@@ -175,14 +178,14 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _number_legends(panels: Sequence[Panel]) -> list[str]:
     """What stands under 'numbers', where a measurement says so itself."""
-    return sorted({
+    described = {
         f"{one.metric}: {one.description}"
-        for panel in panels
-        for shown in [(main_error(panel), _told_elsewhere(panel))]
+        for panel, shown in ((panel, (main_error(panel), _told_elsewhere(panel))) for panel in panels)
         for result in panel.results
         for one in result.record.measurements
         if one.description and one.metric not in shown
-    })  # fmt: skip
+    }
+    return sorted(described)
 
 
 def _told_elsewhere(panel: Panel) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fp8bench.analysis.compare.duel_interval import Judged, judge, why_unsure
-from fp8bench.model import Verdict
-from fp8bench.model.duel import Session
-from tests.fakes import steady, timing
+from fp8bench.analysis.compare.duel_verdicts import compared as compared_by_duel
+from fp8bench.model import Label, Timing, Verdict
+from fp8bench.model.duel import CaseResult, Session
+from tests.fakes import called, record, steady, timing
 
 Seconds = Sequence[tuple[float, ...]]
 
@@ -62,6 +63,32 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
         apart.append(low(named) - low(rest))
     own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
     return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "slow", "verdict", "uneven"),
+    [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),
+     (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
+)  # fmt: skip
+def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
+    """Three of four calls on side B are slower. Where it is slower all the same it is said so, with the label."""
+    draw = np.random.default_rng(1)
+
+    def process(*factors: float) -> Timing:
+        own = 1e6 * math.exp(draw.normal(0, 0.002))
+        return called(*[[round(own * factors[call % len(factors)]) for call in range(8)]] * 6)
+
+    sessions = [
+        Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
+        for _ in range(4)
+    ]  # fmt: skip
+    found = known(sessions)
+    assert (found.verdict, found.uneven) == (verdict, uneven)
+    assert found.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
+    if uneven and verdict is Verdict.UNSURE:
+        assert why_unsure(found).startswith("by the fastest calls it takes ")
+    compared = next(compared_by_duel(CaseResult(record(None), record(None), tuple(sessions))))
+    assert (Label.UNEVEN in compared.labels) is uneven
 
 
 @pytest.mark.parametrize("slower", [0.0, 0.004, 0.02])
