@@ -80,11 +80,6 @@ def is_amd(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.hip is not None
 
 
-def capability(facts: DeviceFacts) -> tuple[int, int]:
-    """Compute capability; (0, 0) where the device has none."""
-    return facts.capability or (0, 0)
-
-
 def native(reason: str) -> Support:
     return Support(Level.NATIVE, reason)
 
@@ -99,7 +94,7 @@ def refused(reason: str) -> Support:
 
 def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:
     """Native on NVIDIA devices from that compute capability on, refused below."""
-    have = capability(facts)
+    have = facts.capability or (0, 0)
     if have >= first:
         return native(f"{words} units from compute capability {_shown(first)}")
     return refused(f"{words} needs compute capability {_shown(first)}; this device has {_shown(have)}")
@@ -129,7 +124,7 @@ def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
 def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all three products of a recipe, else emulated, and why."""
     if not is_nvidia(facts) or not _eight_bits(recipe):
-        amd = is_amd(facts) and capability(facts) == CDNA3 and _eight_bits(recipe)
+        amd = is_amd(facts) and facts.capability == CDNA3 and _eight_bits(recipe)
         return emulated(f"{_NOT_FNUZ}: {_EMULATED}") if amd else emulated_everywhere(facts, words)
     if recipe.input.fmt is E5M2 and recipe.weight.fmt is E5M2:
         return emulated(f"CUDA has no product of two E5M2 tensors: {_EMULATED}")

@@ -7,7 +7,6 @@ products are. What lies otherwise, is of another dtype or does not fill its last
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 
 from fp8bench.formats.fused import Kernel, Layout
 from fp8bench.formats.grids import E4M3, Format, Overflow
-from fp8bench.formats.scaled import current_tensor_scale, factor
+from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_of
 from fp8bench.formats.scalings import Scaling
 from fp8bench.formats.vector_access import result_words, words
 
@@ -55,7 +54,7 @@ class MemoryLayout:
         laid = x.t() if self.turned else x.contiguous()
         matrix = laid.to(self.kernel.source)
         if self.filled:
-            rows, columns = _matrix(matrix)
+            rows, columns = matrix_of(matrix.shape)
             matrix = pad(matrix.view(rows, columns), (0, self.width - columns, 0, self.height - rows))
         return matrix if _aligned(matrix) else matrix.clone()
 
@@ -79,7 +78,7 @@ class MemoryLayout:
     def keep(self, matrix: Tensor, out: Tensor) -> None:
         """Copy what a kernel wrote elsewhere."""
         if self.filled:
-            rows, columns = _matrix(out.t() if self.turned else out)
+            rows, columns = matrix_of((out.t() if self.turned else out).shape)
             matrix = matrix.view(self.height, self.width)[:rows, :columns]
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
@@ -107,7 +106,7 @@ def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None
         return None
     turned = _turned(x, what)
     layout, block = _layout(scaling, turned)
-    rows, columns = _matrix(x.t() if turned else x)
+    rows, columns = matrix_of((x.t() if turned else x).shape)
     height, width = _whole(rows, block[0]), _whole(columns, block[1])
     divided = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
     paired = x.dtype is torch.bfloat16 and divided % 2 == 0
@@ -161,11 +160,6 @@ def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, i
     if block[0] == 1:
         return Layout.BLOCKS, block
     return (Layout.UPRIGHT if block[1] == 1 else Layout.RECTANGLES), block
-
-
-def _matrix(x: Tensor) -> tuple[int, int]:
-    """Rows and columns of a tensor whose last dimension is its columns."""
-    return prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1
 
 
 def _whole(length: int, block: int) -> int:

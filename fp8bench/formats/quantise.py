@@ -58,7 +58,9 @@ def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Te
     To nearest even by adding and subtracting, for each number, the power of two whose last float32 bit is worth one
     grid step.
     """
-    exponent = _exponent(magnitudes, fmt)
+    # The power of two at or below each magnitude, at least the smallest normal of the format.
+    smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
+    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
     if random is not None:
         return _drawn(magnitudes, exponent, fmt, random)
     constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
@@ -107,12 +109,6 @@ def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
         return magnitudes
     end = float("inf") if overflow is Overflow.INFINITY else float("nan")
     return torch.where(magnitudes > fmt.largest, end, magnitudes)
-
-
-def _exponent(magnitudes: Tensor, fmt: Format) -> Tensor:
-    """Bits of the power of two at or below each magnitude, at least the smallest normal of the format."""
-    smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
-    return magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
 
 
 def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:

@@ -155,7 +155,7 @@ def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
 def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
     """The matrix as whole float32 blocks, in one of the layouts of block_kernels."""
     down, across, columns = _grid(x.shape, scaling)
-    height, width = _matrix(x.shape)
+    height, width = matrix_of(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)
     if down * scaling.rows != height or across * columns != width:
         matrix = pad(matrix, (0, across * columns - width, 0, down * scaling.rows - height))
@@ -167,20 +167,20 @@ def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
 def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
     """Blocks as a tensor of that shape again, without the filling."""
     down, across, columns = _grid(shape, scaling)
-    height, width = _matrix(shape)
+    height, width = matrix_of(shape)
     filled = blocks.reshape(down * scaling.rows, across * columns)
     return filled[:height, :width].reshape(shape).contiguous()
 
 
 def _grid(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
     """How many blocks there are down and across, and how many columns each has."""
-    height, width = _matrix(shape)
+    height, width = matrix_of(shape)
     columns = scaling.columns or max(width, 1)
     across = -(-width // columns) if scaling.columns else 1
     return -(-height // scaling.rows), across, columns
 
 
-def _matrix(shape: torch.Size) -> tuple[int, int]:
+def matrix_of(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of a tensor whose last dimension is its columns; a tensor without dimensions is one element."""
     return prod(shape[:-1]), shape[-1] if shape else 1
 

@@ -44,8 +44,7 @@ def lanes(given: Tensor) -> list[Tensor]:
     """The values of words as float32."""
     if given.dtype is not torch.int32:
         return [given.to(torch.float32)]
-    halves = given.bitwise_left_shift(_HALF), given.bitwise_and(_HIGH_HALF)
-    return [half.view(torch.float32) for half in halves]
+    return [half.view(torch.float32) for half in (given.bitwise_left_shift(_HALF), given.bitwise_and(_HIGH_HALF))]
 
 
 def magnitudes(given: Tensor) -> list[Tensor]:

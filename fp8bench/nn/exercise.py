@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +78,10 @@ def exercise(
     `spread` is the inputs' standard deviation.
     The gradient that comes in is Gaussian too, of order one, as loss scaling would have it.
     """
-    with _seeded(setup):
+    # The process's own random state is put back.
+    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
+        torch.manual_seed(setup.seed)
         layer = build()
         if dtype is torch.float64:
             layer = layer.double()
@@ -89,12 +91,3 @@ def exercise(
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
         return Exercise(layer, inputs, torch.randn(output.shape).to(output.dtype))
-
-
-@contextmanager
-def _seeded(setup: Setup) -> Iterator[None]:
-    """Random numbers from the case's seed, tensors on its device; the process's own random state is put back."""
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
-    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
-        torch.manual_seed(setup.seed)
-        yield
