@@ -83,11 +83,11 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequ
     others = _whole([one for one in beside if one.version == version])
     for figures in (*timed(*kept, others), *sensed(*kept, others)):
         yield of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
-    for values in counted(*kept):  # figures without noise of a clock
-        said = exact_change(values.before, values.after)
+    for metric, first, second in counted(*kept):
+        said = exact_change(first, second)
         yield Comparison(
-            new.case.id, new.case.workload, values.metric, values.unit, said.direction, Evidence.CROSS_RUN,
-            median(values.before), median(values.after), said.ratio, said.p_value, why=said.why,
+            new.case.id, new.case.workload, metric.name, metric.unit, said.direction, Evidence.CROSS_RUN,
+            median(first), median(second), said.ratio, said.p_value, why=said.why,
         )  # fmt: skip
 
 

@@ -41,16 +41,6 @@ class Figures:
     beside: tuple[Estimate, ...] = ()
 
 
-@dataclass(frozen=True)
-class Values:
-    """One figure that a step comes to and no clock measures, on both sides, a value a run."""
-
-    metric: str
-    unit: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-
-
 def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
     """The time of a step, and that over the reference's of the same rounds, where both sides have them."""
     timings = [
@@ -82,14 +72,14 @@ def sensed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequen
                 yield Figures(metric.name, metric.unit, old, new, beside=others)
 
 
-def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[Values]:
-    """Memory and errors: what both sides have, in the order of the second."""
+def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[tuple[Metric, list[float], list[float]]]:
+    """Memory and errors, which no clock measures: a value a run of what both sides have, in the order of the second."""
     sides = [list(map(_costs, side)) for side in (before, after)]
     for metric in _names(sides[1]):
         if not metric.noisy:
-            old, new = (tuple(value for found in _alike(side, metric) for value in found) for side in sides)
+            old, new = ([value for found in _alike(side, metric) for value in found] for side in sides)
             if old and new:
-                yield Values(metric.name, metric.unit, old, new)
+                yield metric, old, new
 
 
 _Costs = Mapping[str, Metric]
