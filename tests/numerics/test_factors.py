@@ -22,6 +22,7 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.numerics.factors import Factors, factors_of, in_blocks
 from fp8bench.numerics.tensor_error import tensor_error
+from tests.formats.scaling_definitions import gaussian
 
 FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
 SCALINGS = [
@@ -30,15 +31,11 @@ SCALINGS = [
 ]  # fmt: skip
 
 
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("shape", [(20, 200), (129, 33), (1, 7)])
 @pytest.mark.parametrize(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
     """So that what is left, over its factor, is a value of the format; uneven ends included."""
-    x = normal(*shape)
+    x = gaussian(*shape, seed=3)
     factors = factors_of(x, fmt, scaling)
     left = values(x, fmt, scaling)
     steps = factors.over((slice(0, shape[0]), slice(0, shape[1]))).expand(shape)
@@ -52,7 +49,7 @@ def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling |
 
 def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
     """One of earlier steps: an octave too large, and the largest values saturate."""
-    x = normal(8, 64)
+    x = gaussian(8, 64, seed=3)
     scale = 2 * E4M3.largest / x.abs().max()
     found = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
     assert found.utilisation == pytest.approx(2) and found.saturated
@@ -70,7 +67,7 @@ def test_pieces_of_a_tensor_have_the_factors_of_the_whole() -> None:
 
 def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
     """Blocks that pieces cut gather theirs."""
-    x = normal(10, 12).abs().double()
+    x = gaussian(10, 12, seed=3).abs().double()
     factors = Factors(torch.ones(3, 3), 4, 4)
     peaks = factors.none()
     for top in range(0, 10, 3):

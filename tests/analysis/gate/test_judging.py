@@ -101,27 +101,39 @@ def test_the_rule_of_benjamini_and_hochberg() -> None:
     assert discoveries([], 0.05) == []
 
 
-def test_what_a_second_look_does() -> None:
-    """It confirms, clears, or finds that it fails."""
-    assert settle(figure(1.06), figure(1.07)).outcome is Outcome.REGRESSION
-    assert settle(figure(1.06), figure(1.02)).outcome is Outcome.CLEARED
-    assert settle(figure(1.06), figure(1.06, direction=Direction.UNSURE)).outcome is Outcome.CLEARED
-    assert settle(figure(1.06), figure(1.0, failed=True, direction=Direction.NONE)).outcome is Outcome.FAILED
-    assert settle(exact(1.05), exact(1.05)).outcome is Outcome.REGRESSION
-    assert settle(exact(1.05), exact(1.0)).outcome is Outcome.CLEARED
+FAILED = figure(1.0, failed=True, direction=Direction.NONE)
+KNOWN = figure(1.08, evidence=Evidence.CROSS_RUN, p_value=1e-4)
+STEP = figure(1.08, evidence=Evidence.HISTORY, p_value=1e-4)
+RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
 
 
-def test_stored_numbers_never_fail_below_ten_percent() -> None:
-    """Not when repeated either: a duel may, and a spread that is known."""
-    assert settle(stored(1.08), stored(1.08)).outcome is Outcome.TO_CONFIRM
-    assert settle(stored(1.08), stored(1.3)).outcome is Outcome.REGRESSION
-    assert settle(stored(1.3), stored(1.08)).outcome is Outcome.TO_CONFIRM
-    assert settle(stored(1.2), stored(1.2)).outcome is Outcome.REGRESSION
-    assert settle(stored(1.08), figure(1.08)).outcome is Outcome.REGRESSION
-    known = figure(1.08, evidence=Evidence.CROSS_RUN, p_value=1e-4)
-    assert settle(known, known).outcome is Outcome.REGRESSION
-    history = figure(1.08, evidence=Evidence.HISTORY, p_value=1e-4)
-    assert settle(history, history).outcome is Outcome.REGRESSION
+@pytest.mark.parametrize(
+    ("first", "again", "outcome"),
+    [
+        # It confirms, clears, or finds that it fails.
+        (figure(1.06), figure(1.07), Outcome.REGRESSION),
+        (figure(1.06), figure(1.02), Outcome.CLEARED),
+        (figure(1.06), figure(1.06, direction=Direction.UNSURE), Outcome.CLEARED),
+        (figure(1.06), FAILED, Outcome.FAILED),
+        (exact(1.05), exact(1.05), Outcome.REGRESSION),
+        (exact(1.05), exact(1.0), Outcome.CLEARED),
+        # Stored numbers never fail below 10%, not when repeated either: a duel may, and a spread that is known.
+        (stored(1.08), stored(1.08), Outcome.TO_CONFIRM),
+        (stored(1.08), stored(1.3), Outcome.REGRESSION),
+        (stored(1.3), stored(1.08), Outcome.TO_CONFIRM),
+        (stored(1.2), stored(1.2), Outcome.REGRESSION),
+        (stored(1.08), figure(1.08), Outcome.REGRESSION),
+        (KNOWN, KNOWN, Outcome.REGRESSION),
+        (STEP, STEP, Outcome.REGRESSION),
+        # A relative time is settled by a duel of times, whose difference is in seconds and not in shares.
+        (RELATIVE, figure(1.2), Outcome.REGRESSION),
+        (RELATIVE, figure(1.0), Outcome.CLEARED),
+        # Without it what may fail fails.
+        (stored(1.2), None, Outcome.REGRESSION),
+    ],
+)
+def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: Outcome) -> None:
+    assert settle(first, again).outcome is outcome
 
 
 def test_without_a_second_look() -> None:
@@ -132,7 +144,6 @@ def test_without_a_second_look() -> None:
     ):  # fmt: skip
         (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
-    assert settle(stored(1.2), None).outcome is Outcome.REGRESSION
 
 
 def test_a_time_is_judged_over_the_reference_where_it_can_be() -> None:
@@ -141,13 +152,6 @@ def test_a_time_is_judged_over_the_reference_where_it_can_be() -> None:
     assert [one.outcome for one in first_look(both)] == [Outcome.IGNORED, Outcome.UNSURE]
     assert first_look(both, (Rule("gemm", "time", 0.1),))[0].outcome is Outcome.TO_CONFIRM
     assert first_look([figure(1.5)])[0].outcome is Outcome.TO_CONFIRM
-
-
-def test_a_relative_time_may_be_settled_by_a_duel_of_times() -> None:
-    """Whose difference is in seconds, and not in shares of the reference's."""
-    suspect = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
-    assert settle(suspect, figure(1.2)).outcome is Outcome.REGRESSION
-    assert settle(suspect, figure(1.0)).outcome is Outcome.CLEARED
 
 
 def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
