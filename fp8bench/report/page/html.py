@@ -20,11 +20,10 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
+from fp8bench.report.page.drawing.labels import FORBIDDEN
 
 # A column with so many different texts at most can be filtered by choosing one of them.
 _MOST_CHOICES = 12
-# What has no place in HTML, however it is written: control characters, halves of surrogate pairs, non-characters.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class _Column(NamedTuple):
@@ -75,7 +74,7 @@ def render(page: Page) -> str:
         script=script,
         policy=_policy(script),
     )
-    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
+    return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
 
 
 def _policy(script: str) -> str:

@@ -20,6 +20,7 @@ from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Chart, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.material import Material
 from fp8bench.report.page.charts import numbers_table, worth_drawing
+from fp8bench.report.panels import Result
 from fp8bench.report.words.naming import NamedCase, listed
 from fp8bench.report.words.run_facts import commit_of, counts, devices_of, fact, many, shortened, suites_of, when
 
@@ -68,9 +69,13 @@ PRECISION = Column("precision", hint="and what tells its case from the others")
 
 def case_field(case: NamedCase) -> Field:
     """'fp8 (emulated), m=256 n=256': what a row is of, the precision first as in every table."""
-    cost = emulated(case.result)
-    words = f"{case.result.mode} (emulated)" if cost else case.result.mode
-    return Field(", ".join(filter(None, (words, case.place))), tone=Tone.DOUBT if cost else Tone.PLAIN)
+    words, tone = told(case.result, case.result.mode)
+    return Field(", ".join(filter(None, (words, case.place))), tone=tone)
+
+
+def told(result: Result, words: str) -> tuple[str, Tone]:
+    """The words and, of an emulation, that it is one, in grey."""
+    return (f"{words} (emulated)", Tone.DOUBT) if emulated(result) else (words, Tone.PLAIN)
 
 
 def number(
@@ -147,8 +152,10 @@ def page_of(material: Material) -> Page:
 
 def _title(runs: Sequence[Run]) -> str:
     """'gemm, transformer on NVIDIA H200'."""
-    suites = _each(shortened(suite, _LONGEST_NAME) for run in runs for suite in suites_of(run))
-    devices = _each(shortened(device, _LONGEST_NAME) for run in runs for device in devices_of(run))
+    suites, devices = (
+        list(dict.fromkeys(shortened(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
+        for names_of in (suites_of, devices_of)
+    )
     named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
     where = listed(devices, _MOST_DEVICES)
     return " on ".join(part for part in (named, where) if part) or "A report without cases"
@@ -189,7 +196,3 @@ def _footer(runs: Sequence[Run]) -> Iterator[str]:
         by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
         kept = f", kept in {run.path}" if run.path else ", not stored"
         yield f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}."
-
-
-def _each(words: Iterator[str]) -> list[str]:
-    return list(dict.fromkeys(words))

@@ -93,17 +93,14 @@ def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: 
 
 def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[float, float]]]:
     """The line between cells on either side of 1x: where it begins to pay."""
-    lines = []
-    for row, line in enumerate(cells):
-        for column, value in enumerate(line):
-            x, y = grid.corner(row, column)
-            right = line[column + 1] if column + 1 < len(line) else None
-            below = cells[row + 1][column] if row + 1 < len(cells) else None
-            if value is not None and right is not None and (value < 1) != (right < 1):
-                lines.append([(x + grid.wide, y), (x + grid.wide, y + _HEIGHT)])
-            if value is not None and below is not None and (value < 1) != (below < 1):
-                lines.append([(x, y + _HEIGHT), (x + grid.wide, y + _HEIGHT)])
-    return lines
+    places = ((row, column, value) for row, line in enumerate(cells) for column, value in enumerate(line))
+    known = {(row, column): value for row, column, value in places if value is not None}
+    return [
+        [grid.corner(row + down, column + 1 - down), grid.corner(row + 1, column + 1)]
+        for (row, column), value in known.items()
+        for down in (0, 1)
+        if (value < 1) != (known.get((row + down, column + 1 - down), value) < 1)
+    ]
 
 
 def _key(sheet: Sheet, chart: Heat) -> float:

@@ -33,8 +33,8 @@ _DIGIT = 0.64
 _OTHER = 0.75
 _WIDE = 1.3
 _BOLD = 1.21
-# Control characters, halves of surrogate pairs and non-characters have no place in XML, not even escaped.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# Control characters, halves of surrogate pairs and non-characters have no place in XML or HTML, not even escaped.
+FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _SPACES = re.compile(r"\s+")
 
 
@@ -60,14 +60,9 @@ def _letter(letter: str) -> float:
     return _WIDE if unicodedata.east_asian_width(letter) in "WF" else _OTHER
 
 
-def one_line(text: str) -> str:
-    """A text as one line."""
-    return _SPACES.sub(" ", text).strip()
-
-
 def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
     """One line of at most `room` pixels: what is too much goes from the middle, as ends tell names apart."""
-    text = one_line(text)
+    text = _SPACES.sub(" ", text).strip()
     if width(text, size, bold) <= room + 0.01:
         return text
     kept = max(0.0, room - width(ELLIPSIS, size, bold))
@@ -88,7 +83,7 @@ def _fitting(text: str, room: float, size: float, bold: bool) -> int:
 
 def escaped(text: str) -> str:
     """A text as it may stand in XML and HTML, between tags and in quotes; line ends survive in an attribute."""
-    clean = _FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fp8bench.report.elements import Axis, Lines, Mark, Point, Scatter, Tone
 from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
@@ -18,7 +19,7 @@ from fp8bench.report.page.drawing.limits import (
     points_placed,
 )
 from fp8bench.report.page.drawing.rows import along, legend
-from fp8bench.report.page.drawing.scale import Scale, limits, shown
+from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 
 _GAP = 8.0
@@ -43,7 +44,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     top += 24
     bottom = top + (190.0 if sheet.narrow else 260.0)
-    y = Scale(*limits(values, False, unit, pad=0.05), bottom, top, unit=unit)
+    y = fitted(values, bottom, top, unit=unit, pad=0.05)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
     for number, (_, marks) in enumerate(series):
@@ -72,7 +73,7 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
     sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
     most = 3 if sheet.narrow else 7
     room = (x.end - x.start) / most
-    numbers = sorted({round(step * (len(places) - 1) / max(1, most - 1)) for step in range(most)})
+    numbers = sorted({round(step * (len(places) - 1) / (most - 1)) for step in range(most)})
     texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in numbers]
     along(sheet, texts, y.start + 14)
 
@@ -92,34 +93,25 @@ def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, mark
     if strokes:
         sheet.lines(f"line {style}", strokes)
     every = [(place, mark) for run in runs for place, mark in run]
-    pointed = max(2, POINTED[sheet.narrow] // min(SERIES, len(chart.series)))
     many = len(marks) > _FAINT_FROM[sheet.narrow]
-    for place, mark in _evenly(every, pointed):
-        plain = mark.tone is Tone.PLAIN
-        tone = (" faint" if many else "") if plain else f" {mark.tone.value}"
+    for place, mark in _evenly(every, POINTED[sheet.narrow] // min(SERIES, len(chart.series))):
+        tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
         words = hint(mark, chart.axis.unit, chart.series[number][0], places[place])
         sheet.dot(f"mark point {style}{tone}", SHAPES[number], x.at(place), y.at(mark.value), 8.0, words)
 
 
 def _runs(marks: Marks) -> list[list[tuple[int, Mark]]]:
     """Marks without a gap between them, each with its place."""
-    runs: list[list[tuple[int, Mark]]] = []
-    for place, mark in enumerate(marks):
-        if mark is None:
-            continue
-        if runs and runs[-1][-1][0] == place - 1:
-            runs[-1].append((place, mark))
-        else:
-            runs.append([(place, mark)])
-    return runs
+    known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
+    return [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
 
 
 def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
     """At most so many of the marks: those that are meant somehow, and others evenly between first and last."""
     if len(marks) <= most:
         return marks
-    kept = {round(number * (len(marks) - 1) / max(1, most - 1)) for number in range(most)}
-    return [one for number, one in enumerate(marks) if number in kept or one[1].tone.value != "plain"]
+    kept = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
+    return [one for number, one in enumerate(marks) if number in kept or one[1].tone is not Tone.PLAIN]
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
@@ -134,6 +126,8 @@ def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]]
 
 _DOT = 9.5
 _LABEL_ROOM = 190.0
+# How many ticks the axis on the left has room for.
+_TICKS = {False: 7, True: 5}
 # A legend that names more series than this is longer than the chart.
 _NAMED = 16
 
@@ -178,7 +172,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     spots = _spots(points, names, frame)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
-        tone = f" {point.tone.value}" if point.tone.value != "plain" else ""
+        tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
         sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
     _labels(sheet, points, spots, [box for box in (frame.plot, frame.margin) if box])
     return end
@@ -191,10 +185,8 @@ def _look(number: int) -> tuple[str, str]:
 
 def _frame(chart: Scatter, points: list[Point], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
-    y = Scale(
-        *limits([one.y for one in points], chart.y.log, chart.y.unit, 0.05), bottom, top, chart.y.log, chart.y.unit
-    )
-    left = max(sheet.measure(text) for _, text in y.ticks(_most(sheet, down=True))) + 10
+    y = fitted([one.y for one in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
+    left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
         return _Frame(None, _Box(left, top, sheet.width - 1, bottom), None, y)
@@ -202,22 +194,15 @@ def _frame(chart: Scatter, points: list[Point], sheet: Sheet, top: float) -> _Fr
     if len(placed) < len(points):
         margin = _Box(right - (64.0 if sheet.narrow else 130.0), top, right, bottom)
         right = margin.left - 10
-    x = Scale(*limits(placed, chart.x.log, chart.x.unit, 0.05), left, right, chart.x.log, chart.x.unit)
+    x = fitted(placed, left, right, chart.x.log, chart.x.unit, 0.05)
     return _Frame(_Box(left, top, right, bottom), margin, x, y)
-
-
-def _most(sheet: Sheet, down: bool) -> int:
-    """How many ticks an axis has room for."""
-    if down:
-        return 5 if sheet.narrow else 7
-    return 4 if sheet.narrow else 7
 
 
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     """Lines, ticks and titles; returns where they end."""
     first = frame.plot or frame.margin
     assert first is not None
-    heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_most(sheet, down=True))]
+    heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS[sheet.narrow])]
     for box in filter(None, (frame.plot, frame.margin)):
         sheet.lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
     for y, text in heights:
@@ -232,7 +217,7 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
 
 
 def _below(sheet: Sheet, axis: Axis, scale: Scale, plot: _Box) -> None:
-    places = [(scale.at(value), text) for value, text in scale.ticks(_most(sheet, down=False))]
+    places = [(scale.at(value), text) for value, text in scale.ticks(4 if sheet.narrow else 7)]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
     along(sheet, places, plot.bottom + 13)
@@ -267,9 +252,8 @@ def _labels(
 ) -> None:
     """Names points that have room for a name beside them."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
-    order = _by_importance(points)
     written = 0
-    for number in order:
+    for number in _by_importance(points):
         if written == LABELS:
             return
         x, y = spots[number]

@@ -25,7 +25,7 @@ from fp8bench.report.page.drawing.limits import (
     stack_rows,
     strip_rows,
 )
-from fp8bench.report.page.drawing.scale import Scale, limits, shown
+from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from fp8bench.report.page.drawing.sheet import Sheet
 
 _LABELS_SHARE = 0.4
@@ -156,13 +156,13 @@ def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, le
     """An axis with room for the values at the ends of the bars, on the side to which these point."""
     log = on_ratios(chart)
     values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
-    low, high = limits(values if start is None else [*values, start], log, chart.axis.unit)
+    values += [] if start is None else [start]
     room = {True: 0.0, False: 0.0}
     for mark in marks:
         side = start is not None and mark.value < start
         room[side] = max(room[side], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
     dot = _DOT if start is None else 2.0
-    return Scale(low, high, left + room[True] + dot, sheet.width - room[False] - dot, log, chart.axis.unit)
+    return fitted(values, left + room[True] + dot, sheet.width - room[False] - dot, log, chart.axis.unit)
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
@@ -213,9 +213,8 @@ def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
     heights = list(accumulate((mark.value for mark in marks[1:-1]), initial=before.value))
     signs = ["", *("+" if mark.value > 0 else "" for mark in marks[1:-1]), ""]
     texts = [sign + shown(mark.value, unit) for sign, mark in zip(signs, marks, strict=True)]
-    low, high = limits([0.0, *heights, after.value], False, unit)
     room = max(map(sheet.measure, texts)) + _GAP + 2
-    scale = Scale(low, high, rows.left + 2, sheet.width - room, unit=unit)
+    scale = fitted([0.0, *heights, after.value], rows.left + 2, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, rows)
     spans = [(0.0, before.value), *pairwise(heights), (0.0, after.value)]
     for mark, row, span, text in zip(marks, rows.rows, spans, texts, strict=True):
@@ -293,8 +292,8 @@ def draw_strips(sheet: Sheet, chart: Strips) -> float:
         return 0.0
     places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)
     unit = chart.axis.unit
-    low, high = limits((value for _, samples, _ in rows for value in samples), False, unit, pad=0.01)
-    scale = Scale(low, high, places.left + 4, sheet.width - 4, unit=unit)
+    values = [value for _, samples, _ in rows for value in samples]
+    scale = fitted(values, places.left + 4, sheet.width - 4, unit=unit, pad=0.01)
     end = foot(sheet, scale, chart.axis, places)
     for (label, samples, tone), place in zip(rows, places.rows, strict=True):
         sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=_said(label, samples, unit))

@@ -71,6 +71,13 @@ def limits(values: Iterable[float], log: bool, unit: str = "", pad: float = 0.0)
     return low - pad * (high - low), high + pad * (high - low)
 
 
+def fitted(
+    values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
+) -> Scale:
+    """A scale with room for these values, and some more on either side."""
+    return Scale(*limits(values, log, unit, pad), start, end, log, unit)
+
+
 def _bounded(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
 

@@ -119,22 +119,20 @@ def _time(result: Result | None) -> Field:
 
 def _faster(results: dict[int, Result], number: int) -> Field:
     """Of speeds alone: what emulating costs here and there is no comparison of devices."""
-    speed = _speed(results, number)
-    if speed is None:
-        return Field(units.NONE)
-    return Field(units.speed_up(speed), speed, hint="; ".join([NO_VERDICT, *_doubts(results, number)]))
+    speed, doubted = _speed(results, number)
+    return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=_because(doubted))
 
 
-def _speed(results: dict[int, Result], number: int) -> float | None:
-    """How many times as fast as in the first column; None where one of them has no speed."""
+def _because(doubted: Sequence[str]) -> str:
+    return "; ".join([NO_VERDICT, *doubted])
+
+
+def _speed(results: dict[int, Result], number: int) -> tuple[float | None, Sequence[str]]:
+    """How many times as fast as in the first column, and why to doubt it; None where one of them has no speed."""
     first, own = results.get(0), results.get(number)
-    if first is None or own is None or emulated(first) or emulated(own):
-        return None
-    return first.best / own.best if first.best and own.best else None
-
-
-def _doubts(results: dict[int, Result], number: int) -> list[str]:
-    return list(dict.fromkeys([*doubts(results[0]), *doubts(results[number])]))
+    if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
+        return None, ()
+    return first.best / own.best, list(dict.fromkeys([*doubts(first), *doubts(own)]))
 
 
 def _charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
@@ -142,10 +140,10 @@ def _charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> 
     groups = []
     for key, results in found.items():
         marks = tuple(
-            Mark(title, speed, tone=Tone.DOUBT if why else Tone.PLAIN, hint="; ".join([NO_VERDICT, *why]))
+            Mark(title, speed, tone=Tone.DOUBT if why else Tone.PLAIN, hint=_because(why))
             for number, title in list(enumerate(titles))[1:]
-            if (speed := _speed(results, number)) is not None
-            for why in [_doubts(results, number)]
+            for speed, why in [_speed(results, number)]
+            if speed is not None
         )
         if marks:
             groups.append((" ".join(filter(None, (key.workload, settings[key], key.mode))), marks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8bench import units
@@ -29,17 +29,13 @@ _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no fas
 
 @dataclass(frozen=True)
 class _Pair:
-    """A case beside its reference, as seconds of each phase; a phase that a step does not have takes none."""
+    """A case beside its reference; `times` are seconds of each phase in the reference and in the case."""
 
     title: str
     result: Result
     finding: Finding
     reference: Finding
-    phases: tuple[str, ...]
-
-    def seconds(self, phase: str) -> tuple[float, float]:
-        """In the reference, and in the case."""
-        return _seconds(self.reference, phase), _seconds(self.finding, phase)
+    times: Mapping[str, tuple[float, float]]
 
     def clear(self, phase: str) -> bool:
         """Whether both are long enough to be told from the cost of marking them."""
@@ -81,7 +77,13 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
         if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
             continue
         words = f"{title} {case.name} against {panel.reference}"
-        yield _Pair(words, case.result, finding, reference, tuple(sorted(present, key=phase_order)))
+        before, after = dict(reference.phases), dict(finding.phases)
+        # A phase that a step does not have takes none.
+        times = {
+            phase: (max(0.0, before.get(phase, 0.0)), max(0.0, after.get(phase, 0.0)))
+            for phase in sorted(present, key=phase_order)
+        }
+        yield _Pair(words, case.result, finding, reference, times)
 
 
 def _reference(group: ResultGroup) -> Finding | None:
@@ -114,16 +116,15 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
         Column("share of step", number=True, hint=f"of the step in {mode}"),
         Column("if it cost nothing", number=True, unit="x", hint=_AMDAHL),
     )
-    rows = (*(_row(pair, phase) for phase in pair.phases), _step_row(pair))
+    rows = (*(_row(pair, phase) for phase in pair.times), _step_row(pair))
     yield Table(f"phases-of-{name}", f"{pair.title}: phase beside phase", columns, rows, folded=True)
 
 
 def _changes(pair: _Pair) -> Iterator[Mark]:
     """What each phase adds or takes; what cannot be told from the cost of marking it is one row with the rest."""
     before, after = pair.steps
-    rest, short = after - before, [phase for phase in pair.phases if not pair.clear(phase)]
-    for phase in pair.phases:
-        own, other = pair.seconds(phase)
+    rest, short = after - before, [phase for phase in pair.times if not pair.clear(phase)]
+    for phase, (own, other) in pair.times.items():
         if pair.clear(phase) and own != other:
             rest -= other - own
             hint = f"{units.seconds(own)} in {pair.reference.case.mode}, {units.seconds(other)} in {pair.result.mode}"
@@ -142,7 +143,7 @@ def _tone(pair: _Pair, change: float) -> Tone:
 
 
 def _row(pair: _Pair, phase: str) -> tuple[Field, ...]:
-    before, after = pair.seconds(phase)
+    before, after = pair.times[phase]
     share = after / pair.steps[1]
     clear = pair.clear(phase)
     hint = "" if clear else f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
@@ -184,7 +185,7 @@ def _ratio(below: float, above: float) -> Field:
 def _lead(pair: _Pair) -> str:
     """What was saved and where, what was added and where, and how much of the step is as long as before."""
     before, after = pair.steps
-    times = {phase: pair.seconds(phase) for phase in pair.phases if pair.clear(phase)}
+    times = {phase: both for phase, both in pair.times.items() if pair.clear(phase)}
     saved = {phase: old - new for phase, (old, new) in times.items()}
     gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
     losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
@@ -204,7 +205,3 @@ def _lead(pair: _Pair) -> str:
 
 def _most(phases: list[str], saved: dict[str, float]) -> str:
     return f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})"
-
-
-def _seconds(finding: Finding, phase: str) -> float:
-    return max(0.0, dict(finding.phases).get(phase, 0.0))

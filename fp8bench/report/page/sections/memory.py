@@ -16,7 +16,7 @@ from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, 
 from fp8bench.report.material import Material
 from fp8bench.report.memories import PEAK, highest_in, peak_of, roles_of, sentences, share_of, use_of
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Section, case_field, sections
+from fp8bench.report.page.section import PRECISION, Section, case_field, sections, told
 from fp8bench.report.panels import Panel
 from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.words.legend import MEMORY_WORDS
@@ -86,10 +86,7 @@ def _parts(case: NamedCase) -> dict[str, float]:
 
 
 def _stacks(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks:
-    rows = [
-        (f"{case.name}{' (emulated)' if emulated(case.result) else ''}", peak_of(case.result) or 0.0, _parts(case))
-        for case in cases
-    ]
+    rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     axis = Axis("memory at the highest point of a step", "B")
     name = f"memory-{cases[0].result.record.case.workload}"
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
@@ -101,17 +98,11 @@ def _bars(title: str, cases: Sequence[NamedCase], description: str) -> Bars:
 
 
 def _mark(case: NamedCase) -> Mark:
-    mode, cost = case.result.mode, emulated(case.result)
-    tone = Tone.DOUBT if cost else Tone.PLAIN
-    return Mark(f"{mode} (emulated)" if cost else mode, peak_of(case.result) or 0.0, tone=tone, hint=_hint(case))
-
-
-def _hint(case: NamedCase) -> str:
-    """'1.63 MiB, 0.542x of fp32's'."""
+    """Its hint: '1.63 MiB, 0.542x of fp32's'."""
+    label, tone = told(case.result, case.result.mode)
     peak, share = peak_of(case.result), share_of(case.group, case.result)
-    if share is None:
-        return units.size(peak)
-    return f"{units.size(peak)}, {units.ratio(share)} of {case.group.reference}'s"
+    beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
+    return Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")
 
 
 def _table(title: str, cases: Sequence[NamedCase]) -> Table:

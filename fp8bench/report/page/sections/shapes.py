@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import Params
-from fp8bench.report.case_status import doubts, show_speed_up, speed_up
+from fp8bench.report.case_status import doubts, show_speed_up, speed_up, status_words
 from fp8bench.report.elements import Axis, Element, Heat
 from fp8bench.report.material import Material
 from fp8bench.report.page.section import Section, sections
-from fp8bench.report.panels import Panel, Result, ResultGroup, show_params
-from fp8bench.report.words.naming import named_cases, titled_panels
+from fp8bench.report.panels import Panel, show_params, together
+from fp8bench.report.words.naming import NamedCase, named_cases, titled_panels
 
 _SIDES = ("m", "n", "k")
 _LEAST_SHAPES = 3
@@ -35,6 +35,9 @@ class _Layout:
         return len(self.places) / (len(self.rows) * len(self.columns))
 
 
+_Grid = Sequence[Sequence[NamedCase | None]]
+
+
 @sections.register("shapes")
 class Shapes(Section):
     """Speed-up over the shapes of products; emulations have none."""
@@ -55,27 +58,22 @@ class Shapes(Section):
 def _panel(title: str, panel: Panel) -> Iterator[Element]:
     if len(panel.groups) < _LEAST_SHAPES or not all({*_SIDES} <= {*dict(group.case.params)} for group in panel.groups):
         return
-    names = {id(case.result): case.name for case in named_cases(panel)}
-    modes = dict.fromkeys(one.mode for one in panel.results if speed_up(one) is not None)
-    found = {mode: [_of_mode(group, mode) for group in panel.groups] for mode in modes}
+    by_mode = together(
+        (case.result.mode, (case.place, case)) for case in named_cases(panel) if speed_up(case.result) is not None
+    )
+    places = tuple(panel.place(group) for group in panel.groups)
+    found = {mode: [dict(cases).get(place) for place in places] for mode, cases in by_mode.items()}
     layout, words = _layout(panel), f"speed-up over {panel.reference} by shape"
     if layout is None:  # one row each, a column for each precision
         grid = [list(one) for one in zip(*found.values(), strict=True)]
-        rows = tuple(panel.place(group) for group in panel.groups)
-        yield from [_heat(f"{title}: {words}", rows, tuple(found), grid, names)] if found else []
+        yield from [_heat(f"{title}: {words}", places, tuple(found), grid)] if found else []
         return
     for mode, results in found.items():
         by_place = dict(zip(layout.places, results, strict=True))
         grid = [
             [by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))
         ]
-        yield _heat(f"{title}, {mode}: {words}", layout.rows, layout.columns, grid, names)
-
-
-def _of_mode(group: ResultGroup, mode: str) -> Result | None:
-    """A group's case of a precision, if it has a speed."""
-    found = next((one for one in group.results if one.mode == mode), None)
-    return found if found is not None and speed_up(found) is not None else None
+        yield _heat(f"{title}, {mode}: {words}", layout.rows, layout.columns, grid)
 
 
 def _layout(panel: Panel) -> _Layout | None:
@@ -107,37 +105,32 @@ def _sorted(found: Sequence[Params]) -> list[Params]:
     return sorted(each, key=lambda params: [value for _, value in params]) if numbers and alike else each
 
 
-def _heat(
-    title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: list[list[Result | None]], names: dict[int, str]
-) -> Heat:
+def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Grid) -> Heat:
     values = tuple(tuple(_value(one) for one in row) for row in grid)
-    hints = tuple(tuple(_hint(one, names) for one in row) for row in grid)
-    workload = next(one for row in grid for one in row if one is not None).record.case.workload
-    return Heat(
-        f"shapes-{workload}", title, _description(grid, names), rows, columns, values, Axis("speed-up", "x"), hints
-    )
+    hints = tuple(tuple(_hint(one) for one in row) for row in grid)
+    workload = next(one for row in grid for one in row if one is not None).result.record.case.workload
+    return Heat(f"shapes-{workload}", title, _description(grid), rows, columns, values, Axis("speed-up", "x"), hints)
 
 
-def _value(result: Result | None) -> float | None:
-    found = speed_up(result) if result is not None else None
+def _value(case: NamedCase | None) -> float | None:
+    found = speed_up(case.result) if case is not None else None
     return found.point if found is not None else None
 
 
-def _hint(result: Result | None, names: dict[int, str]) -> str:
+def _hint(case: NamedCase | None) -> str:
     """'m=256 n=256 bf16: 1.95x [1.90, 2.01], faster', and why it is in doubt."""
-    found = speed_up(result) if result is not None else None
-    if result is None or found is None or result.finding is None:
+    if case is None:
         return "not measured"
-    words = f"{names[id(result)]}: {show_speed_up(result)}, {result.finding.verdict_words}"
-    return f"{words}. In doubt: {'; '.join(doubts(result))}" if doubts(result) else words
+    words, why = f"{case.name}: {show_speed_up(case.result)}, {status_words(case.result)}", doubts(case.result)
+    return f"{words}. In doubt: {'; '.join(why)}" if why else words
 
 
-def _description(grid: Sequence[Sequence[Result | None]], names: dict[int, str]) -> str:
+def _description(grid: _Grid) -> str:
     """The best and the worst, how many gain, and how many are in doubt."""
-    found = [(speed, one) for row in grid for one in row if one is not None and (speed := speed_up(one)) is not None]
-    least, most = (choose(found, key=lambda pair: pair[0].point) for choose in (min, max))
-    gain = sum(speed.point > 1 for speed, _ in found)
-    words = f"{gain} of {len(found)} are above 1x: from {units.ratio(least[0].point)} at {names[id(least[1])]}"
-    words += f" to {units.ratio(most[0].point)} at {names[id(most[1])]}."
-    doubtful = sum(one.finding is not None and one.finding.doubtful for _, one in found)
+    found = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
+    least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
+    gain = sum(speed > 1 for speed, _ in found)
+    words = f"{gain} of {len(found)} are above 1x: from {units.ratio(least[0])} at {least[1].name}"
+    words += f" to {units.ratio(most[0])} at {most[1].name}."
+    doubtful = sum(case.result.finding is not None and case.result.finding.doubtful for _, case in found)
     return f"{words} {doubtful} of them carry a label that casts doubt on it." if doubtful else words

@@ -107,13 +107,10 @@ def _groups(suite: str, bars: Sequence[_Case], named: bool) -> Iterator[tuple[st
     """A heading a setting; where each setting has one bar, a heading a suite is enough."""
     by_setting = together((bar.setting, bar) for bar in bars)
     modes = list(dict.fromkeys(bar.result.mode for bar in bars))
-    if len(modes) == 1 and len(by_setting) > 1:
-        heading = " ".join(part for part in (suite if named else "", f"{modes[0]} over {bars[0].reference}") if part)
-        yield heading, tuple(_mark(bar, bar.setting) for bar in bars)
-        return
-    for setting, members in by_setting.items():
-        heading = " ".join(part for part in (suite if named else "", setting) if part)
-        yield heading, tuple(_mark(bar, bar.result.mode) for bar in members)
+    alone = len(modes) == 1 and len(by_setting) > 1
+    for heading, members in {f"{modes[0]} over {bars[0].reference}": bars}.items() if alone else by_setting.items():
+        marks = tuple(_mark(bar, bar.setting if alone else bar.result.mode) for bar in members)
+        yield " ".join(filter(None, (suite if named else "", heading))), marks
 
 
 def _mark(bar: _Case, label: str) -> Mark:
