@@ -30,10 +30,11 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.read import load_run, run_files
 from fp8bench.store.runs.write import start_run
-from tests.commands import unfolded
+from tests.commands import Say, unfolded, unfolding
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 QUICK = ("--set", "shape=64", "--quick")
+DRY = ("suite", "gemm", "--dry-run", "--no-isolation")
 NO_HISTORY = (
     "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
 )
@@ -84,14 +85,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; returns the store that is the default there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path / ".fp8bench"
-
-
 def words_of(parser: argparse.ArgumentParser) -> set[str]:
     """Options, and arguments by their metavar."""
     actions = [one for one in parser._actions if not isinstance(one, argparse._SubParsersAction)]
@@ -133,11 +126,11 @@ def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFix
     assert code == 0 and shown.out and not shown.err
 
 
-def test_a_bare_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_list_names_everything(fp8bench: Say) -> None:
     """A line for each kind."""
-    assert main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["suites", "dtypes", "devices"]
+    code, out, _ = fp8bench("list")
+    lines = out.splitlines()
+    assert code == 0 and [line.partition(":")[0] for line in lines] == ["suites", "dtypes", "devices"]
     assert "gemm" in lines[0] and "transformer" in lines[0] and "_planted" not in lines[0]
     assert "nvfp4" in lines[1] and "cuda" in lines[2]
 
@@ -152,14 +145,11 @@ def test_a_bare_list_names_everything(capsys: pytest.CaptureFixture[str]) -> Non
         ("suites", ["gemm", "transformer"]),
     ],
 )
-def test_lists(
-    what: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists(what: str, words: list[str], fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine makes of it."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
-    assert main(["list", what]) == 0
-    shown = capsys.readouterr()
-    assert all(word in shown.out for word in words) and not shown.err
+    code, out, err = fp8bench("list", what)
+    assert code == 0 and all(word in out for word in words) and not err
 
 
 REFUSED = {
@@ -313,54 +303,46 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_one_sentence_and_code_2(
-    name: str, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On stderr, naming the nearest known word, and no run is begun."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    (store.parent / "file").write_text("something")
-    (store.parent / "failing.py").write_text("raise ValueError('no')")
+    Path("file").write_text("something")
+    Path("failing.py").write_text("raise ValueError('no')")
     words, sentence = REFUSED[name]
-    assert main(words) == 2
-    shown = capsys.readouterr()
-    err = unfolded(shown.err)
-    assert sentence in err
+    code, out, err = unfolding(fp8bench)(*words)
+    assert (code, out) == (2, "") and sentence in err and "Traceback" not in err and not list(run_files(store))
     assert err.startswith("fp8bench: ") and err.count("\n") == 1 and err.endswith(".\n")
-    assert not shown.out and "Traceback" not in err
-    assert not list(run_files(store))
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "160"])
 def test_sentences_on_stderr_end_where_the_terminal_does(
-    columns: str, store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As COLUMNS has it, with all their words; without it, and without a terminal, they stand in one line."""
+    words = ("suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17")
     monkeypatch.setenv("COLUMNS", columns)
-    assert main(["suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17"]) == 2
-    folded = capsys.readouterr().err
-    assert folded.count("\n") > 1 and max(map(len, folded.splitlines())) <= int(columns)
+    code, _, folded = fp8bench(*words)
+    assert code == 2 and folded.count("\n") > 1 and max(map(len, folded.splitlines())) <= int(columns)
     monkeypatch.delenv("COLUMNS")
-    assert main(["suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17"]) == 2
-    assert capsys.readouterr().err == unfolded(folded)
+    assert fp8bench(*words) == (2, "", unfolded(folded))
 
 
-def test_hidden_names_are_not_offered(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_names_are_not_offered(store: Path, fp8bench: Say) -> None:
     """The self-test's own suite is nobody's choice; the names that are known are those that `list` names."""
-    assert main(["suite", "nothing_like_it"]) == 2
-    known = unfolded(capsys.readouterr().err).partition("Known: ")[2].split(", ")
+    known = unfolding(fp8bench)("suite", "nothing_like_it")[2].partition("Known: ")[2].split(", ")
     assert "gemm" in known and not [name for name in known if name.startswith("_")]
-    assert main(["list", "suites"]) == 0
-    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("_")]
+    assert not [line for line in fp8bench("list", "suites")[1].splitlines() if line.startswith("_")]
 
 
-def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
     """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same.
 
     The report is named where it is written: it is not there yet when the table is printed.
     """
-    assert main(["suite", "gemm", *QUICK, "--no-isolation"]) == 0
-    table = capsys.readouterr()
+    code, table, err = unfolding(fp8bench)("suite", "gemm", *QUICK, "--no-isolation")
     (path,) = run_files(store)
-    assert unfolded(table.err) == f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n"
+    assert (code, err) == (0, f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n")
     run = load_run(path)
     assert run.finished and run.ok and not run.troubles
     assert {record.case.precision: record.status for record in run.records} == dict.fromkeys(
@@ -368,11 +350,10 @@ def test_a_suite_from_words_to_table(store: Path, capsys: pytest.CaptureFixture[
     )
     assert all(record.timing and record.timing.num_rounds >= 8 for record in run.records)
     for word in ("fp32", "bf16", "fp8", "emulated", "noise floor", path.stem):
-        assert word in table.out
-    for words in (["show", "last"], ["show", run.id], ["show", path.stem], ["show", str(path.relative_to(Path.cwd()))]):
-        assert main(words) == 0
-        *shown, last = capsys.readouterr().out.splitlines()
-        assert [*shown, f"  stored in {path.relative_to(Path.cwd())}"] == table.out.splitlines()
+        assert word in table
+    for name in ("last", run.id, path.stem, str(path)):
+        *shown, last = fp8bench("show", name)[1].splitlines()
+        assert [*shown, f"  stored in {path}"] == table.splitlines()
         assert last == f"  report: .fp8bench/reports/{path.stem}/report.html"
 
 
@@ -395,15 +376,13 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
 
 
 def test_a_dry_run_prints_the_plan_and_writes_no_run(
-    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is prepared, nothing timed."""
     for name in ("prepare", "slot", "error"):
         monkeypatch.setattr(f"fp8bench.worker.bench.Bench.{name}", None)
-    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=64,gpt2"]) == 0
-    shown = capsys.readouterr()
-    assert "64" in shown.out and "gpt2/qkv" in shown.out and not shown.err
-    assert not list(run_files(store))
+    code, out, err = fp8bench(*DRY, "--set", "shape=64,gpt2")
+    assert (code, err) == (0, "") and "64" in out and "gpt2/qkv" in out and not list(run_files(store))
 
 
 @pytest.mark.parametrize(
@@ -415,18 +394,14 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
         (["--quick"], "time: 10 rounds of every group"),
     ],
 )
-def test_a_dry_run_says_how_long_it_would_take(
-    words: list[str], time: str, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_how_long_it_would_take(words: list[str], time: str, store: Path, fp8bench: Say) -> None:
     """As far as that is known."""
-    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=64", *words]) == 0
-    assert time in capsys.readouterr().out
+    assert time in fp8bench(*DRY, "--set", "shape=64", *words)[1]
 
 
-def test_values_of_an_axis_given_twice_are_joined(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_an_axis_given_twice_are_joined(store: Path, fp8bench: Say) -> None:
     """`--set shape=32 --set shape=64` means both."""
-    assert main(["suite", "gemm", "--dry-run", "--no-isolation", "--set", "shape=32", "--set", "shape=64"]) == 0
-    out = capsys.readouterr().out
+    out = fp8bench(*DRY, "--set", "shape=32", "--set", "shape=64")[1]
     assert "32" in out and "64" in out
 
 
@@ -462,26 +437,20 @@ def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     workloads.names()
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
-    path = store.parent / "door_failing.py"
+    path = Path("door_failing.py")
     path.write_text(FAILING)
     return str(path)
 
 
-def test_a_failed_case_is_code_3_and_a_row(store: Path, failing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other cases are measured and shown."""
-    words = ["suite", "door_failing", "--import", failing, "--dtypes", "fp32,bf16", "--quick", "--no-isolation"]
-    assert main(words) == 3
-    shown = capsys.readouterr()
-    assert "planted failure" in shown.out and "fp32" in shown.out and "Traceback" not in shown.err
+@pytest.mark.parametrize("dtypes", ["fp32,bf16", "bf16"])
+def test_a_failed_case_is_code_3_and_a_row(dtypes: str, store: Path, failing: str, fp8bench: Say) -> None:
+    """The other cases are measured and shown; a run of failures only is no success."""
+    words = ("suite", "door_failing", "--import", failing, "--dtypes", dtypes, "--quick", "--no-isolation")
+    code, out, err = fp8bench(*words)
+    assert code == 3 and "planted failure" in out and dtypes[:4] in out and "Traceback" not in err
     (path,) = run_files(store)
-    assert [record.status for record in load_run(path).records] == [Status.OK, Status.FAILED]
-
-
-def test_nothing_measured_is_code_3(store: Path, failing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of failures only is no success."""
-    words = ["suite", "door_failing", "--import", failing, "--dtypes", "bf16", "--quick", "--no-isolation"]
-    assert main(words) == 3
-    assert "planted failure" in capsys.readouterr().out
+    statuses = {"fp32": Status.OK, "bf16": Status.FAILED}
+    assert [record.status for record in load_run(path).records] == [statuses[one] for one in dtypes.split(",")]
 
 
 def executing(run: Run | BaseException) -> Callable[..., Run]:
@@ -514,17 +483,12 @@ EMPTY = Run(
     ids=["interrupted before measuring", "interrupted while measuring", "no worker at all"],
 )
 def test_other_ends(
-    outcome: Run | BaseException,
-    code: int,
-    sentence: str,
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each with its code and a sentence."""
     monkeypatch.setattr(pipeline, "execute", executing(outcome))
-    assert main(["suite", "gemm"]) == code
-    assert unfolded(capsys.readouterr().err).startswith(sentence)
+    ended, _, err = unfolding(fp8bench)("suite", "gemm")
+    assert ended == code and err.startswith(sentence)
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
@@ -542,9 +506,8 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 _SHOW_MUCH = """
 import sys
 from fp8bench.cli import main as cli
-from fp8bench.report.terminal import run as text
-from tests.commands import unfolded
-text.render = lambda *given, **named: "line\\n" * 100_000
+from fp8bench.cli import outputs
+outputs.render = lambda *given, **named: "line\\n" * 100_000
 sys.exit(cli.main(["show", "last", "--store", sys.argv[1]]))
 """
 
