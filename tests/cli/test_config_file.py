@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
-from tests.commands import unfolded
+from tests.commands import Say, unfolded
 from tests.counts import counts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
@@ -29,15 +28,7 @@ Asked = Callable[..., tuple[Request, Path]]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
-
-
-@pytest.fixture
-def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What a command line with a file of this text asks for, and where it is to be kept."""
     caught: list[tuple[Request, Path]] = []
 
@@ -49,7 +40,7 @@ def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     def ask(text: str | None, *words: str) -> tuple[Request, Path]:
         if text is not None:
-            (here / "my.yaml").write_text(text)
+            Path("my.yaml").write_text(text)
             words = (*words, "--config", "my.yaml")
         caught.clear()
         main(["suite", *words])
@@ -59,11 +50,11 @@ def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 @pytest.fixture
-def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The sentence that refuses a file."""
 
     def refuse(content: str | bytes, *words: str) -> str:
-        (here / "my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+        Path("my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
         assert main(["suite", *words, "--config", "my.yaml"]) == 2
         shown = capsys.readouterr()
         assert not shown.out
@@ -125,21 +116,21 @@ def test_a_file_asks_for_what_the_same_options_ask_for(name: str, asked: Asked) 
     assert asked(text) == asked(None, *words)
 
 
-def test_every_option_is_a_key(here: Path) -> None:
+def test_every_option_is_a_key(store: Path) -> None:
     """The keys are taken from the parser: every option of the command but those that belong on the command line."""
     command = commands_of(build_parser())["suite"]
     options = {word.removeprefix("--") for action in command._actions for word in action.option_strings[-1:]}
-    (here / "my.yaml").write_text("nonsense: 1")
+    Path("my.yaml").write_text("nonsense: 1")
     with pytest.raises(UsageError) as caught:
         read_config(Path("my.yaml"), command)
     known = set(str(caught.value).partition("Known: ")[2].rstrip(".").split(", "))
     assert known == (options | {"suite", *KEYS}) - {"help", "config", "resume"}
 
 
-def test_values_keep_their_text(here: Path) -> None:
+def test_values_keep_their_text(store: Path) -> None:
     """YAML would make True of yes, 1000.0 of 1e3, 342 of 5:42 and a date of 2026-01-01."""
     options = commands_of(build_parser())["suite"]
-    (here / "my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
+    Path("my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
     assert read_config(Path("my.yaml"), options)[0]["axes"] == [
         ("compile", ("yes",)),
         ("a", ("1e3", "5:42", "2026-01-01", "0x10", "~x", "no", "007", "1_000")),
@@ -272,23 +263,23 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
 
 
 @pytest.mark.parametrize("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
-def test_a_file_that_cannot_be_read(path: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, a folder, too long a name, without end, below a file."""
-    (here / "file").write_text("seed: 1")
+    Path("file").write_text("seed: 1")
     assert main(["suite", "gemm", "--config", path]) == 2
     shown = unfolded(capsys.readouterr().err)
     assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
     assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
 
 
-def test_an_empty_path_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_path_is_no_file(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor may the file give one for the store, which would be the working directory."""
-    (here / "my.yaml").write_text("store: ''")
+    Path("my.yaml").write_text("store: ''")
     for path in ("", "my.yaml"):
         assert main(["suite", "gemm", "--config", path]) == 2
         shown = unfolded(capsys.readouterr().err)
         assert "an empty text is no path" in shown and shown.count("\n") == 1
-    assert not (here / "runs").exists()
+    assert not Path("runs").exists()
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
@@ -373,7 +364,7 @@ def _mutated(dice: random.Random) -> bytes:
 
 
 @counts(200, 2000)
-def test_broken_files(count: int, here: Path) -> None:
+def test_broken_files(count: int, store: Path) -> None:
     """Each is either understood or refused with a sentence, and soon; both happen."""
     dice = random.Random(20260101)
     command = commands_of(build_parser())["suite"]
@@ -405,30 +396,34 @@ def test_broken_files_through_the_door(asked: Asked, capsys: pytest.CaptureFixtu
     assert set(codes) == {2, 3}  # 3: the stand-in measures nothing
 
 
-def test_the_files_values_are_defaults(here: Path) -> None:
+def test_the_files_values_are_defaults(store: Path) -> None:
     """Parsing the words again finds them, and the file's list is not grown by another parse."""
-    (here / "my.yaml").write_text("set: {shape: 1}\nimport: json")
+    Path("my.yaml").write_text("set: {shape: 1}\nimport: json")
     parser = build_parser()
     words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]
-    first, second = (with_config(parser, commands_of(parser)["suite"], words, here / "my.yaml") for _ in range(2))
+    first, second = (with_config(parser, commands_of(parser)["suite"], words, Path("my.yaml")) for _ in range(2))
     assert vars(first) == vars(second)
     assert first.axes == [("shape", ("1",)), ("tokens", ("2",))] and first.imports == ["json", "csv"]
 
 
-def test_the_example_of_the_page(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, ("m=256", "m=1 ", "operands=ready", "fp32 (reference)", "bf16", "fp8", "groups: 2")),
+        (1, (*re.findall(r"`(fp8-delayed:\S+)`", PAGE), "fp32 (reference)")),
+    ],
+)
+def test_the_examples_of_the_page(
+    number: int, words: Sequence[str], store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planned as it stands."""
+    """Planned as they stand; that of FP8 training with the mode that the page names."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    example, _ = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (here / "nightly.yaml").write_text(example)
-    assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert not shown.err
-    for word in ("m=256", "m=1 ", "operands=ready", "fp32 (reference)", "bf16", "fp8", "groups: 2"):
-        assert word in shown.out
-    assert main(["suite", "transformer", "--config", "nightly.yaml", "--dry-run"]) == 2
-    assert "unknown axis of suite transformer 'shape'" in capsys.readouterr().err
+    examples = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    Path("my.yaml").write_text(examples[number])
+    code, out, err = fp8bench("suite", "--config", "my.yaml", "--dry-run")
+    assert (code, err, len(examples)) == (0, "", 2) and all(word in out for word in words) and len(words) > 1
+    code, _, err = fp8bench("suite", "transformer", "--config", "my.yaml", "--set", "shape=1", "--dry-run")
+    assert code == 2 and "unknown axis of suite transformer '" in err
 
 
 TRAINING = "suite: gemm\nuse_fp8: true\n"
@@ -507,19 +502,6 @@ def test_nonsense_under_a_key_of_fp8_training_is_refused(line: str, words: str, 
         assert f"my.yaml:3: {words}" in refused(f"suite: gemm\n{switch}\n{line}")
 
 
-def test_the_example_of_fp8_training(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planned as it stands, with the mode that the page names."""
-    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    _, example = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (here / "train.yaml").write_text(example)
-    assert main(["suite", "--config", "train.yaml", "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    (mode,) = re.findall(r"`(fp8-delayed:\S+)`", PAGE)
-    assert mode in shown.out and "fp32 (reference)" in shown.out and not shown.err
-
-
 GIVEN = (
     "suite transformer --dtypes fp8-delayed:margin=1,bf16 --set size=nano --set sequence=64,128 --set size=gpt2-124m "
     "--grid --precision-map mlp=fp8,blocks.0=bf16 --budget 90 --seed 7 --import json --import ./my-suite.py "
@@ -527,11 +509,11 @@ GIVEN = (
 )
 
 
-def test_a_written_file_is_read_back_as_it_was_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_written_file_is_read_back_as_it_was_given(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option keeps its value; what was not given stands there as a comment."""
     words = [*GIVEN.split(), "--data", "a b: 'c' #.txt", "--trace", "~"]
     expected = vars(build_parser(("suite",)).parse_args(words))
-    (here / "my-suite.py").write_text("")
+    Path("my-suite.py").write_text("")
     assert main(["config", *words[1:], "--write", "new.yaml"]) == 0
     assert capsys.readouterr().out == ""
     command = commands_of(build_parser())["suite"]
@@ -544,10 +526,10 @@ def test_a_written_file_is_read_back_as_it_was_given(here: Path, capsys: pytest.
     assert {line.partition(":")[0] for line in lines if line.startswith("# ")} >= {"# reference", "# rounds", "# quick"}
 
 
-def test_a_file_without_anything_given_is_all_comments(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_anything_given_is_all_comments(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To be filled in; what cannot be measured is not written."""
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert out and all(not line or line.startswith("#") for line in out.splitlines())
     assert main(["config", "gemm", "--dtypes", "fp9", "--write", "no.yaml"]) == 2
-    assert not (here / "no.yaml").exists()
+    assert not Path("no.yaml").exists()

@@ -17,22 +17,13 @@ from fp8bench.jobs import after_run
 from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.read import load_run, run_files
-from tests.commands import unfolded
+from tests.commands import Say, unfolded, unfolding
 
 GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "file").touch()
-    return tmp_path
-
-
-def the_run(here: Path) -> Run:
-    (file,) = run_files(here / ".fp8bench")
+def the_run(store: Path) -> Run:
+    (file,) = run_files(store)
     return load_run(file)
 
 
@@ -56,29 +47,29 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
 def test_what_cannot_be_is_refused_before_anything_is_measured(
-    case: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
 ) -> None:
     """With a sentence, and nothing is left behind but what was there."""
     monkeypatch.setitem(sys.modules, "wandb", None)
+    Path("file").touch()
     words, sentence = REFUSED[case]
-    assert main([*GEMM, *words]) == 2
-    shown = capsys.readouterr()
-    assert sentence in unfolded(shown.err) and unfolded(shown.err).count("\n") == 1 and not shown.out
-    assert {one.name for one in here.iterdir()} <= {"file", ".fp8bench"} and not list(run_files(here / ".fp8bench"))
+    code, out, err = unfolding(fp8bench)(*GEMM, *words)
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+    assert {one.name for one in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
 
 
-def test_traces_of_every_case(here: Path) -> None:
+def test_traces_of_every_case(store: Path) -> None:
     """A folder for each; the record has its file and what takes most in it."""
     assert main([*GEMM, "--trace", "traces/new"]) == 0
-    run = the_run(here)
+    run = the_run(store)
     assert run.request.trace == "traces/new"
     for record in run.records:
-        assert (here / "traces" / "new" / record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
+        assert Path("traces/new", record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
         assert any(one.name == "aten::mm" and one.phase == "gemm" for one in record.operators)
-    assert len(list((here / "traces" / "new").iterdir())) == 2
+    assert len(list(Path("traces/new").iterdir())) == 2
 
 
-def test_a_trace_that_cannot_be_written_costs_no_case(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_cannot_be_written_costs_no_case(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was there before anything was measured; why it failed is kept."""
 
     def full(*_: object, **__: object) -> None:
@@ -86,12 +77,12 @@ def test_a_trace_that_cannot_be_written_costs_no_case(here: Path, monkeypatch: p
 
     monkeypatch.setattr("fp8bench.worker.tracing.write_whole", full)
     assert main([*GEMM, "--trace", "traces"]) == 0
-    for record in the_run(here).records:
+    for record in the_run(store).records:
         assert record.status is Status.OK and record.timing is not None and not record.trace
         assert record.detail == "no trace: OSError: [Errno 28] No space left on device"
 
 
-def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(here: Path) -> None:
+def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) -> None:
     """Under the same names: what was cut off is written again."""
 
     class Stopping(SilentObserver):
@@ -102,13 +93,13 @@ def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(here: Path) -
     half = fp8bench.run("gemm", set={"shape": [8, 16]}, trace="traces", observer=Stopping(), **asked)
     assert not half.finished and len(half.records) == 1
     assert main(["suite", "--resume", "last", "--no-report"]) == 0
-    whole = the_run(here)
-    assert whole.finished and len(whole.records) == 2 and len(list((here / "traces").iterdir())) == 2
+    whole = the_run(store)
+    assert whole.finished and len(whole.records) == 2 and len(list(Path("traces").iterdir())) == 2
     stamps = {Path(record.trace).name for record in whole.records}
-    assert len(stamps) == 1 and all((here / "traces" / record.trace).is_file() for record in whole.records)
+    assert len(stamps) == 1 and all(Path("traces", record.trace).is_file() for record in whole.records)
 
 
-def test_figures_for_tensorboard(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the run, or of a stored one later: the same files."""
     pytest.importorskip("tensorboard")
     assert main([*GEMM, "--tensorboard", "board"]) == 0
@@ -121,17 +112,18 @@ def test_figures_for_tensorboard(here: Path, capsys: pytest.CaptureFixture[str])
     } == written
 
 
-def test_figures_from_python(here: Path) -> None:
+def test_figures_from_python(store: Path) -> None:
     """Refused before anything is measured, or written."""
     pytest.importorskip("tensorboard")
+    Path("file").touch()
     with pytest.raises(fp8bench.Fp8benchError, match="--tensorboard 'file' cannot be written"):
         fp8bench.run("gemm", tensorboard="file")
     fp8bench.run("gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, tensorboard=Path("board"))
-    assert list((here / "board" / "fp32").iterdir())
+    assert list(Path("board/fp32").iterdir())
 
 
 def test_what_fails_after_the_measuring_fails_no_run(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says how to do it again."""
 
@@ -147,14 +139,14 @@ def test_what_fails_after_the_measuring_fails_no_run(
     monkeypatch.setattr(after_run, "send_to_wandb", no_network)
     assert main([*GEMM, "--tensorboard", "board", "--wandb"]) == 0
     told = unfolded(capsys.readouterr().err)
-    run = the_run(here)
+    run = the_run(store)
     assert f"`fp8bench show {run.id} --tensorboard DIR` writes it again" in told
     assert "wandb: not sent (ConnectionError: no network). The run is kept" in told
     assert f"`fp8bench show {run.id} --wandb fp8bench` sends it again" in told
 
 
 def test_what_is_sent_has_the_run_and_its_report(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those files that there are."""
     sent: list[Any] = []
@@ -170,7 +162,7 @@ def test_what_is_sent_has_the_run_and_its_report(
 
 
 def test_an_interrupt_of_the_sending_leaves_the_run(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says what there is left to do."""
 
@@ -181,11 +173,11 @@ def test_an_interrupt_of_the_sending_leaves_the_run(
     monkeypatch.setattr(after_run, "send_to_wandb", interrupted)
     assert main([*GEMM, "--wandb"]) == 130
     assert "takes --tensorboard and --wandb too" in unfolded(capsys.readouterr().err)
-    assert the_run(here).finished
+    assert the_run(store).finished
 
 
 def test_nobody_waits_for_the_boards_after_an_interrupt(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What there is of the run is kept, and `show` takes the same options."""
 
@@ -196,10 +188,10 @@ def test_nobody_waits_for_the_boards_after_an_interrupt(
     monkeypatch.setattr(after_run, "send_to_wandb", lambda *arguments: pytest.fail("sent"))
     monkeypatch.setattr("fp8bench.pipeline._group", interrupted)
     assert main([*GEMM, "--wandb"]) == 130
-    assert not the_run(here).finished and "wandb" not in capsys.readouterr().err
+    assert not the_run(store).finished and "wandb" not in capsys.readouterr().err
 
 
-def test_a_run_in_json_has_its_operators(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_json_has_its_operators(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GEMM, "--trace", "traces", "--json"]) == 0
     for record in json.loads(capsys.readouterr().out)["records"]:
         assert {"phase", "name", "calls", "seconds", "on_device"} == set(record["operators"][0]) and record["trace"]
