@@ -24,7 +24,7 @@ from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
@@ -205,7 +205,7 @@ def _opened(
         plan=plan,
         environment=environment,
         devices=facts,
-        overheads=tuple((one.key, worker.overheads(one)) for one in facts if one.key in used),
+        overheads=tuple((one.key, worker.within(START_SECONDS).overheads(one)) for one in facts if one.key in used),
     )
 
 

@@ -16,6 +16,7 @@ from fp8bench import __version__
 from fp8bench.errors import WorkerError
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
+from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
@@ -96,14 +97,14 @@ def by_rank() -> list[str]:
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
     quantisers = quantisers_for(False, os.environ)
-    if not quantisers.compiled:
+    if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
     return "; ".join(f"{one.key}: {_compiler(worker, one)}" for one in facts)
 
 
 def _compiler(worker: Worker, facts: DeviceFacts) -> str:
     try:
-        return worker.compiler(facts)
+        return worker.within(COMPILE_SECONDS).compiler(facts)
     except WorkerError as error:
         return f"compiling ended the worker: {error}"
 
@@ -126,7 +127,7 @@ def _version(package: str) -> str:
 
 
 def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    cost = worker.overheads(facts)
+    cost = worker.within(START_SECONDS).overheads(facts)
     yield f"what looking costs on {facts.key} (best of many)"
     yield f"  phase marker on    {seconds(cost.marker_on)}   (goal 600 ns on a CPU)"
     yield f"  phase marker off   {seconds(cost.marker_off)}   (goal 200 ns)"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.errors import WorkerError
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
@@ -219,15 +219,8 @@ class GroupMeasurement:
         self._of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
 
     def _release(self, session: Session) -> ArmFailed | None:
-        """Give the states back; what a case leaves running spoils everything that comes after it in that process."""
         try:
-            culprit = session.release(self._worker)
+            return session.release(self._worker)
         except WorkerError:
             self._worker.restart()
             return None
-        if culprit is None:
-            return None
-        arm, left = culprit
-        names = ", ".join(left[:5])
-        why = f"{len(left)} started while preparing still run after the state was given back ({names})"
-        return ArmFailed(arm, WorkerFault("ThreadsLeft", why))

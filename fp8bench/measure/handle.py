@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.limits import COMPILE_SECONDS, HANG_SECONDS
+from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
-from fp8bench.model import DeviceFacts, Overheads, Scalar
+from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench, described, recovered
 
@@ -63,18 +63,6 @@ class Worker(ABC):
     def software(self) -> dict[str, Scalar | None]:
         return self.within(START_SECONDS).software()
 
-    def quantisers(self) -> tuple[int, str]:
-        """How many quantisers wait to be compiled; why others stay eager, '' if none does."""
-        return self.within(HANG_SECONDS).quantisers()
-
-    def compiler(self, facts: DeviceFacts) -> str:
-        """Whether quantisers compile for a device, in words."""
-        return self.within(COMPILE_SECONDS).compiler(facts)
-
-    def versions(self, suites: Sequence[str]) -> dict[str, str]:
-        """The versions of suites as the worker has them; those that it does not know are left out."""
-        return self.within(HANG_SECONDS).versions(tuple(suites))
-
     def modules_under(self, folder: Path) -> tuple[str, ...]:
         """The modules that the worker has loaded from below a folder."""
         return self.within(HANG_SECONDS).modules_under(str(folder))
@@ -82,9 +70,6 @@ class Worker(ABC):
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state; returns the names of threads that it leaves behind."""
         return self.within(HANG_SECONDS).release(key)
-
-    def overheads(self, facts: DeviceFacts) -> Overheads:
-        return self.within(START_SECONDS).overheads(facts)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,6 @@ class Quantisers:
 
     why_eager: str = ""
 
-    @property
-    def compiled(self) -> bool:
-        return not self.why_eager
-
 
 def quantisers_for(quick: bool, environment: Mapping[str, str]) -> Quantisers:
     """Compiled, unless a quick look was asked for, or the variable says eager."""

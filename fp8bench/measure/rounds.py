@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import USUAL, Limits
+from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
@@ -89,10 +89,10 @@ class Arm:
 
     def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
         """Have the quantisers that the state has asked for compiled; False where none waited."""
-        if quantisers is None or not quantisers.compiled:
+        if quantisers is None or quantisers.why_eager:
             self.why_eager = None if quantisers is None else quantisers.why_eager
             return False
-        waiting, self.why_eager = worker.quantisers()
+        waiting, self.why_eager = worker.within(HANG_SECONDS).quantisers()
         if not waiting:
             return False
         if tell is not None:
@@ -104,7 +104,7 @@ class Arm:
             hung = isinstance(error, WorkerHung)
             quantisers.why_eager = f"compiling took more than {limit:g} s" if hung else f"compiling failed: {error}"
             raise CompilingFailed(self) from error
-        self.why_eager = worker.quantisers()[1]
+        self.why_eager = worker.within(HANG_SECONDS).quantisers()[1]
         return True
 
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
@@ -150,6 +150,15 @@ class Arm:
         if self.planned.case.static is not None:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
+    def release(self, worker: Worker) -> ArmFailed | None:
+        """Give the state back; what it leaves running spoils everything that comes after it in that process."""
+        left = worker.release(self.key)
+        if not left:
+            return None
+        names = ", ".join(left[:5])
+        why = f"{len(left)} started while preparing still run after the state was given back ({names})"
+        return ArmFailed(self, WorkerFault("ThreadsLeft", why))
+
     def add(self, raw: RawSlot, round_number: int) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
         assert self.segmentation is not None
@@ -171,9 +180,9 @@ class Arm:
         if self.varying:
             return
         assert self.segmentation is not None
-        phases = self.segmentation.segments.phases
+        codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
         self.slots = [
-            replace(slot, calls_ns=tuple(_fold(phases, call) for call in slot.calls_ns)) for slot in self.slots
+            replace(slot, calls_ns=tuple(by_phase_totals(codes, call) for call in slot.calls_ns)) for slot in self.slots
         ]
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
@@ -193,10 +202,6 @@ def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[
     for code, interval in zip(codes, intervals_ns, strict=True):
         totals[code] += interval
     return tuple(totals)
-
-
-def _fold(phases: Sequence[str], call: Sequence[int]) -> tuple[int, ...]:
-    return by_phase_totals([CELL_PHASES.index(phase) for phase in phases], call)
 
 
 def _seconds(raw: RawSlot) -> float:
@@ -238,7 +243,7 @@ class Session:
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
         """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
         for arm in self.arms:
-            with _guarding(arm):
+            with guarding(arm):
                 arm.prepare(worker, quantisers, tell)
         lead = self.arms[0]
         for arm in self.arms[1:]:
@@ -252,12 +257,12 @@ class Session:
 
     def check(self, worker: Worker) -> None:
         for arm in self.arms:
-            with _guarding(arm):
+            with guarding(arm):
                 arm.check(worker)
 
-    def release(self, worker: Worker) -> tuple[Arm, tuple[str, ...]] | None:
-        """Give all states back; returns the first arm that leaves threads running, with their names."""
-        culprits = [(arm, left) for arm in self.arms if (left := worker.release(arm.key))]
+    def release(self, worker: Worker) -> ArmFailed | None:
+        """Give all states back; the first arm that leaves threads running has failed."""
+        culprits = [failed for arm in self.arms if (failed := arm.release(worker))]
         return culprits[0] if culprits else None
 
     def run(
@@ -285,7 +290,7 @@ class Session:
             order.shuffle(turn)
             for arm in turn:
                 tick(arm, self._share(rounds, clock() - start, rule))
-                with _guarding(arm):
+                with guarding(arm):
                     arm.run(worker, rounds)
                 if after is not None:
                     after(arm.key)
@@ -332,7 +337,7 @@ class Session:
 
 
 @contextmanager
-def _guarding(arm: Arm) -> Iterator[None]:
+def guarding(arm: Arm) -> Iterator[None]:
     """A worker's error, with the arm it struck."""
     try:
         yield

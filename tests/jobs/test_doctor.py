@@ -48,13 +48,13 @@ def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest
     """Unless somebody has turned compiling off. A compiler that ends the worker is named, and ends nothing else."""
     assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
 
-    def compiler(self: LocalWorker, facts: DeviceFacts) -> str:
+    def ask(self: LocalWorker, limit: float, name: str, facts: DeviceFacts) -> str:
         if facts.accelerated:
             raise WorkerLost("it crashed")
         return "a quantiser compiles in 1.2 s"
 
     monkeypatch.delenv("FP8BENCH_QUANTISERS")
-    monkeypatch.setattr(LocalWorker, "compiler", compiler)
+    monkeypatch.setattr(LocalWorker, "ask", ask)
     words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
     assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200)) == words
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from fp8bench.errors import WorkerError
 from fp8bench.jobs.duel.side_workers import PROCESSES, SideWorkers
-from fp8bench.jobs.duel.turns import Entry, EntryFailed, Turns
+from fp8bench.jobs.duel.turns import Entry, Turns
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import Arm, CompilingFailed
+from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed
 from fp8bench.model import PlannedCase
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Session
 from fp8bench.model.stopping import StoppingRule
@@ -84,14 +85,14 @@ class CaseRunner:
         seed = random.Random(f"{self._seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
         while True:
             turns = self._turns(one, seed)
-            failed: EntryFailed | None = None
+            failed: ArmFailed | None = None
             session: Session | None = None
             try:
                 session = turns.measure(rule, lambda doing: self._observer.working(one.before.planned.case, doing, 0.0))
-            except EntryFailed as raised:
+            except ArmFailed as raised:
                 failed = raised
             except CompilingFailed as raised:
-                self._restart(turns, raised)
+                turns.entry_of(raised.arm).worker.restart()
                 continue  # in a fresh worker, and without compiling
             finally:
                 left_over = turns.release()
@@ -100,7 +101,7 @@ class CaseRunner:
                 one.processes -= 1
                 continue
             if failed is not None:
-                _fail(one, failed)
+                _fail(one, turns.entry_of(failed.arm), failed.cause)
             elif session is not None:
                 one.sessions.append(session)
             return
@@ -127,15 +128,9 @@ class CaseRunner:
         arm = Arm(case.id, planned, side.facts[case.device], self._limits)
         return Entry(side.name, side.workers[place], arm, quantisers)
 
-    def _restart(self, turns: Turns, failed: CompilingFailed) -> None:
-        for entry in turns.entries:
-            if entry.arm is failed.arm:
-                entry.worker.restart()
 
-
-def _fail(one: CaseProgress, failed: EntryFailed) -> None:
-    outcome = one.before if failed.entry.side == BEFORE else one.after
-    cause = failed.cause
+def _fail(one: CaseProgress, entry: Entry, cause: WorkerError) -> None:
+    outcome = one.before if entry.side == BEFORE else one.after
     if not exhausted(cause):
-        failed.entry.worker.restart()
+        entry.worker.restart()
     outcome.fail("out of memory beside the other side" if exhausted(cause) else str(cause), cause)

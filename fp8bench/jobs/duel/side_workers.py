@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fp8bench.errors import UsageError
 from fp8bench.interrupts import ignored
+from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.other_interpreter import Handshake, PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import DeviceFacts, Plan, PlannedCase, Request
@@ -46,7 +47,7 @@ class SideWorkers:
     def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> Plan:
         """Start the first worker and plan what this side can do."""
         self.devices = self.workers[0].probe()
-        self.versions = self.workers[0].versions(suites)
+        self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
         try:
             plan = make_plan(request, self.devices, corpus, compares=False)
         except UsageError as error:

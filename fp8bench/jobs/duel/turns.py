@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8bench.errors import WorkerError, WorkerFault
+from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Arm
+from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Arm, ArmFailed, guarding
 from fp8bench.model.duel import Session
 from fp8bench.model.stopping import StoppingRule
 
@@ -24,15 +23,6 @@ class Entry:
     worker: Worker
     arm: Arm
     quantisers: Quantisers
-
-
-class EntryFailed(Exception):
-    """An entry could not be prepared or run; `cause` is its worker's error."""
-
-    def __init__(self, entry: Entry, cause: WorkerError) -> None:
-        super().__init__(str(cause))
-        self.entry = entry
-        self.cause = cause
 
 
 # Told what is being done.
@@ -58,24 +48,24 @@ class Turns:
         tell("measuring")
         stopped = self._run(order, rule, begun if rule.whole else time.monotonic())
         for entry in self.entries:
-            with guarding(entry):
+            with guarding(entry.arm):
                 entry.arm.check(entry.worker)
         before, after = (tuple(entry.arm.timing() for entry in side) for side in (self.before, self.after))
         return Session(before, after, stopped)
 
-    def release(self) -> EntryFailed | None:
-        """Give all states back; returns the first entry that leaves threads running."""
+    def entry_of(self, arm: Arm) -> Entry:
+        return next(entry for entry in self.entries if entry.arm is arm)
+
+    def release(self) -> ArmFailed | None:
+        """Give all states back; the first arm that leaves threads running has failed."""
         culprit = None
         for entry in self.entries:
             try:
-                left = entry.worker.release(entry.arm.key)
+                failed = entry.arm.release(entry.worker)
             except WorkerError:
                 entry.worker.restart()
                 continue
-            if left:
-                names = ", ".join(left[:5])
-                why = f"{len(left)} started while preparing still run after the state was given back ({names})"
-                culprit = culprit or EntryFailed(entry, WorkerFault("ThreadsLeft", why))
+            culprit = culprit or failed
         return culprit
 
     def _prepare(self, order: random.Random, tell: Tell) -> None:
@@ -84,7 +74,7 @@ class Turns:
         order.shuffle(turn)
         for entry in turn:
             tell(f"preparing side {entry.side} of")
-            with guarding(entry):
+            with guarding(entry.arm):
                 entry.arm.prepare(entry.worker, entry.quantisers, lambda arm, doing: tell(doing))
         arms = [entry.arm for entry in self.entries]
         for arm in arms[1:]:
@@ -102,17 +92,8 @@ class Turns:
         while not why:
             order.shuffle(turn)
             for entry in turn:
-                with guarding(entry):
+                with guarding(entry.arm):
                     entry.arm.run(entry.worker, rounds)
             rounds += 1
             why = rule.ended(rounds, time.monotonic() - start)
         return why
-
-
-@contextmanager
-def guarding(entry: Entry) -> Iterator[None]:
-    """A worker's error, with the entry it struck."""
-    try:
-        yield
-    except WorkerError as error:
-        raise EntryFailed(entry, error) from error
