@@ -47,8 +47,8 @@ class Metric:
 
     `phase` is that of the step, STEP for all of it, None for what the data are made of (`about`: their kind and role).
     `interval` is over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence.
-    `denominator` is what it is counted for: a step, a second, a token. `cost` says that it is what an emulation costs,
-    and no figure of the precision. `samples` gives what the history keeps of it: one value a round or a window.
+    `cost` says that it is what an emulation costs, and no figure of the precision. `samples` gives what the history
+    keeps of it: one value a round or a window.
     """
 
     name: str
@@ -60,7 +60,6 @@ class Metric:
     interval: Interval | None = None
     provenance: Provenance | None = None
     better: Better = Better.LOWER
-    denominator: str = STEP
     rank: Rank = Rank.MAIN
     cost: bool = False
     rounds: int | None = None

@@ -147,17 +147,14 @@ def _by_work(record: Record, finding: Finding | None, steps: _Samples) -> Iterat
             median = count / finding.median_seconds if finding.median_seconds else None
             rate = Metric(
                 f"{name}_per_second", _RATES[name], median, count / finding.best_seconds, labels=finding.labels,
-                provenance=Provenance.DERIVED, better=Better.HIGHER, denominator="second", rank=Rank.DETAIL,
+                provenance=Provenance.DERIVED, better=Better.HIGHER, rank=Rank.DETAIL,
             )  # fmt: skip
             yield _clocked(record, rate)
         if record.timing is None:
             continue
         metric, many = PER[name]
         samples = partial(_scaled, steps, many, count)
-        denominator = metric.removeprefix("seconds_per_")
-        yield Metric(
-            metric, "s", provenance=Provenance.DERIVED, denominator=denominator, rank=Rank.RESTATED, samples=samples
-        )
+        yield Metric(metric, "s", provenance=Provenance.DERIVED, rank=Rank.RESTATED, samples=samples)
 
 
 def _scaled(samples: _Samples, many: float, count: float) -> tuple[float, ...]:
@@ -210,8 +207,8 @@ def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
     if found.uncertainty is not None:
         yield replace(blank, name="energy_uncertainty", unit="ratio", value=found.uncertainty, rank=Rank.DETAIL)
     for name, joules in found.per:
-        yield replace(blank, name=f"energy_per_{name}", value=joules, denominator=name)
-    power = replace(blank, name="power", unit="W", provenance=Provenance.MEASURED, denominator="second")
+        yield replace(blank, name=f"energy_per_{name}", value=joules)
+    power = replace(blank, name="power", unit="W", provenance=Provenance.MEASURED)
     yield replace(power, value=found.watts)
     if found.idle is not None:
         yield replace(power, name="idle_power", value=found.idle, cost=False, better=Better.NONE)

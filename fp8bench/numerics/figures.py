@@ -26,16 +26,6 @@ class ScaleCourse:
     drift: tuple[float, ...]
     lag: tuple[float, ...]
 
-    @property
-    def most_drift(self) -> float:
-        """0 where there was but one step."""
-        return max(self.drift, default=0.0)
-
-    @property
-    def most_lag(self) -> float:
-        """That of the step that came nearest to overflow, or overflowed most; 0 without steps."""
-        return max(self.lag, default=0.0)
-
 
 def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
     """The course of the scales s_t (an element is s_t times its value) and of the amaxes of the same steps."""
@@ -79,8 +69,9 @@ def _figures(found: TensorError, course: ScaleCourse | None) -> Iterator[tuple[s
     yield "utilisation_percent", None if found.utilisation is None else 100 * found.utilisation
     yield "dynamic_range_octaves", found.dynamic_range_octaves
     if course is not None:
-        yield "scale_drift_octaves", course.most_drift
-        yield "scale_lag_octaves", course.most_lag
+        yield "scale_drift_octaves", max(course.drift, default=0.0)
+        # That of the step that came nearest to overflow, or overflowed most.
+        yield "scale_lag_octaves", max(course.lag, default=0.0)
 
 
 def _spread(part: str, found: Spread | None) -> Iterator[tuple[str, float | None]]:
