@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import BY_CHANCE
 from fp8bench.analysis.steps.changes import Change, Found, State
-from fp8bench.model import Scalar
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Code, Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.terminal.history import value, where
+from fp8bench.report.panels import together
+from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.words.comparisons import signed
 
 _COLUMNS = (
     Column("commits", shared=True), Column("series"), Column("before", number=True), Column("after", number=True),
     Column("change"), Column("chance", number=True), Column("notes", below=True),
 )  # fmt: skip
-_TONES = {True: Tone.BAD, False: Tone.GOOD}
 _RATIO = "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
 _RANGE = "after, up to: the step lies after the one commit, and not after the other"
 _WORTH = (
@@ -36,14 +35,15 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
 
     `options` are words that a command needs to find the same.
     """
-    several = len({_place(change) for change in found.changes}) > 1
+    several = len({(change.trend.machine.get("machine"), change.trend.python) for change in found.changes}) > 1
     parts = [
         Part("changes", title, (Table(title, "", _COLUMNS, tuple(_rows(changes, several))),))
         for title, changes in _sections(found, everything)
+        if changes
     ]
     if found.left:
         reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
-        words = tuple(Text(f"{_many(count, 'series', 'series')}: {why}") for why, count in reasons)
+        words = tuple(Text(f"{count_of(count, 'series', 'series')}: {why}") for why, count in reasons)
         parts.append(Part("left", "not looked at", (Items(words),)))
     alarming = next((change for change in found.changes if change.alarms), None)
     if alarming is not None:
@@ -68,7 +68,7 @@ def changes_json(found: Found) -> str:
         "schema": SCHEMA, "looked_at": found.looked_at, "left": dict(found.left),
         "changes": [_plain(change) for change in found.changes],
     }  # fmt: skip
-    return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+    return json_line(document)
 
 
 def _plain(change: Change) -> dict[str, object]:
@@ -86,31 +86,26 @@ def _counted(found: Found) -> str:
     still = [change for change in found.changes if change.state is State.OPEN]
     worse = sum(change.is_worse for change in still)
     known = sum(change.state is State.ACKNOWLEDGED for change in found.changes)
-    parts = [_many(worse, "regression"), _many(len(still) - worse, "improvement")]
-    also = f"; {_many(known, 'change')} acknowledged" if known else ""
+    parts = [count_of(worse, "regression"), count_of(len(still) - worse, "improvement")]
+    also = f"; {count_of(known, 'change')} acknowledged" if known else ""
     if not found.looked_at:
         return "no series was long enough to look for changes"
-    return f"{' and '.join(parts)} in {_many(found.looked_at, 'series', 'series')}{also}"
+    return f"{' and '.join(parts)} in {count_of(found.looked_at, 'series', 'series')}{also}"
 
 
 def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
     still = [change for change in found.changes if change.state is State.OPEN]
-    kinds = [
-        ("regressions", [change for change in still if change.is_worse]),
-        ("improvements", [change for change in still if not change.is_worse]),
-    ]
-    if everything:
-        others = [state for state in State if state is not State.OPEN]
-        kinds += [(state.value, [one for one in found.changes if one.state is state]) for state in others]
-    yield from ((title, changes) for title, changes in kinds if changes)
+    yield "regressions", [change for change in still if change.is_worse]
+    yield "improvements", [change for change in still if not change.is_worse]
+    for state in State:
+        if everything and state is not State.OPEN:
+            yield state.value, [change for change in found.changes if change.state is state]
 
 
 def _rows(changes: Sequence[Change], several: bool) -> Iterator[tuple[Field, ...]]:
     """Changes under the commits they lie between, in the order of the first of each; of several places, also these."""
-    together: dict[str, list[Change]] = {}
-    for change in changes:
-        together.setdefault(_commits(change) + (f", {where(change.trend)}" if several else ""), []).append(change)
-    for commits, members in together.items():
+    named = ((_commits(change) + (f", {where(change.trend)}" if several else ""), change) for change in changes)
+    for commits, members in together(named).items():
         yield from ((Field(commits), *_row(change)) for change in members)
 
 
@@ -125,9 +120,11 @@ def _commits(change: Change) -> str:
 
 def _row(change: Change) -> tuple[Field, ...]:
     trend, one = change.trend, change.comparison
+    # A chance of nearly nothing is not none.
+    chance = units.NONE if one.p_value is None else units.share(max(one.p_value, sys.float_info.min))
     return (
         Field(trend.name), Field(value(trend, one.before)), Field(value(trend, one.after)),
-        Field(signed(one.ratio), tone=_TONES[change.is_worse]), Field(_chance(one.p_value)),
+        Field(signed(one.ratio), tone=Tone.BAD if change.is_worse else Tone.GOOD), Field(chance),
         Field("\n".join(_notes(change))),
     )  # fmt: skip
 
@@ -141,35 +138,17 @@ def _notes(change: Change) -> Iterator[str]:
         yield f"acknowledged {change.ack.when[:10]}{because}"
 
 
-def _chance(p_value: float | None) -> str:
-    """A chance of nearly nothing is not none."""
-    return units.NONE if p_value is None else units.share(max(p_value, sys.float_info.min))
-
-
-def _place(change: Change) -> tuple[Scalar | None, str]:
-    return change.trend.machine.get("machine"), change.trend.python
-
-
 def _legend(found: Found, everything: bool) -> list[str]:
     states = {change.state for change in found.changes}
     if State.OPEN not in states and not (everything and states):
         return []
-    words = [_RATIO, _chances(found.looked_at), _RANGE]
+    by_chance = round(found.looked_at * BY_CHANCE)
+    among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
+    words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
     words += [_WORTH] if any(change.alarms for change in found.changes) else []
     words += [_REVERTED] if everything and State.REVERTED in states else []
     words += [_OLD] if everything and State.OLD_VERSION in states else []
     return words
-
-
-def _chances(series: int) -> str:
-    """What chance alone does among so many series."""
-    many = round(series * BY_CHANCE)
-    among = f"; of {series} flat series about {many} would show one" if many else ""
-    return f"chance: that a flat series shows such a step or a clearer one{among}"
-
-
-def _many(count: int, word: str, words: str = "") -> str:
-    return f"{count} {word if count == 1 else words or word + 's'}"
 
 
 def listed(changes: Sequence[Change]) -> str:

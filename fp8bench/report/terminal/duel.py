@@ -12,8 +12,9 @@ from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.duel import CaseResult, Duel, Side
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import show_params
+from fp8bench.report.panels import show_params, together
 from fp8bench.report.words.comparisons import TONES, counted, direction, label_legend, signed, value
+from fp8bench.report.words.run_facts import many
 
 _TIMES = (
     Column("setting", shared=True), Column("case"), Column("A", number=True), Column("B", number=True),
@@ -45,13 +46,11 @@ def page_of(duel: Duel) -> Page:
     notes = _notes(found)
     parts = [Part("times", "", (times,)), Part("values", "", tuple(_values(found)))]
     parts += [Part("notes", "notes", (Items(tuple(map(Text, notes))),))] if notes else []
-    title = f"duel {duel.request.suite}: B against A, {_sessions(duel)} of two processes a side"
+    sessions = many(duel.sessions, "session")
+    legend = [*_LEGEND, *label_legend(one for _, comparisons in found for one in comparisons)]
+    title = f"duel {duel.request.suite}: B against A, {sessions} of two processes a side"
     facts = tuple((side.name, _side(side)) for side in (duel.before, duel.after))
-    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), _legend(found) if found else (), facts)
-
-
-def _sessions(duel: Duel) -> str:
-    return f"{duel.sessions} session{'s' * (duel.sessions != 1)}"
+    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), facts)
 
 
 def _side(side: Side) -> str:
@@ -71,26 +70,18 @@ def _times(found: _Found) -> Iterator[tuple[Field, ...]]:
         one = next(one for one in comparisons if one.metric == TIME)
         known = judged(result)
         apart = units.percent(known.apart) if known is not None else units.NONE
-        tone = Tone.BAD if Status.FAILED in _statuses(result) else TONES.get(one.direction, Tone.PLAIN)
+        statuses = (result.before.status, result.after.status)
+        word = "FAILED" if Status.FAILED in statuses else "skipped" if Status.SKIPPED in statuses else direction(one)
+        tone = Tone.BAD if Status.FAILED in statuses else TONES.get(one.direction, Tone.PLAIN)
         yield (
             Field(setting), Field(_name(result)), Field(value(one, one.before)), Field(value(one, one.after)),
-            Field(_word(result, one), tone=tone), Field(signed(one.ratio)), Field(apart), Field(", ".join(one.labels)),
+            Field(word, tone=tone), Field(signed(one.ratio)), Field(apart), Field(", ".join(one.labels)),
         )  # fmt: skip
 
 
 def _name(result: CaseResult) -> str:
     case = result.after.case
     return f"{case.mode} (emulated)" if result.after.support.level is Level.EMULATED else case.mode
-
-
-def _statuses(result: CaseResult) -> tuple[Status, Status]:
-    return result.before.status, result.after.status
-
-
-def _word(result: CaseResult, one: Comparison) -> str:
-    if Status.FAILED in _statuses(result):
-        return "FAILED"
-    return "skipped" if Status.SKIPPED in _statuses(result) else direction(one)
 
 
 def _values(found: _Found) -> Iterator[Element]:
@@ -110,26 +101,17 @@ def _values(found: _Found) -> Iterator[Element]:
 
 def _notes(found: _Found) -> list[str]:
     """Why figures have no verdict or a doubtful one, once for each reason, with what it is said of."""
-    said: dict[str, list[str]] = {}
+    said = []
     for result, comparisons in found:
-        for one in comparisons:
-            if one.why:
-                about = result.after.case.id if one.metric == TIME else f"{result.after.case.id} {one.metric}"
-                said.setdefault(one.why, []).append(about)
-        for record in (result.before, result.after):
-            if record.status is Status.OK and record.detail:
-                said.setdefault(record.detail, []).append(result.after.case.id)
-    return [f"{_few(about)}: {why}" for why, about in said.items()]
+        case = result.after.case.id
+        said += [(one.why, case if one.metric == TIME else f"{case} {one.metric}") for one in comparisons if one.why]
+        records = (result.before, result.after)
+        said += [(one.detail, case) for one in records if one.status is Status.OK and one.detail]
+    return [f"{_few(list(dict.fromkeys(about)))}: {why}" for why, about in together(said).items()]
 
 
 def _few(names: Sequence[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - 2} more" if len(unique) > 2 else ""
-    return ", ".join(unique[:2]) + more
-
-
-def _legend(found: _Found) -> list[str]:
-    return [*_LEGEND, *label_legend(one for _, comparisons in found for one in comparisons)]
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _ending(duel: Duel) -> Iterator[Text]:

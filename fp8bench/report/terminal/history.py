@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Scalar, Status, Trend
+from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.report.elements import Code, Column, Field, Items, Page, Part, Table, Text
 
 _HASTY = "~"
@@ -46,13 +47,13 @@ def trends_page(
 
     `options` are words that a command needs to find the same.
     """
-    counts = f"{_many(len(endings), 'series', 'series')}, {_many(runs, 'run')} of {_many(commits, 'commit')}"
+    counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
     columns = (
         Column("series"), Column("points", number=True), Column("last"), Column("value", number=True),
         Column("change", number=True),
     )  # fmt: skip
     parts = []
-    for _, alike in itertools.groupby(endings, key=_place):
+    for _, alike in itertools.groupby(endings, key=lambda one: (one.trend.machine.get("machine"), one.trend.python)):
         members = list(alike)
         rows = tuple(tuple(map(Field, _last_cells(one))) for one in members)
         parts.append(Part("series", "", (Table("series", where(members[0].trend), columns, rows),)))
@@ -73,7 +74,7 @@ def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str])
         Column("change", number=True), Column("why", below=True),
     )  # fmt: skip
     parts = [
-        Part("course", "", (Table("course", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in trends
+        Part("trend", "", (Table("trend", where(one), columns, tuple(_figure_rows(one, gone))),)) for one in trends
     ]
     figures = [figure for trend in trends for figure in trend.figures]
     words = [INTERVAL.format(_samples(trends))] if any(one.low is not None for one in figures) else []
@@ -87,12 +88,12 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     """A run as a row of the table of runs, so that it need not be kept itself."""
     commit = str(run.environment.get("commit") or "none")[:8]
     mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
-    counts = [sum(record.status is status for record in run.records) for status in Status]
-    by_status = dict(zip(Status, map(str, counts), strict=True))
+    by_status = Counter(record.status for record in run.records)
     below = "" if run.finished else _unfinished(run, being_written) + ("" if being_written else options)
     words = (
-        run.id, _moment(run.started), commit + mark, run.origin, run.request.suite, by_status[Status.OK],
-        by_status[Status.SKIPPED], by_status[Status.FAILED], str(run.environment.get("machine") or units.NONE), below,
+        run.id, run.started[:19].replace("T", " ") or units.NONE, commit + mark, run.origin, run.request.suite,
+        *(str(by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)),
+        str(run.environment.get("machine") or units.NONE), below,
     )  # fmt: skip
     return tuple(map(Field, words))
 
@@ -106,14 +107,14 @@ def runs_page(rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, 
     )  # fmt: skip
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
-    head = f"{store}: {_many(len(rows), 'run')}, newest first"
+    head = f"{store}: {count_of(len(rows), 'run')}, newest first"
     return Page(head, "", (*parts, *_left_out(left)))
 
 
 def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str) -> Page:
     """What is wrong with a store, what is worth knowing about it, and how many of how many files are sound."""
     broken = sum(fault.broken for fault in faults)
-    head = f"{store}: {_many(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
+    head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
     parts = []
     for title, kind in (("broken", True), ("worth knowing", False)):
         found = [Text(f"{one.path}: {one.what}. {one.remedy}.") for one in faults if one.broken is kind]
@@ -124,7 +125,7 @@ def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], s
 
 def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[str, int]) -> Page:
     """What of asv's view was made, and what of the runs is not in it."""
-    made = f"{_many(files, 'file')} of asv's, {_many(series, 'benchmark')}, from {_many(runs, 'run')}"
+    made = f"{count_of(files, 'file')} of asv's, {count_of(series, 'benchmark')}, from {count_of(runs, 'run')}"
     return Page(f"{store}: made {made}", "", tuple(_left_out(left)))
 
 
@@ -141,12 +142,9 @@ def _next(words: str, command: str) -> Part:
     return Part("summary", "", (Text(words), Code(command)))
 
 
-def _many(count: int, word: str, words: str = "") -> str:
+def count_of(count: int, word: str, words: str = "") -> str:
+    """'1 run', '2 runs'; `words` is a plural of its own."""
     return f"{count} {word if count == 1 else words or word + 's'}"
-
-
-def _place(ending: Ending) -> tuple[Scalar | None, str]:
-    return ending.trend.machine.get("machine"), ending.trend.python
 
 
 def where(trend: Trend) -> str:
@@ -187,22 +185,21 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
     before: Figure | None = None
     version, conditions = trend.figures[0].version, ""
     for one in trend.figures:
-        news = []
-        if one.version != version:
-            news.append(f"version {version} -> {one.version}: numbers before do not compare")
-            version = one.version
+        news = [f"version {version} -> {one.version}: numbers before do not compare"] if one.version != version else []
+        version = one.version
         if before is not None and one.value is not None and before.under != one.under:
             news += _new_conditions(before.under, one.under)
         conditions = "; ".join(news) or conditions
         below = [f"{_shown(trend, one)}: {one.reason}"] if one.value is None and one.reason else []
         below += [GONE] if one.commit in gone else []
         ends = ", ".join(value(trend, end, _CLOSE) for end in (one.low, one.high))
-        interval = units.NONE if one.low is None else f"[{ends}]"
         told = before is not None and (before.version, before.source) == (one.version, one.source)
-        change = _change(one, before) if told else units.NONE
-        shown = _shown(trend, one, _CLOSE)
-        cells = (units.moment(one.date), one.commit[:8], str(one.runs), str(one.samples), shown, interval, change)
-        yield tuple(map(Field, (conditions, *cells, "\n".join(below))))
+        cells = (
+            conditions, units.moment(one.date), one.commit[:8], str(one.runs), str(one.samples),
+            _shown(trend, one, _CLOSE), units.NONE if one.low is None else f"[{ends}]",
+            _change(one, before) if told else units.NONE, "\n".join(below),
+        )  # fmt: skip
+        yield tuple(map(Field, cells))
         before = one if one.value is not None else before
 
 
@@ -216,16 +213,11 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
             yield f"{name} {was:.28} -> {is_now:.28}"
 
 
-def _moment(started: str) -> str:
-    """'2026-01-05 12:00:03'."""
-    return started[:19].replace("T", " ") or units.NONE
-
-
 def _unfinished(run: Run, being_written: bool) -> str:
     if being_written:
         return "being measured now"
     missing = len({one.case.id for group in run.plan for one in group.cases} - {one.case.id for one in run.records})
-    lacking = f"; {_many(missing, 'case has', 'cases have')} no record" if missing else ""
+    lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
 
 
@@ -250,5 +242,5 @@ def _left_out(left: Mapping[str, int]) -> Iterable[Part]:
     if left:
         reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
         yield Part(
-            "left", "not in it", (Items(tuple(Text(f"{_many(count, 'run')}: {why}") for why, count in reasons)),)
+            "left", "not in it", (Items(tuple(Text(f"{count_of(count, 'run')}: {why}") for why, count in reasons)),)
         )

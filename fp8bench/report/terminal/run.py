@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.model import Finding, Label, Level, Run, Status, Verdict
+from fp8bench.model import Finding, Label, Run, Status, Verdict
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
 from fp8bench.report.memories import PEAK
-from fp8bench.report.panels import Panel, Result, heading, merge_notes, panels_of
+from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.figures import capacity, counted, data, energy, memory, tells_memory
@@ -146,31 +146,28 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
     """The ratio's meaning by reference, and the rule of verdicts, if there is a ratio."""
-    lines = []
-    for reference in dict.fromkeys(panel.reference for panel in panels):
-        compared = [_ratio_level(one) for panel in panels if panel.reference == reference for one in panel.results]
-        levels = sorted({level for level in compared if level is not None})
-        if levels:
-            shown = "/".join(units.percent(level).replace(".0%", "%") for level in levels)
-            lines.append(legend.speed_up(reference, shown))
+    levels = together(
+        (panel.reference, one.finding.ratio.level)
+        for panel in panels
+        for one in panel.results
+        if one.finding is not None and one.finding.ratio is not None and not emulated(one)
+    )
+    lines = [
+        legend.speed_up(reference, "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*found})))
+        for reference, found in levels.items()
+    ]
     return [*lines, legend.VERDICT] if lines else []
-
-
-def _ratio_level(result: Result) -> float | None:
-    if result.finding is None or result.finding.ratio is None or result.record.support.level is Level.EMULATED:
-        return None
-    return result.finding.ratio.level
 
 
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
     """What the error column holds; with the suites where it is not the same in all."""
-    suites: dict[str, list[str]] = {}
+    told = []
     for panel in panels:
         metric = main_error(panel)
         measured = [one.record.measurement(metric) for one in panel.results]
         described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
-        if metric:
-            suites.setdefault(f"{metric} ({described})", []).append(panel.case.workload)
+        told += [(f"{metric} ({described})", panel.case.workload)] if metric else []
+    suites = together(told)
     if len(suites) == 1:
         return [f"error: {next(iter(suites))}"]
     return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
@@ -178,14 +175,14 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _number_legends(panels: Sequence[Panel]) -> list[str]:
     """What stands under 'numbers', where a measurement says so itself."""
-    described = {
+    return sorted({
         f"{one.metric}: {one.description}"
-        for panel, shown in ((panel, (main_error(panel), _told_elsewhere(panel))) for panel in panels)
+        for panel in panels
+        for shown in [(main_error(panel), _told_elsewhere(panel))]
         for result in panel.results
         for one in result.record.measurements
         if one.description and one.metric not in shown
-    }
-    return sorted(described)
+    })  # fmt: skip
 
 
 def _told_elsewhere(panel: Panel) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fp8bench import units
 from fp8bench.analysis.sensitivity import By, Study, Suffers, Trial, as_words, last_of
 from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import show_params
+from fp8bench.report.panels import show_params, together
 
 _LEGEND = (
     "loss gap: of the same steps, weights and data, relative to the reference's loss; above 0 is worse",
@@ -66,14 +66,11 @@ def _groups(study: Study) -> Iterator[str]:
     """Attention against feed-forward, first against last."""
     if study.by is By.KIND:
         return
-    kinds: dict[str, list[str]] = {}
-    places: dict[str, list[str]] = {}
-    for one in study.probes:
-        words = one.name.split(".")
-        kinds.setdefault(one.kind, []).append(one.name)
-        places.setdefault(".".join(words[:2]) if len(words) > 2 else one.name, []).append(one.name)
-    for title, groups in (("by kind", kinds), ("by place", places)):
-        found = study.together(groups)
+    words = [(one.name, one.name.split(".")) for one in study.probes]
+    kinds = ((one.kind, one.name) for one in study.probes)
+    places = ((".".join(parts[:2]) if len(parts) > 2 else name, name) for name, parts in words)
+    for title, named in (("by kind", kinds), ("by place", places)):
+        found = study.together(together(named))
         if len(found) > 1:
             shown = ", ".join(f"{name} {units.percent(error)}" for name, error in found.items())
             yield f"gradient errors together, {title}: {shown}"
@@ -105,20 +102,17 @@ def _suggestion(study: Study) -> Iterator[Element]:
         return
     gap = study.gap(found)
     assert gap is not None
+    every = len(study.candidates[0].low)
+    of_all = f" ({len(found.low)} of {every})" if len(found.low) < every else ""
     yield Text(
-        f"suggested: {_which(study, found)}. That map was trained: its loss gap is {_percent(gap)}, within the "
-        f"tolerance of {tolerance}"
+        f"suggested: {study.low} in {found.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
+        f"within the tolerance of {tolerance}"
     )
     if study.noise is not None and study.tolerance < study.noise:
         yield Text(
             f"mind: the tolerance is below the noise of {_noise(study)}, so that a gap may be within it by chance"
         )
     yield Code(command_of(study, found))
-
-
-def _which(study: Study, found: Trial) -> str:
-    every = len(study.candidates[0].low)
-    return f"{study.low} in {found.name}" + (f" ({len(found.low)} of {every})" if len(found.low) < every else "")
 
 
 def command_of(study: Study, found: Trial) -> str:

@@ -9,18 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from fp8bench import units
 from fp8bench.model import Run
 from fp8bench.report.case_status import Standing, bounds, emulated, speed_up, standing, status_words, tone_of
-from fp8bench.report.elements import Column, Element, Facts, Field, Part, Table, Text, Tone
-from fp8bench.report.memories import PEAK, share_of
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.elements import Column, Element, Facts, Field, Part, Table, Text
+from fp8bench.report.memories import share_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error, value_of
 from fp8bench.report.words.legend import error_word
+from fp8bench.report.words.naming import common_tone
 from fp8bench.report.words.speed import span
 
 _HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: a label casts doubt on some"
-
-# A precision's results with the groups they are of.
-_Cases = Sequence[tuple[ResultGroup, Result]]
 
 
 def summary(run: Run, panels: Sequence[Panel], width: int, report: str = "") -> Part:
@@ -37,36 +35,23 @@ def summary(run: Run, panels: Sequence[Panel], width: int, report: str = "") -> 
     return Part("summary", "summary" if elements else "", (*elements, Text(stored)))
 
 
-def _cases(panels: Sequence[Panel]) -> Mapping[str, _Cases]:
-    """What is compared, by precision, in the order it was measured."""
-    found: dict[str, list[tuple[ResultGroup, Result]]] = {}
-    for panel in panels:
-        for group in panel.groups:
-            for result in group.results:
-                if not result.record.is_reference:
-                    found.setdefault(result.mode, []).append((group, result))
-    return found
+def _cases(panels: Sequence[Panel]) -> Mapping[str, list[tuple[ResultGroup, Result]]]:
+    """What is compared, by precision, in the order it was measured, with the groups that it is of."""
+    found = ((group, result) for panel in panels for group in panel.groups for result in group.results)
+    return together((result.mode, (group, result)) for group, result in found if not result.record.is_reference)
 
 
 def _verdict(panels: Sequence[Panel]) -> Iterator[str]:
     """'bf16 perhaps faster than fp32', 'fp8 FAILED in 1 of 3 cases, emulated in 2'; what was timed first."""
     reference = " or ".join(dict.fromkeys(panel.reference for panel in panels if panel.reference))
-    for mode, cases in sorted(_cases(panels).items(), key=lambda pair: not _judged(pair[1])):
+    untimed = {mode: not any(speed_up(result) for _, result in cases) for mode, cases in _cases(panels).items()}
+    for mode, cases in sorted(_cases(panels).items(), key=lambda pair: untimed[pair[0]]):
         counts = Counter(_status(result) for _, result in cases)
         (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
         many = f" in {number} of {len(cases)} cases" if others else ""
-        than = (
-            f" than {reference}"
-            if first.endswith(("faster", "slower"))
-            else f" as {reference}"
-            if "same" in first
-            else ""
-        )
+        word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
+        than = word + reference if word else ""
         yield f"{mode} {first}{than}{many}" + "".join(f", {word} in {count}" for word, count in others)
-
-
-def _judged(cases: _Cases) -> bool:
-    return any(speed_up(result) for _, result in cases)
 
 
 def _status(result: Result) -> str:
@@ -99,21 +84,12 @@ def _error(panels: Sequence[Panel]) -> Iterator[str]:
 def _memory(panels: Sequence[Panel]) -> Iterator[str]:
     """'bf16 0.626x of fp32's', the largest of several cases; that of an emulation is its cost."""
     for mode, cases in _cases(panels).items():
-        shares = [(share, group.reference) for group, result in cases if (share := _share(group, result)) is not None]
+        known = ((share_of(group, result), group.reference) for group, result in cases)
+        shares = [(share, reference) for share, reference in known if share is not None]
         if shares:
             share, reference = max(shares)
             cost = " (emulated)" if any(emulated(result) for _, result in cases) else ""
             yield f"{mode} {units.ratio(share)} of {reference}'s{cost}"
-
-
-def _share(group: ResultGroup, result: Result) -> float | None:
-    """By what it is for, where that is known, else by its peak."""
-    known = share_of(group, result)
-    base = next((one for one in group.results if one.record.is_reference), None)
-    if known is not None or base is None:
-        return known
-    own, other = (value_of(one.record.measurement(PEAK)) for one in (result, base))
-    return own / other if own is not None and other else None
 
 
 def _joined(words: Sequence[str], room: int) -> str:
@@ -127,20 +103,18 @@ def _joined(words: Sequence[str], room: int) -> str:
 
 def _matrix(panels: Sequence[Panel]) -> Table:
     """A row for each suite, a column for each precision."""
-    modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
-    rows = []
-    for suite, members in _by_suite(panels).items():
-        cells = {mode: _cell([one for panel in members for one in panel.results if one.mode == mode]) for mode in modes}
-        rows.append((Field(suite), *cells.values()))
-    return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
-
-
-def _by_suite(panels: Sequence[Panel]) -> Mapping[str, list[Panel]]:
     several = len({panel.case.device for panel in panels}) > 1
-    found: dict[str, list[Panel]] = {}
-    for panel in panels:
-        found.setdefault(f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", []).append(panel)
-    return found
+    modes = list(dict.fromkeys(result.mode for panel in panels for result in panel.results))
+    by_suite = together(
+        (f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}", one)
+        for panel in panels
+        for one in panel.results
+    )
+    rows = [
+        (Field(suite), *(_cell([one for one in results if one.mode == mode]) for mode in modes))
+        for suite, results in by_suite.items()
+    ]
+    return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
 
 
 def _cell(results: Sequence[Result]) -> Field:
@@ -152,6 +126,5 @@ def _cell(results: Sequence[Result]) -> Field:
         worst = min(results, key=lambda one: standing(one) is not Standing.FAILED)
         return Field(status_words(worst), tone=tone_of(worst))
     doubts = any(standing(one) in (Standing.DOUBTED, Standing.UNSURE) for one in results)
-    tones = {tone_of(one) for one in results}
     shown = units.speed_up(statistics.median(speeds))
-    return Field(f"perhaps {shown}" if doubts else shown, tone=tones.pop() if len(tones) == 1 else Tone.PLAIN)
+    return Field(f"perhaps {shown}" if doubts else shown, tone=common_tone(map(tone_of, results)))
