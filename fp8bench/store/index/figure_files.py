@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,20 +65,14 @@ class CommitFigures:
     tables: tuple[Table, ...]
 
 
-class Stale(Exception):
-    """A file of figures that no longer counts: the runs, the suites or the names are others."""
+class Unfit(Enum):
+    """Why a file of figures does not serve."""
 
-
-class Torn(Exception):
-    """A file of figures that is not what was written."""
-
-
-class Newer(Exception):
-    """A file of figures that a newer fp8bench wrote."""
-
-
-class Richer(Exception):
-    """A file of figures of suites that are not known here: whoever imports them will want it."""
+    STALE = "the runs, the suites or the names are others"
+    TORN = "it is not what was written"
+    NEWER = "a newer fp8bench wrote it"
+    RICHER = "it is of suites that are not known here, and whoever imports them will want it"
+    ABSENT = "it cannot be read"
 
 
 def figures_file(store: Path, commit: str) -> Path:
@@ -157,46 +152,45 @@ def sweep(store: Path, commits: Collection[str]) -> None:
 
 
 def load_figures(
-    path: Path, store: Path, runs: Sequence[Path], renamings: Renamings, known: Fingerprints
-) -> CommitFigures:
-    """What a file says of its commit, if it still counts for these run files.
-
-    Raises Stale, Torn, Newer, Richer or OSError.
-    """
+    store: Path, commit: str, runs: Sequence[Path], renamings: Renamings, known: Fingerprints
+) -> CommitFigures | Unfit:
+    """What the file of a commit says, if it still counts for these run files."""
+    path = figures_file(store, commit)
     try:
-        head, body = _read(path)
+        content = _read(path)
+        if isinstance(content, Unfit):
+            return content
+        head, body = content
         before = [Stamp(*one) for one in head["sources"]]
         sources = _as_they_are(store, runs, before)
-        if sources is None or not _counts(head, renamings):
-            raise Stale
+        same_names = all(renamings.name(own) == name for own, name in head["pythons"].items())
+        if sources is None or head["schema"] != SCHEMA or not same_names:
+            return Unfit.STALE
         changed = [name for name, before in head["suites"].items() if known[name] != before]
         if changed:
-            raise Richer if all(known[name] == UNKNOWN for name in changed) else Stale
+            return Unfit.RICHER if all(known[name] == UNKNOWN for name in changed) else Unfit.STALE
         if sources != before:
             with contextlib.suppress(OSError):
                 _write(path, {**head, "sources": sources}, body)
         return _figures(head, body)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Torn from error
+    except OSError:
+        return Unfit.ABSENT
+    except (KeyError, TypeError, ValueError, IndexError):
+        return Unfit.TORN
 
 
-def _read(path: Path) -> tuple[dict[str, Any], memoryview]:
+def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
     content = path.read_bytes()
     first, _, body = content.partition(b"\n")
     words = first.removeprefix(_MAGIC).split()
     if not first.startswith(_MAGIC) or len(words) != 2 or not all(set(word) <= _HEXADECIMAL for word in words):
-        raise Torn
+        return Unfit.TORN
     if int(words[0]) != VERSION:
-        raise Newer if int(words[0]) > VERSION else Stale
+        return Unfit.NEWER if int(words[0]) > VERSION else Unfit.STALE
     if zlib.crc32(body) != int(words[1], 16):
-        raise Torn
+        return Unfit.TORN
     end = body.index(b"\n")
     return json.loads(body[:end]), memoryview(body)[end + 1 :]
-
-
-def _counts(head: dict[str, Any], renamings: Renamings) -> bool:
-    """Whether the runs would be read the same way today, under the same names."""
-    return head["schema"] == SCHEMA and all(renamings.name(own) == name for own, name in head["pythons"].items())
 
 
 def _as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:

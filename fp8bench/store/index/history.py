@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Identity
@@ -23,10 +23,7 @@ from fp8bench.store.commit_runs import CommitRuns, commit_of, files_by_commit, r
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
-    Newer,
-    Richer,
-    Stale,
-    Torn,
+    Unfit,
     are_unchanged,
     figures_file,
     figures_of_runs,
@@ -37,7 +34,7 @@ from fp8bench.store.index.figure_files import (
 )
 from fp8bench.store.index.lines import Lines, lines_of, names_in
 from fp8bench.store.index.tables import Home, Table, Trends, home_of
-from fp8bench.store.interpreters import Renamings, load_renamings
+from fp8bench.store.interpreters import load_renamings
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -125,18 +122,16 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     """Open it. `warn` is told how many runs must be read, before they are."""
     files = files_by_commit(store)
     renamings, known = load_renamings(store), Fingerprints()
-    found = {commit: _loaded(store, commit, paths, renamings, known) for commit, paths in files.items()}
-    missing = {commit: one for commit, one in found.items() if not isinstance(one, CommitFigures)}
+    found = {commit: load_figures(store, commit, paths, renamings, known) for commit, paths in files.items()}
+    missing = {commit: one for commit, one in found.items() if isinstance(one, Unfit)}
     read = sum(len(files[commit]) for commit in missing)
     if missing:
         warn(read)
-    jobs = [
-        _Job(store, commit, tuple(files[commit]), why not in (Newer, Richer), known) for commit, why in missing.items()
-    ]
-    made = dict(zip(missing, spread(_figures, jobs), strict=True))
+    jobs = [(commit, files[commit], why not in (Unfit.NEWER, Unfit.RICHER)) for commit, why in missing.items()]
+    made = dict(zip(missing, spread(partial(_figures, store, known), jobs), strict=True))
     if missing:
         sweep(store, files)
-    figures = [one if isinstance(one, CommitFigures) else made[commit].figures for commit, one in found.items()]
+    figures = [made[commit][0] if isinstance(one, Unfit) else one for commit, one in found.items()]
     left: Counter[str] = Counter()
     for one in figures:
         left.update(one.left)
@@ -150,78 +145,57 @@ def keep_figures(store: Path, run: Path) -> None:
     with contextlib.suppress(OSError):
         commit, known = commit_of(run), Fingerprints()
         paths = files_by_commit(store).get(commit, [])
-        if paths and _loaded(store, commit, paths, load_renamings(store), known) in (Stale, Torn, OSError):
-            _read_runs(_Job(store, commit, tuple(paths), True, known))
+        found = load_figures(store, commit, paths, load_renamings(store), known)
+        if paths and found in (Unfit.STALE, Unfit.TORN, Unfit.ABSENT):
+            _read_runs(store, commit, paths, known)
 
 
 def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
     """Read the runs of a commit, and write down what they come to, whatever was written down before."""
-    return _read_runs(_Job(store, commit, tuple(paths), True, Fingerprints()))[0]
+    return _read_runs(store, commit, paths, Fingerprints())[0]
 
 
-class _Job(NamedTuple):
-    """A commit whose runs are to be read, and whether what they come to is to be written down."""
-
-    store: Path
-    commit: str
-    paths: tuple[Path, ...]
-    keep: bool
-    known: Fingerprints
+def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]) -> tuple[CommitFigures, str]:
+    """What the runs of a commit come to, for another process: what they tell stays in the one that reads them."""
+    commit, paths, keep = job
+    _, figures, unkept = _read_runs(store, commit, paths, known, keep)
+    return figures, unkept
 
 
-class _Made(NamedTuple):
-    """What the runs of a commit come to, and why it could not be written down; '' where nobody is to know."""
-
-    figures: CommitFigures
-    unkept: str
-
-
-def _loaded(
-    store: Path, commit: str, paths: Sequence[Path], renamings: Renamings, known: Fingerprints
-) -> CommitFigures | type[Exception]:
-    """What the file of a commit says, or what is the matter with it."""
-    try:
-        return load_figures(figures_file(store, commit), store, paths, renamings, known)
-    except (Stale, Torn, Newer, Richer) as error:
-        return type(error)
-    except OSError:
-        return OSError
-
-
-def _figures(job: _Job) -> _Made:
-    return _read_runs(job)[1]
-
-
-def _read_runs(job: _Job) -> tuple[CommitRuns, _Made]:
-    """What the runs of a commit tell, and what they come to."""
-    before = stamps(job.store, job.paths) if job.keep else None
-    read = read_runs(job.paths)
-    figures = figures_of_runs(read)
-    if before is None or not are_unchanged(job.store, before):
-        return read, _Made(figures, "")
-    try:
-        save_figures(figures_file(job.store, job.commit), figures, read, before, job.known)
-    except OSError as error:
-        return read, _Made(figures, error.strerror or str(error))
-    return read, _Made(figures, "")
+def _read_runs(
+    store: Path, commit: str, paths: Sequence[Path], known: Fingerprints, keep: bool = True
+) -> tuple[CommitRuns, CommitFigures, str]:
+    """What the runs of a commit tell, what they come to, and why that could not be written down, '' if it was."""
+    before = stamps(store, paths) if keep else None
+    read = read_runs(paths)
+    figures, unkept = figures_of_runs(read), ""
+    if before is not None and are_unchanged(store, before):
+        try:
+            save_figures(figures_file(store, commit), figures, read, before, known)
+        except OSError as error:
+            unkept = error.strerror or str(error)
+    return read, figures, unkept
 
 
 def _troubles(
-    store: Path, missing: Mapping[str, object], made: Mapping[str, _Made], files: Mapping[str, Sequence[Path]]
+    store: Path,
+    missing: Mapping[str, Unfit],
+    made: Mapping[str, tuple[CommitFigures, str]],
+    files: Mapping[str, Sequence[Path]],
 ) -> Iterator[str]:
     """Sentences for a person."""
     folder = figures_file(store, "").parent
     torn, newer = ([figures_file(store, commit).name for commit in missing if missing[commit] is why]
-                   for why in (Torn, Newer))  # fmt: skip
+                   for why in (Unfit.TORN, Unfit.NEWER))  # fmt: skip
     if torn:
         yield f"{_some(torn)} in {folder} had become unreadable and was made anew from the runs"
     if newer:
         yield f"{_some(newer)} in {folder} is a newer fp8bench's and was left alone; the runs were read"
-    unkept = [commit for commit, one in made.items() if one.unkept]
+    unkept = [commit for commit, (_, why) in made.items() if why]
     runs = sum(len(files[commit]) for commit in unkept)
     if runs > _WORTH_KEEPING:
         yield (
-            f"what {runs} runs come to could not be kept in {folder} ({made[unkept[0]].unkept}): the next command "
+            f"what {runs} runs come to could not be kept in {folder} ({made[unkept[0]][1]}): the next command "
             "reads them again"
         )
 
