@@ -20,7 +20,7 @@ from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
-from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar
+from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.corpus import prepare_corpus
@@ -46,7 +46,8 @@ def examine(calibrate: bool) -> Iterator[str]:
         for one in facts:
             yield ""
             yield from _device(one)
-            yield from (f"  {line}" for line in state_of(one))
+            with meter_for(one) as meter:  # trying a source of energy takes up to 3 s
+                yield from (f"  {line}" for line in device_lines(meter))
         if not any(one.accelerated for one in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
@@ -83,12 +84,6 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
 
 
-def state_of(facts: DeviceFacts) -> Iterator[str]:
-    """What the device's driver says of it, and where its energy comes from; trying the source takes up to 3 s."""
-    with meter_for(facts) as meter:
-        yield from device_lines(meter)
-
-
 def by_rank() -> list[str]:
     """Precisions from the highest down."""
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
@@ -99,14 +94,13 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     quantisers = quantisers_for(False, os.environ)
     if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
-    return "; ".join(f"{one.key}: {_compiler(worker, one)}" for one in facts)
-
-
-def _compiler(worker: Worker, facts: DeviceFacts) -> str:
-    try:
-        return worker.within(COMPILE_SECONDS).compiler(facts)
-    except WorkerError as error:
-        return f"compiling ended the worker: {error}"
+    found = []
+    for one in facts:
+        try:
+            found.append(f"{one.key}: {worker.within(COMPILE_SECONDS).compiler(one)}")
+        except WorkerError as error:
+            found.append(f"{one.key}: compiling ended the worker: {error}")
+    return "; ".join(found)
 
 
 def boards() -> str:
@@ -180,7 +174,8 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
     for axis in workloads.get(name).axes(facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
-    layers = layers_of(workloads.get(name), _settings(name, facts))
+    plan = make_plan(Request(name, devices=(facts.key,)), (facts,))
+    layers = layers_of(workloads.get(name), [group.cases[0].case.params for group in plan])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         names = f"{layers[0].name} to {layers[-1].name}" if len(layers) > 1 else layers[0].name
@@ -191,11 +186,6 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
             f"{axis}={','.join(one)}" for axis, one in (grid.gpu if facts.accelerated else grid.cpu).items()
         )
         yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
-
-
-def _settings(name: str, facts: DeviceFacts) -> list[Params]:
-    """The parameters of a suite's default cases there."""
-    return [group.cases[0].case.params for group in make_plan(Request(name, devices=(facts.key,)), (facts,))]
 
 
 # What is longer than this leaves a summary no room in a line.
@@ -222,18 +212,13 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
         support = precision.support(one)
         note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
         yield f"    on {one.key} {support.level.value}{note}"
-    yield from _options(precision)
+    words = [f"{option.name}={option.default}" for option in precision.options]
+    for word, option in zip(words, precision.options, strict=True):
+        also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
+        yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"
     if precision.options:
         yield "options stand behind a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 
 
 def _aliases(name: str) -> list[str]:
     return [alias for alias, known in precisions.aliases().items() if known == name]
-
-
-def _options(precision: Precision) -> Iterator[str]:
-    """Each with its default and what it says, in a column of their own."""
-    words = [f"{option.name}={option.default}" for option in precision.options]
-    for word, option in zip(words, precision.options, strict=True):
-        also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
-        yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"

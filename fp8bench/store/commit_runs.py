@@ -111,27 +111,30 @@ def files_by_commit(store: Path) -> dict[str, list[Path]]:
     return found
 
 
-def read_runs(paths: Iterable[Path], keep: bool = False) -> CommitRuns:
+def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
     """Read the runs of one commit, each once. With `keep` what they say is remembered, which fits into memory."""
     kept: dict[str, TrackedRun] = {}
     left: list[Left] = []
     suites: set[str] = set()
-    renamings: dict[Path | None, Renamings] = {}
+    renamings = _renamings_beside(paths[0]) if paths else Renamings()
     for path in paths:
         tracked, why, names = _read(path, keep)
         suites |= names
         left += [Left(path, why)] if why else []
         if tracked is None:
             continue
-        store = store_of(path)
-        if store not in renamings:
-            renamings[store] = load_renamings(store) if store is not None else Renamings()
-        tracked = replace(tracked, identity=renamings[store].applied(tracked.identity))
+        tracked = replace(tracked, identity=renamings.applied(tracked.identity))
         known = kept.get(tracked.run.id)
         left += [Left(path, TWICE)] if known is not None else []
         if known is None or len(known.content.points) < len(tracked.content.points):
             kept[tracked.run.id] = tracked
     return CommitRuns(tuple(sorted(kept.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
+
+
+def _renamings_beside(path: Path) -> Renamings:
+    """Those of the store that a run file lies in; none if it lies alone."""
+    store = store_of(path)
+    return load_renamings(store) if store is not None else Renamings()
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
@@ -236,8 +239,7 @@ def tracked_run(run: Run, renamings: Renamings | None = None) -> TrackedRun | No
     if identity is None:
         return None
     if renamings is None:
-        store = store_of(Path(run.path)) if run.path else None
-        renamings = load_renamings(store) if store is not None else Renamings()
+        renamings = _renamings_beside(Path(run.path)) if run.path else Renamings()
     return TrackedRun(run, renamings.applied(identity), followed(run))
 
 

@@ -122,7 +122,11 @@ def renamed(renamings: Renamings, pairs: Iterable[tuple[str, str]], known: Itera
     names = list(dict.fromkeys((*known, *renamings.names.values())))
     for old_word, new_word in pairs:
         given = f"--rename-env {old_word}={new_word}"
-        old, new = _known(old_word, names, given), _named(new_word, names, given)
+        old = _among(old_word, names)
+        if old is None:
+            listed = "".join(f"\n  {name}" for name in names) or " none"
+            raise UsageError(f"{given}: nothing was measured under {old_word!r:.200}. Known are:{listed}")
+        new = _named(new_word, names, given)
         if renamings.name(new) != old:  # else the two change places
             new = renamings.name(new)
         counted = renamings.name(old)
@@ -170,15 +174,6 @@ def _files(results: Path) -> list[tuple[Path, ResultsFile]]:
             file = settled_read(load_results, path)
             if file.env_name.startswith(_KIND):
                 found.append((path, file))
-    return found
-
-
-def _known(word: str, names: Sequence[str], given: str) -> str:
-    """The interpreter that was measured under and is meant: by its path, another name of its file, or asv's name."""
-    found = _among(word, names)
-    if found is None:
-        listed = "".join(f"\n  {name}" for name in names) or " none"
-        raise UsageError(f"{given}: nothing was measured under {word!r:.200}. Known are:{listed}")
     return found
 
 

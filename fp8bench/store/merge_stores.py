@@ -120,19 +120,19 @@ def _extend(here: Path, content: bytes) -> None:
         append(file, content[len(own) :])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rebuilt:
-    """What was made: files, the series in them, of how many runs; how many runs are in none, and why.
+    """What was made: files, how many series are in them, of how many runs; how many runs are in none, and why.
 
     `aside` are files that were broken, under their new names; `failed` are sentences on files that could not be made.
     """
 
-    files: tuple[Path, ...]
-    series: int
-    runs: int
-    left: Counter[str]
-    aside: tuple[Path, ...]
-    failed: tuple[str, ...]
+    files: list[Path] = field(default_factory=list)
+    series: int = 0
+    runs: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    aside: list[Path] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
@@ -141,12 +141,8 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     It goes in the order of the commits' first runs, because the first one decides under which name a machine's results
     lie. What asv alone measured stays.
     """
-    files: dict[Path, None] = {}
-    left: Counter[str] = Counter()
-    aside: list[Path] = []
-    failed: dict[str, None] = {}
+    made = Rebuilt()
     series: dict[str, Series] = {}
-    runs = 0
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
@@ -155,15 +151,17 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
             read = read_and_keep(store, commit, paths)
             for tracked in by_place(read.runs):
                 try:
-                    files[write_place(results_of(store), tracked, aside)] = None
+                    made.files.append(write_place(results_of(store), tracked, made.aside))
                 except (StoreError, OSError) as error:
-                    failed[str(error)] = None
-        left.update(one.why for one in read.left)
-        runs += len(read.runs)
+                    made.failed.append(str(error))
+        made.left.update(one.why for one in read.left)
+        made.runs += len(read.runs)
         series |= {one.name: one for one in series_of_runs(read.runs)}
     with locked(store / "asv"):
-        define(results_of(store), _newest(store, series.values()), aside)
-    return Rebuilt(tuple(files), len(series), runs, left, tuple(aside), tuple(failed))
+        define(results_of(store), _newest(store, series.values()), made.aside)
+    made.files, made.failed = list(dict.fromkeys(made.files)), list(dict.fromkeys(made.failed))
+    made.series = len(series)
+    return made
 
 
 def _newest(store: Path, series: Iterable[Series]) -> list[Series]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import UsageError
-from fp8bench.jobs.duel.worktree import Repository, package_beside, repository_of, revision_of, scratch, worktree
+from fp8bench.jobs.duel.worktree import package_beside, repository_of, revision_of, scratch, worktree
 from fp8bench.measure.other_interpreter import Start
 from fp8bench.model.duel import AFTER, BEFORE
 
@@ -122,11 +122,8 @@ def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
         for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
     ]
     with scratch() as folder:
-        if question.against is not None:
-            with _against(question.against, pythons, imports, folder) as sides:
-                yield sides
-        elif question.against_self is not None:
-            with _against_self(question.against_self, pythons, imports, folder) as sides:
+        if question.against is not None or question.against_self is not None:
+            with _against(question, pythons, imports, folder) as sides:
                 yield sides
         else:
             paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
@@ -141,73 +138,53 @@ def opened(question: Question, imports: tuple[str, ...]) -> Iterator[Sides]:
 
 
 @contextmanager
-def _against(word: str, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
-    """The user's repository at a revision against this tree of it."""
-    option = "--against"
-    repository = repository_of(Path.cwd(), option)
-    if PACKAGE.parent == repository.top:
+def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
+    """A revision against this tree: of the user's repository, or of fp8bench's own, whose workers then differ."""
+    own = question.against is None
+    option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
+    assert word is not None
+    repository = repository_of(PACKAGE if own else Path.cwd(), option)
+    if not own and PACKAGE.parent == repository.top:
         raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
-    commit = revision_of(repository, word, option)
-    with worktree(repository, commit, folder, option) as tree:
-        package = str(package_beside(folder / "package", PACKAGE))
-        paths = [*_paths_in(repository.top), *_own_paths(imports)]
-        there = [_moved(path, repository.top, tree) for path in paths]
-        moved, notes = _moved_imports(imports, repository.top, tree, word)
-        yield Sides(
-            Ready(_start(BEFORE, pythons[0], package, there), _title(word, commit), moved, commit, tree),
-            Ready(
-                _start(AFTER, pythons[1], package, paths), _this_tree(repository), imports, repository.commit,
-                repository.top,
-            ),
-            (*notes, *_unchanged(repository, commit, pythons)),
-        )  # fmt: skip
-
-
-@contextmanager
-def _against_self(word: str, pythons: Sequence[str], imports: tuple[str, ...], folder: Path) -> Iterator[Sides]:
-    """A revision of fp8bench's workers against those that run here."""
-    option = "--against-self"
-    repository = repository_of(PACKAGE, option)
-    if PACKAGE.parent != repository.top:
+    if own and PACKAGE.parent != repository.top:
         raise UsageError(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
     commit = revision_of(repository, word, option)
+    changed = " with uncommitted changes" if repository.dirty else ""
+    title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
+    here = f"this tree ({repository.commit[:8]}{changed})"
+    same = commit == repository.commit and not changed and pythons[0] == pythons[1]
+    notes = (SAME,) if same else ()
+    paths = _own_paths(imports)
     with worktree(repository, commit, folder, option) as tree:
+        if not own:
+            package = str(package_beside(folder / "package", PACKAGE))
+            paths = [*_paths_in(repository.top), *paths]
+            there = [_moved(path, repository.top, tree) for path in paths]
+            moved, moving = _moved_imports(imports, repository.top, tree, word)
+            yield Sides(
+                Ready(_start(BEFORE, pythons[0], package, there), title, moved, commit, tree),
+                Ready(_start(AFTER, pythons[1], package, paths), here, imports, repository.commit, repository.top),
+                (*moving, *notes),
+            )
+            return
         if not (tree / PACKAGE.name / "__init__.py").is_file():
             raise UsageError(
                 f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
             )
-        there = str(package_beside(folder / "before", tree / PACKAGE.name))
-        here = str(package_beside(folder / "after", PACKAGE))
-        paths = _own_paths(imports)
-        before, after = _start(BEFORE, pythons[0], there, paths), _start(AFTER, pythons[1], here, paths)
+        before = _start(BEFORE, pythons[0], str(package_beside(folder / "before", tree / PACKAGE.name)), paths)
+        after = _start(AFTER, pythons[1], str(package_beside(folder / "after", PACKAGE)), paths)
         yield Sides(
-            Ready(before, f"{OWN}{_title(word, commit)}", imports, commit),
-            Ready(after, f"fp8bench: {_this_tree(repository)}", imports, repository.commit),
-            _unchanged(repository, commit, pythons),
+            Ready(before, f"{OWN}{title}", imports, commit),
+            Ready(after, f"fp8bench: {here}", imports, repository.commit),
+            notes,
         )
 
 
 def _start(name: str, python: str, package: str, paths: Sequence[str]) -> Start:
     return Start(name, python, tuple(dict.fromkeys((package, *paths))))
-
-
-def _title(word: str, commit: str) -> str:
-    """'v1.2 (3fa9c2d1)'; a commit that was given as such once."""
-    return commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
-
-
-def _this_tree(repository: Repository) -> str:
-    changed = " with uncommitted changes" if repository.dirty else ""
-    return f"this tree ({repository.commit[:8]}{changed})"
-
-
-def _unchanged(repository: Repository, commit: str, pythons: Sequence[str]) -> tuple[str, ...]:
-    """A note where this tree is the revision it is held against."""
-    same = commit == repository.commit and not repository.dirty and pythons[0] == pythons[1]
-    return (SAME,) if same else ()
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:

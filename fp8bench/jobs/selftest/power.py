@@ -241,17 +241,19 @@ def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
 
 def summarise(result: Arms) -> list[PowerRow]:
     """A row for each planted effect; `found` is the median of its trials' ratios."""
-    return [_row(result, effect, result.outcomes[effect]) for effect in EFFECTS if result.outcomes[effect]]
-
-
-def _row(result: Arms, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
-    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
-    seconds = [one.seconds for one in outcomes]
-    return PowerRow(
-        result.operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
-        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
-        statistics.median(seconds), max(seconds),
-    )  # fmt: skip
+    rows = []
+    for effect, outcomes in result.outcomes.items():
+        if outcomes:
+            counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
+            seconds = [one.seconds for one in outcomes]
+            rows.append(
+                PowerRow(
+                    result.operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
+                    counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
+                    statistics.median(seconds), max(seconds),
+                )
+            )  # fmt: skip
+    return rows
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
