@@ -193,31 +193,31 @@ def _candidates(study: Study, bed: Bed, runs: Runs) -> Iterator[Study]:
         runs.total += 1
 
 
+@dataclass
 class Runs:
     """Asks the worker for one training run after the other."""
 
-    def __init__(self, bed: Bed, worker: Worker, tell: Tell, total: int) -> None:
-        self.total = total
-        self._bed = bed
-        self._worker = worker
-        self._tell = tell
-        self._done = 0
+    bed: Bed
+    worker: Worker
+    tell: Tell
+    total: int
+    done: int = 0
 
     def trained(self, words: str, trial: Trial, gradients: bool = False) -> Trial:
         """The trial with its losses, and the error of its first gradients; or with the reason why it has none."""
-        self._tell(self._done, self.total, "trainings", f"training with {words}")
-        self._done += 1
-        bed = self._bed
+        self.tell(self.done, self.total, "trainings", f"training with {words}")
+        self.done += 1
+        bed = self.bed
         case = replace(bed.low, precision=trial.precision, precision_map=trial.precision_map)
         limit = bed.limits.numbers(bed.work) + bed.limits.steps(bed.work, bed.steps)
         try:
             if gradients:
-                error = self._worker.within(limit).gradient_error(case, bed.reference, bed.facts)
+                error = self.worker.within(limit).gradient_error(case, bed.reference, bed.facts)
                 trial = replace(trial, gradient_error=error)
-            losses = self._worker.within(limit).losses(case, bed.facts, bed.steps, trial.draw)
+            losses = self.worker.within(limit).losses(case, bed.facts, bed.steps, trial.draw)
         except WorkerError as error:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
-                self._worker.restart()  # after an error on a GPU nothing in that process works any more
+                self.worker.restart()  # after an error on a GPU nothing in that process works any more
             return replace(trial, failure=str(error))
         return replace(trial, losses=losses, failure=_unsound(losses, bed.steps))
 

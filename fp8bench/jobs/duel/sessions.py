@@ -71,24 +71,24 @@ def _unfit(pair: tuple[SideWorkers, SideWorkers], planned: tuple[PlannedCase, Pl
     return ""
 
 
+@dataclass(frozen=True)
 class CaseRunner:
     """Measures cases, and looks at their values."""
 
-    def __init__(self, pair: tuple[SideWorkers, SideWorkers], seed: int, observer: Observer, limits: Limits) -> None:
-        self._pair = pair
-        self._seed = seed
-        self._observer = observer
-        self._limits = limits
+    pair: tuple[SideWorkers, SideWorkers]
+    seed: int
+    observer: Observer
+    limits: Limits
 
     def measure(self, one: CaseProgress, number: int, rule: StoppingRule) -> None:
         """One session of a case. With fewer processes a side where memory does not admit all."""
-        seed = random.Random(f"{self._seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
+        seed = random.Random(f"{self.seed}:{number}:{one.before.planned.case.id}").getrandbits(32)
         while True:
             turns = self._turns(one, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
             try:
-                session = turns.measure(rule, lambda doing: self._observer.working(one.before.planned.case, doing, 0.0))
+                session = turns.measure(rule, lambda doing: self.observer.working(one.before.planned.case, doing, 0.0))
             except ArmFailed as raised:
                 failed = raised
             except CompilingFailed as raised:
@@ -108,8 +108,8 @@ class CaseRunner:
 
     def check_values(self, one: CaseProgress) -> None:
         """Errors and memory on both sides: values that are the same whenever the same code runs."""
-        for side, outcome in zip(self._pair, (one.before, one.after), strict=True):
-            passes = Passes(side.workers[0], side.facts, self._limits, self._observer)
+        for side, outcome in zip(self.pair, (one.before, one.after), strict=True):
+            passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
             passes.errors([outcome])
             if not outcome.failure:
                 passes.memory([outcome])
@@ -117,7 +117,7 @@ class CaseRunner:
     def _turns(self, one: CaseProgress, seed: int) -> Turns:
         before, after = (
             [self._entry(side, outcome.planned, place) for place in range(one.processes)]
-            for side, outcome in zip(self._pair, (one.before, one.after), strict=True)
+            for side, outcome in zip(self.pair, (one.before, one.after), strict=True)
         )
         return Turns(before, after, seed)
 
@@ -125,7 +125,7 @@ class CaseRunner:
         case = planned.case
         fused = workloads.get(case.workload).fused
         quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
-        arm = Arm(case.id, planned, side.facts[case.device], self._limits)
+        arm = Arm(case.id, planned, side.facts[case.device], self.limits)
         return Entry(side.name, side.workers[place], arm, quantisers)
 
 

@@ -7,7 +7,6 @@ here counts, and what is missing is taken.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from fp8bench.store.asv.rows import (
     combinations,
     is_measured,
     read_row,
+    row_of,
     write_row,
 )
 
@@ -212,12 +212,8 @@ def merge_rows(ours: Row, theirs: Row) -> Row:
         return ours
     own, other = by_combination(ours), by_combination(theirs)
     known = {**own, **{texts: one for texts, one in other.items() if not is_measured(own.get(texts, NOT_MEASURED))}}
-    cells = [known.get(texts, NOT_MEASURED) for texts in itertools.product(*params)]
-    values, stats, samples = zip(*cells, strict=True) if cells else ((), (), ())
-    return replace(
-        ours, params=params, values=values, stats=stats, samples=samples,
-        started_at=ours.started_at if ours.started_at is not None else theirs.started_at,
-    )  # fmt: skip
+    started = ours.started_at if ours.started_at is not None else theirs.started_at
+    return replace(row_of(params, ours.version, known, started, ours.duration), profile=ours.profile)
 
 
 @contextlib.contextmanager

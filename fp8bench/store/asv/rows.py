@@ -79,6 +79,19 @@ def by_combination(row: Row) -> dict[tuple[str, ...], Figures]:
     return dict(zip(itertools.product(*row.params), figures, strict=True))
 
 
+def row_of(
+    params: tuple[tuple[str, ...], ...],
+    version: str | None,
+    figures: Mapping[tuple[str, ...], Figures],
+    started_at: int | None,
+    duration: float | None,
+) -> Row:
+    """A row of what is known of each combination, by its texts; others were not measured."""
+    cells = [figures.get(texts, NOT_MEASURED) for texts in itertools.product(*params)]
+    values, stats, samples = zip(*cells, strict=True) if cells else ((), (), ())
+    return Row(params, version, values, stats, samples, started_at, duration)
+
+
 def is_measured(figures: Figures) -> bool:
     """Whether there was a measurement. A failure counts: it is an answer."""
     return figures[0] is None or not math.isnan(figures[0])

@@ -8,7 +8,6 @@ nothing of (asv's own measurements, those of lost runs) is left as it stands.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell
+from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell, row_of
 from fp8bench.store.commit_runs import Place, TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
 from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.points import merged
@@ -100,7 +99,9 @@ def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path])
     file = existing(load_results, path, aside) or nothing_of(commit, identity)
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
-    save_results(path, filled(replace(file, params=identity.params, date=file.date or _date(tracked)), tracked))
+    dates = [one.run.environment.get("commit_date") for one in reversed(tracked)]
+    date = file.date or next((one for one in dates if type(one) is int), 0)  # the author's, in ms since 1970
+    save_results(path, filled(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         sweep(folder)
     return path
@@ -159,12 +160,6 @@ def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
         save_benchmarks(path, new)
 
 
-def _date(tracked: Sequence[TrackedRun]) -> int:
-    """The author's date of the commit, in ms since 1970, as asv has it."""
-    known = [one.run.environment.get("commit_date") for one in tracked]
-    return next((value for value in reversed(known) if type(value) is int), 0)
-
-
 def nothing_of(commit: str, identity: Identity) -> ResultsFile:
     """A commit's file before anything stands in it."""
     return ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
@@ -191,14 +186,9 @@ def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Row
         before = None
     recorded = before is not None and any(before.samples)
     known = by_combination(before) if before is not None else {}
-    cells = [
-        _figures(points[cell], recorded) if cell in points else known.get(tuple(map(repr, cell)), NOT_MEASURED)
-        for cell in itertools.product(*series.params)
-    ]
-    values, stats, samples = zip(*cells, strict=True)
-    duration = before.duration if before is not None else None
-    params = tuple(tuple(map(repr, one)) for one in series.params)
-    return Row(params, version, values, stats, samples, started, duration)
+    figures = {tuple(map(repr, cell)): _figures(point, recorded) for cell, point in points.items()}
+    params = tuple(tuple(map(repr, values)) for values in series.params)
+    return row_of(params, version, {**known, **figures}, started, before.duration if before is not None else None)
 
 
 def _figures(point: Point, recorded: bool) -> Figures:

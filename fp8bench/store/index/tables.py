@@ -230,17 +230,15 @@ def _figure(row: Sequence[Any], texts: Texts) -> Figure:
 
 def has_number(flags: Flags) -> NDArray[np.bool_]:
     """Which rows have a value."""
-    found: NDArray[np.bool_] = (flags & _VALUE) != 0
-    return found
+    return (flags & _VALUE).astype(np.bool_)
 
 
 def is_whole(flags: Flags) -> NDArray[np.bool_]:
     """Which rows have a value that is not a hasty one's."""
-    found: NDArray[np.bool_] = has_number(flags) & ((flags & _HASTY) == 0)
-    return found
+    return has_number(flags) & ~(flags & _HASTY).astype(np.bool_)
 
 
 def tells(flags: Flags) -> NDArray[np.bool_]:
     """Which rows have a value, or are of a case that failed."""
-    found: NDArray[np.bool_] = has_number(flags) | (flags // _STATUS_FACTOR == _FAILED)
-    return found
+    failed: NDArray[np.bool_] = flags // _STATUS_FACTOR == _FAILED
+    return has_number(flags) | failed
