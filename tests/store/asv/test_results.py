@@ -15,7 +15,7 @@ from asv.results import Results
 from asv.runner import BenchmarkResult
 from asv.util import UserError
 from asv_runner.statistics import compute_stats
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
@@ -155,21 +155,13 @@ def test_samples_that_asv_divides_by_zero_on_have_no_interval() -> None:
 
 
 @given(st.lists(st.floats(1e-9, 1e3) | st.sampled_from((0.0, 1.0, 2.0)), max_size=60))
+@example([])
+@example([2.0])
 def test_statistics_are_those_of_asv(samples: list[float]) -> None:
     """Bit for bit, though the places of the interval's ends are not counted anew; the samples stay as they are."""
     value, stats = compute_stats(list(samples), 1)
     before = list(samples)
     assert cell(samples) == (value, None if stats is None else Stats(**stats)) and samples == before
-
-
-def test_no_samples_are_no_value() -> None:
-    """As a failure is."""
-    assert cell([]) == (None, None)
-
-
-def test_one_sample_has_an_endless_interval() -> None:
-    """asv writes Infinity, and reads it."""
-    assert cell([2.0]) == (2.0, Stats(-math.inf, math.inf, 2.0, 2.0, 1, 1))
 
 
 def test_a_row_has_an_entry_for_each_combination() -> None:

@@ -25,9 +25,27 @@ HASH = commit(1)
 NOTE = b'{"note":"a line more"}\n'
 
 
-def test_runs_that_are_new_are_copied_to_the_byte(tmp_path: Path) -> None:
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """Our store, in which there is nothing."""
+    return tmp_path / "ours"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Another machine's."""
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def copies(ours: Path, theirs: Path) -> tuple[Path, Path]:
+    """The file of a run there, and its copy here."""
+    path = history(theirs, 1.0)[0]
+    return path, merge_runs(ours, theirs).copied[0]
+
+
+def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> None:
     """The other store is only read; doing it again does nothing."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     history(theirs, 1.0, 1.1)
     keep(ours, run_at(7))
     before = tree(theirs)
@@ -38,11 +56,9 @@ def test_runs_that_are_new_are_copied_to_the_byte(tmp_path: Path) -> None:
     assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
 
 
-def test_a_run_that_went_on_there_is_continued(tmp_path: Path) -> None:
+def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
     """Lines are appended; a run that went on here is the same."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    path = history(theirs, 1.0)[0]
-    copy = merge_runs(ours, theirs).copied[0]
+    path, copy = copies
     path.write_bytes(path.read_bytes() + NOTE)
     assert merge_runs(ours, theirs).extended == [copy] and copy.read_bytes() == path.read_bytes()
     copy.write_bytes(copy.read_bytes() + NOTE)
@@ -50,20 +66,16 @@ def test_a_run_that_went_on_there_is_continued(tmp_path: Path) -> None:
     assert merged.same == 1 and copy.read_bytes() == path.read_bytes() + NOTE
 
 
-def test_a_run_that_is_under_another_folder_here_is_the_same(tmp_path: Path) -> None:
+def test_a_run_under_another_folder_here_is_the_same(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
     """A machine's folder that somebody renamed makes no second run."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    path = history(theirs, 1.0)[0]
-    copy = merge_runs(ours, theirs).copied[0]
+    path, copy = copies
     copy.parent.rename(copy.parent.with_name("renamed"))
     assert merge_runs(ours, theirs).same == 1 and len(list(run_files(ours))) == 1 and path.exists()
 
 
-def test_what_went_on_in_both_is_not_mixed(tmp_path: Path) -> None:
+def test_what_went_on_in_both_is_not_mixed(ours: Path, theirs: Path, copies: tuple[Path, Path], tmp_path: Path) -> None:
     """Ours stays as it is, and a sentence names the other."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    path = history(theirs, 1.0)[0]
-    copy = merge_runs(ours, theirs).copied[0]
+    path, copy = copies
     path.write_bytes(path.read_bytes() + b'{"note":"there"}\n')
     copy.write_bytes(copy.read_bytes() + b'{"note":"here"}\n')
     before = tree(tmp_path)
@@ -72,9 +84,8 @@ def test_what_went_on_in_both_is_not_mixed(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(tmp_path: Path) -> None:
+def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path, theirs: Path) -> None:
     """And its rest when it has ended."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     path = history(theirs, 1.0)[0]
     whole = path.read_bytes()
     with path.open("ab") as file:
@@ -88,11 +99,9 @@ def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(tmp_path: P
     assert merged.extended[0].read_bytes() == whole + NOTE and not merged.notes
 
 
-def test_a_run_that_is_being_written_here_waits(tmp_path: Path) -> None:
+def test_a_run_that_is_being_written_here_waits(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
     """Two writers of one file are never there at once."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    path = history(theirs, 1.0)[0]
-    copy = merge_runs(ours, theirs).copied[0]
+    path, copy = copies
     path.write_bytes(path.read_bytes() + NOTE)
     before = copy.read_bytes()
     with copy.open("ab") as file:
@@ -101,9 +110,8 @@ def test_a_run_that_is_being_written_here_waits(tmp_path: Path) -> None:
     assert "another process is writing" in merged.failed[0] and copy.read_bytes() == before
 
 
-def test_what_is_no_run_is_not_taken(tmp_path: Path) -> None:
+def test_what_is_no_run_is_not_taken(ours: Path, theirs: Path) -> None:
     """Nor one of a newer version, which nobody here could read."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     folder = history(theirs, 1.0)[0].parent
     (folder / "20260101T000000Z-00000001-a.jsonl").write_text("words\n")
     (folder / "20260101T000000Z-00000001-b.jsonl").write_text('{"schema":99,"header":{}}\n')
@@ -112,9 +120,8 @@ def test_what_is_no_run_is_not_taken(tmp_path: Path) -> None:
     assert "is no run file" in merged.failed[0] and "newer fp8bench" in merged.failed[1]
 
 
-def test_a_full_disk_leaves_no_half_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file comes in one step, or not at all."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     history(theirs, 1.0)
 
     def full(descriptor: int) -> None:
@@ -214,9 +221,8 @@ def results(folder: Path, rows: dict[str, Row], python: str = PYTHON, number: in
     return path
 
 
-def test_folders_of_results(tmp_path: Path) -> None:
+def test_folders_of_results(ours: Path, theirs: Path) -> None:
     """Files that are new are copied, others get what they lack, definitions too; ours counts where both speak."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     path = results(ours, {"x": row((1.0, math.nan))})
     results(theirs, {"x": row((9.0, 2.0)), "y": row((3.0, 4.0))})
     other = results(theirs, {"z": row((5.0, 6.0))}, number=2)
@@ -233,9 +239,8 @@ def test_folders_of_results(tmp_path: Path) -> None:
     assert not merge_folders(ours, theirs).files and tree(ours) == after
 
 
-def test_one_machine_is_one_line_after_merging(tmp_path: Path) -> None:
+def test_one_machine_is_one_line_after_merging(ours: Path, theirs: Path) -> None:
     """asv tells series apart by what is said of the machine: ours holds. Other hardware is worth a word."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     results(ours, {"x": row((1.0, 2.0))})
     path = results(theirs, {"x": row((1.0, 2.0))}, number=2, os="Linux 7", cpu="another", gpu="H200")
     taken = merge_folders(ours, theirs)
@@ -244,9 +249,8 @@ def test_one_machine_is_one_line_after_merging(tmp_path: Path) -> None:
     assert len(taken.notes) == 1 and "the cpu 'another' there and 'AMD EPYC' here" in taken.notes[0]
 
 
-def test_broken_files_there_are_named_and_left(tmp_path: Path) -> None:
+def test_broken_files_there_are_named_and_left(ours: Path, theirs: Path) -> None:
     """Rows that are broken too; broken ones of ours are set aside, as everywhere."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     broken = results(theirs, {"x": row((1.0, 2.0))})
     broken.write_text("{")
     half = results(theirs, {"x": row((1.0, 2.0))}, number=2)
