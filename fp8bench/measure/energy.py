@@ -51,12 +51,14 @@ class _Found:
         return EnergyUse(source, tuple(self.windows), _watts(before), _watts(after), why)
 
 
+@dataclass(frozen=True)
 class EnergyPass:
     """Asks the worker to run, and the meter what it took."""
 
-    def __init__(self, meter: Meter, rule: EnergyRule, seed: int, tell: Callable[[Arm, float], None]) -> None:
-        self._meter, self._rule, self._tell = meter, rule, tell
-        self._random = random.Random(seed)
+    _meter: Meter
+    _rule: EnergyRule
+    _seed: int
+    _tell: Callable[[Arm, float], None]
 
     def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, EnergyUse]:
         """The energy of each arm, by its key. A case that fails here keeps its time: only its energy has a reason."""
@@ -81,10 +83,10 @@ class EnergyPass:
 
     def _turns(self, arms: Sequence[Arm]) -> list[Arm]:
         """Every arm once a round of windows, each round in an order of its own."""
-        turns = []
+        turns, order = [], random.Random(self._seed)
         for number in range(self._rule.windows):
             turn = [arm for arm in arms if number == 0 or not arm.emulated]
-            self._random.shuffle(turn)
+            order.shuffle(turn)
             turns += turn
         return turns
 

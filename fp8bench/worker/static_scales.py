@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
 
 
+@dataclass
 class Calibrations:
     """What calibrating found, by case: the largest magnitudes by layer and role. A case is calibrated once a worker."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, dict[tuple[str, str], float]] = {}
+    _known: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def applied(self, workload: Workload, setup: Setup) -> Setup:
         """The setup with a book of its own for the case's scales, where it asks for them."""

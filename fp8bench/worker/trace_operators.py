@@ -163,20 +163,15 @@ class _Tally:
 
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
-        self._calls: dict[Key, int] = defaultdict(int)
-        self._nanoseconds: dict[Key, int] = defaultdict(int)
+        self._counts: dict[Key, tuple[int, int]] = {}
 
     def add(self, phase: str, name: str, calls: int, nanoseconds: int) -> None:
-        self._calls[phase, name] += calls
-        self._nanoseconds[phase, name] += nanoseconds
+        before = self._counts.get((phase, name), (0, 0))
+        self._counts[phase, name] = before[0] + calls, before[1] + nanoseconds
 
     def of(self, phase: str) -> list[tuple[str, int, int]]:
         """Name, calls and nanoseconds, the longest first; the same for the same trace."""
-        found = [
-            (name, self._calls[where, name], nanoseconds)
-            for (where, name), nanoseconds in self._nanoseconds.items()
-            if where == phase
-        ]
+        found = [(name, *counts) for (where, name), counts in self._counts.items() if where == phase]
         return sorted(found, key=lambda one: (-one[2], one[0]))
 
     def rows(self, phase: str, num_steps: int, most: int, whole: int) -> Iterator[OperatorTime]:

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,13 @@ WARM_UPS = 2
 Range = Callable[[str], AbstractContextManager[object]]
 
 
+@dataclass(slots=True, eq=False)
 class RangeMarker:
     """One phase's context manager; entered within itself it opens a range in the range."""
 
-    __slots__ = ("_name", "_open", "_range")
-
-    def __init__(self, name: str, range_of: Range) -> None:
-        self._name = name
-        self._range = range_of
-        self._open: list[AbstractContextManager[object]] = []
+    _name: str
+    _range: Range
+    _open: list[AbstractContextManager[object]] = field(default_factory=list)
 
     def __enter__(self) -> None:
         one = self._range(self._name)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from fp8bench.measure.group import Watch
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.throttle_watch import Watch
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 
 

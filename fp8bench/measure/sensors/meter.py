@@ -53,7 +53,12 @@ class Meter:
         self._why_none = why_none
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
-        self.source = self._first_that_works(sources)
+        for source in sources:
+            try:
+                self.source = self._tried(source)
+                break
+            except NoReading as failure:
+                self.refused = (*self.refused, (source.kind, failure.reason))
 
     @property
     def kind(self) -> SourceKind:
@@ -97,14 +102,6 @@ class Meter:
             self.source, self._why_none = None, failure.reason
             self._hung(failure.reason)
             raise
-
-    def _first_that_works(self, sources: Sequence[Source]) -> Source | None:
-        for source in sources:
-            try:
-                return self._tried(source)
-            except NoReading as failure:
-                self.refused = (*self.refused, (source.kind, failure.reason))
-        return None
 
     def _tried(self, source: Source) -> Source:
         """A source that has shown that it works, a counter with its rhythm."""
