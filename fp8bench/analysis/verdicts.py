@@ -9,7 +9,7 @@ way. The far end is what is printed as noise floor. The reference counts by both
 The best case sees the fastest calls alone: a step that is three times slower on three of four calls is none the slower
 to it. So a second figure of the same samples may take its verdict away: the mean over all calls, paired by round, less
 the time that the thread waited for a core. FASTER and SLOWER must not lie on the other side of it, SAME needs it wholly
-inside +-5%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
+inside +-4%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
 medians is kept beside them and gives no verdict.
 
 These rules look at samples alone, while rounds come and in the end; `findings` knows what else there is to say of a
@@ -30,8 +30,10 @@ from fp8bench.model import CELL_PHASES, Interval, SlotSample, Timing, Verdict
 
 BAND = 0.005
 SAME = 0.02
-# Of the mean over all calls: it is blunter. Where it lies so far from the best case, calls are not alike.
-TYPICAL_SAME = 0.05
+# Of the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would pass now and then.
+TYPICAL_SAME = 0.04
+# Where it lies so far from the best case, calls are not alike.
+UNEVEN = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
@@ -122,7 +124,7 @@ class Conclusion(NamedTuple):
 def uneven(ratio: Interval, typical: Interval) -> bool:
     """Whether all calls say something else than the fastest ones, beyond the noise of both."""
     apart = max(typical.low / ratio.high, ratio.low / typical.high)
-    return apart > 1 + TYPICAL_SAME or _opposite(ratio, typical)
+    return apart > 1 + UNEVEN or _opposite(ratio, typical)
 
 
 def agrees(verdict: Verdict, ratio: Interval, typical: Interval) -> bool:

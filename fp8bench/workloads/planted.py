@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload with its state, and how many tiny calls follow its step."""
+    """The other workload with its state, and how many tiny calls follow its next step, and those after it, in turn."""
 
     workload: Workload
     inner: Any
-    extra: int
+    extra: Iterator[int]
     tiny: Tensor
+
+
+ORDERS = ("periodic", "random")
+# Random ones repeat after so many steps.
+_MOST_STEPS = 100_000
+
+
+def _in_turn(case: Case) -> Iterator[int]:
+    """The tiny calls of each step, worked out before the first one."""
+    extra, part, whole, draw = (int(case.param(name)) for name in ("extra", "part", "whole", "draw"))
+    chance = random.Random(draw)
+    if case.param("order") == "random":
+        steps = [extra * (chance.randrange(whole) < part) for _ in range(_MOST_STEPS if part < whole else 1)]
+    else:
+        slow = set(chance.sample(range(whole), part))
+        steps = [extra * (place in slow) for place in range(whole)]
+    return itertools.cycle(steps)
 
 
 @workloads.register("_planted")
@@ -36,7 +55,11 @@ class Planted(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
             Axis("base", "the workload that is slowed down", ("gemm",), one_of("gemm", "transformer")),
-            Axis("extra", "tiny calls added to each step", ("0",), whole_number(low=0)),
+            Axis("extra", "tiny calls added to a step", ("0",), whole_number(low=0)),
+            Axis("part", "to so many steps", ("1",), whole_number(low=1)),
+            Axis("whole", "of so many", ("1",), whole_number(low=1)),
+            Axis("order", "in the same order again and again, or at random", ("periodic",), one_of(*ORDERS)),
+            Axis("draw", "which ones: a seed", ("0",), whole_number(low=0)),
         )
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
@@ -50,13 +73,14 @@ class Planted(Workload):
         workload = workloads.get(base)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
         inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
-        return PlantedState(workload, inner, int(case.param("extra")), torch.zeros(64))
+        return PlantedState(workload, inner, _in_turn(case), torch.zeros(64))
 
     def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner, phase)
-        if state.extra:
+        extra = next(state.extra)
+        if extra:
             with phase.gemm:
                 # A call that only asks, about 50 ns: an operator would cost 1 or 2% of a 0.3 ms product at once.
                 ask = state.tiny.is_contiguous
-                for _ in range(state.extra):
+                for _ in range(extra):
                     ask()

@@ -14,7 +14,9 @@ from fp8bench.model.request import whole_number
 from fp8bench.units import percent, seconds
 
 if TYPE_CHECKING:
-    from fp8bench.jobs.selftest.power import Power
+    from collections.abc import Sequence
+
+    from fp8bench.jobs.selftest.power import Power, PowerRow
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +55,24 @@ def _checks() -> int:
     return EXIT_FAILED if failed else EXIT_OK
 
 
+def _injected(row: PowerRow) -> str:
+    """The operation and what was injected: '5.0%', or in which order some calls were slower."""
+    return f"{row.operation:<22}{row.order if row.uneven else percent(row.planted):>9}"
+
+
+def _of_uneven(rows: Sequence[PowerRow]) -> list[str]:
+    uneven = [row for row in rows if row.uneven]
+    too_few = sum(row.too_few for row in uneven)
+    words = "periodic, random: slower by 5 to 300% in the mean, on k of n calls only; 'same' counts as a wrong sign"
+    return [f"{words}.", f"{too_few} more had too few calls for three periods of n.", ""] if uneven else []
+
+
 def power_table(power: Power) -> str:
     """The experiment's table: one line an operation and effect."""
     rows, loads = power.rows, power.loads
     load = f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
     heading = (
-        f"{'operation':<22}{'planted':>8}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}{'unsure':>8}"
+        f"{'operation':<22}{'planted':>9}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}{'unsure':>8}"
     )
     lines = [
         "Injected slow-downs judged by the real estimator. `found` is the median ratio over trials; a verdict",
@@ -70,7 +84,7 @@ def power_table(power: Power) -> str:
     for row in rows:
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
         lines.append(
-            f"{row.operation:<22}{percent(row.planted):>8}{percent(row.found):>8}{row.trials:>8}"
+            f"{_injected(row)}{percent(row.found):>8}{row.trials:>8}"
             f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
             f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
             f"{f'{typical} (at most {longest})':>24}"
@@ -79,6 +93,7 @@ def power_table(power: Power) -> str:
     compared = sum(row.trials for row in rows)
     lines += [
         "",
+        *_of_uneven(rows),
         (
             f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
             f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {compared} comparisons"

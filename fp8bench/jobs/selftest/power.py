@@ -4,17 +4,22 @@ Each trial runs, interleaved in the same rounds through the real worker: the ref
 is identical (a verdict on it is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A
 comparison may use so many seconds of its own three arms' slots (reference, control, candidate), as if it had the
 machine's measuring to itself. States are made anew every few trials, so that luck with memory layout is drawn again.
+
+Some candidates are slower on k of n calls only, in the same order again and again or at random, by 5 to 300% in the
+mean. None of them may be called faster, nor the same, where so many calls were measured that three periods are in them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +35,16 @@ from fp8bench.model import Case, DeviceFacts, Level, Params, PlannedCase, Suppor
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.workloads.planted import ORDERS
 
 OPERATIONS = ("small", "medium", "step")
 EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
+EVERY = "every call"
+SHARES = ((1, 2), (3, 4), (1, 4), (1, 10), (9, 10), (1, 20))
+MEANS = (0.05, 0.1, 0.3, 1.0, 3.0)
+_PERIODS = 3
+# No single call is made slower than this: five trials of it would take minutes.
+_LONGEST_CALL = 0.25
 TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
 _TINY_SECONDS = 5e-8
@@ -75,8 +87,35 @@ def _product(side: int) -> Params:
 
 
 @dataclass(frozen=True)
+class Plant:
+    """A slow-down: by so much in the mean over all calls, `part` of `whole` of which are slower."""
+
+    mean: float
+    part: int = 1
+    whole: int = 1
+    order: str = EVERY
+
+    def __str__(self) -> str:
+        return f"{self.mean}" if self.order == EVERY else f"{self.mean} on {self.part} of {self.whole}, {self.order}"
+
+
+PLANTS = tuple(map(Plant, EFFECTS))
+
+
+def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
+    """Two slow-downs of some calls of a step of so many seconds, in both orders; others for each number."""
+    kinds = [
+        (mean, *share) for mean, share in itertools.product(MEANS, SHARES)
+        if seconds * (1 + mean * share[1] / share[0]) <= _LONGEST_CALL or mean == MEANS[0]
+    ]  # fmt: skip
+    random.Random(0).shuffle(kinds)
+    chosen = (kinds[(2 * number + turn) % len(kinds)] for turn in range(2))
+    return tuple(Plant(*kind, order) for kind in chosen for order in ORDERS)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """One comparison: what it said, how long its three arms took, and the ratio it found."""
+    """One comparison: what it said, how long its three arms took, the ratio it found, its candidate's calls."""
 
     verdict: str
     seconds: float
@@ -84,6 +123,7 @@ class Outcome:
     ratio: float
     low: float
     high: float
+    calls: int = 0
 
 
 @dataclass
@@ -92,15 +132,22 @@ class Arms:
 
     operation: str
     step_seconds: float = 0.0
-    extra: dict[float, int] = field(default_factory=dict)
-    outcomes: dict[float, list[Outcome]] = field(default_factory=lambda: {effect: [] for effect in EFFECTS})
+    tiny_seconds: float = 0.0
+    outcomes: dict[Plant, list[Outcome]] = field(default_factory=dict)
     loads: list[float] = field(default_factory=list)
     seconds: float = 0.0
+
+    def extra(self, plant: Plant) -> int:
+        """How many tiny calls make it, on a call that is slower."""
+        return round(plant.mean * plant.whole / plant.part * self.step_seconds / self.tiny_seconds)
 
 
 @dataclass(frozen=True)
 class PowerRow:
-    """The figures of one operation and effect."""
+    """The figures of one operation and effect; or of all that hit some calls only, in one order.
+
+    `too_few` such comparisons had calls too few for three periods, and are in no other number.
+    """
 
     operation: str
     planted: float
@@ -112,11 +159,18 @@ class PowerRow:
     unsure: int
     seconds_median: float
     seconds_longest: float
+    order: str = EVERY
+    too_few: int = 0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some calls only were made slower."""
+        return self.order != EVERY
 
     @property
     def wrong_signs(self) -> int:
-        """Injected slow-downs called faster."""
-        return self.faster if self.planted > 0 else 0
+        """Injected slow-downs called faster; of those that hit some calls only, also those called the same."""
+        return (self.faster if self.planted > 0 else 0) + (self.same if self.uneven else 0)
 
 
 @dataclass(frozen=True)
@@ -165,9 +219,10 @@ def measure_power(
     _size_effects(worker, facts, operation, result)
     for trial in range(trials):
         if trial % TRIALS_PER_STATE == 0:
-            session = _session(operation, facts, result.extra, trial)
+            plants = (*PLANTS, *uneven(trial // TRIALS_PER_STATE, result.step_seconds))
+            session = _session(operation, facts, result, plants, trial)
             session.prepare(worker)
-        _trial(worker, session, operation, result, seed + trial)
+        _trial(worker, session, operation, result, plants, seed + trial)
         if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
             session.release(worker)
         result.seconds = time.monotonic() - start
@@ -175,18 +230,21 @@ def measure_power(
     return result
 
 
-def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> Arm:
-    case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
+def _arm(
+    operation: Operation, facts: DeviceFacts, key: str, extra: int, plant: Plant = PLANTS[0], draw: int = 0
+) -> Arm:
+    order = ORDERS[0] if plant.order == EVERY else plant.order
+    planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
+    case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
     return Arm(key, PlannedCase(case, Support(Level.NATIVE, "self-test"), Work()), facts)
 
 
 def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
-    """How many tiny calls make each effect: from the step with none and with about half as much again."""
+    """What a tiny call takes: from the step with none and with about half as much again."""
     bare = _best_seconds(worker, operation, facts, 0)
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
-    tiny = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
+    result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     result.step_seconds = bare
-    result.extra = {effect: round(effect * bare / tiny) for effect in EFFECTS}
 
 
 def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
@@ -198,16 +256,17 @@ def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extr
     return sum(seconds for _, seconds in best_phases(arm.timing()))
 
 
-def _session(operation: Operation, facts: DeviceFacts, extra: dict[float, int], trial: int) -> Session:
-    def arm(name: str, number: int) -> Arm:
-        return _arm(operation, facts, f"{name}-{trial}", number)
+def _session(operation: Operation, facts: DeviceFacts, result: Arms, plants: Sequence[Plant], trial: int) -> Session:
+    def arm(name: str, plant: Plant) -> Arm:
+        return _arm(operation, facts, f"{name}-{trial}", result.extra(plant), plant, trial)
 
-    return Session(
-        arm("reference", 0), arm("control", 0), [arm(f"candidate-{effect}", extra[effect]) for effect in EFFECTS]
-    )  # fmt: skip
+    candidates = [arm(f"candidate-{plant}", plant) for plant in plants]
+    return Session(arm("reference", PLANTS[0]), arm("control", PLANTS[0]), candidates)
 
 
-def _trial(worker: Worker, session: Session, operation: Operation, result: Arms, seed: int) -> None:
+def _trial(
+    worker: Worker, session: Session, operation: Operation, result: Arms, plants: Sequence[Plant], seed: int
+) -> None:
     for arm in session.arms:
         arm.slots.clear()
 
@@ -218,15 +277,15 @@ def _trial(worker: Worker, session: Session, operation: Operation, result: Arms,
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    for effect, arm in zip(EFFECTS, session.candidates, strict=True):
+    for plant, arm in zip(plants, session.candidates, strict=True):
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
         assert concluded is not None
         verdict, interval = concluded.verdict, concluded.ratio
-        result.outcomes[effect].append(
+        result.outcomes.setdefault(plant, []).append(
             Outcome(
                 verdict.value, _cost(timing, reference, control), timing.num_rounds,
-                interval.point, interval.low, interval.high,
+                interval.point, interval.low, interval.high, timing.num_calls,
             )
         )  # fmt: skip
     result.loads.append(os.getloadavg()[0])
@@ -240,20 +299,26 @@ def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    """A row for each planted effect; `found` is the median of its trials' ratios."""
-    rows = []
-    for effect, outcomes in result.outcomes.items():
-        if outcomes:
-            counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
-            seconds = [one.seconds for one in outcomes]
-            rows.append(
-                PowerRow(
-                    result.operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
-                    counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
-                    statistics.median(seconds), max(seconds),
-                )
-            )  # fmt: skip
+    """A row for each effect on every call, and one for each order of those on some; `found` is the median ratio."""
+    rows = [_row(result.operation, plant.mean, found) for plant in PLANTS if (found := result.outcomes.get(plant))]
+    for order in ORDERS:
+        plants = [plant for plant in result.outcomes if plant.order == order]
+        every = [(plant, one) for plant in plants for one in result.outcomes[plant]]
+        seen = [one for plant, one in every if one.calls >= _PERIODS * plant.whole]
+        if seen:
+            row = _row(result.operation, statistics.median(plant.mean for plant, _ in every), seen)
+            rows.append(replace(row, order=order, too_few=len(every) - len(seen)))
     return rows
+
+
+def _row(operation: str, effect: float, outcomes: Sequence[Outcome]) -> PowerRow:
+    counts = {verdict: sum(one.verdict == verdict.value for one in outcomes) for verdict in Verdict}
+    seconds = [one.seconds for one in outcomes]
+    return PowerRow(
+        operation, effect, statistics.median(one.ratio for one in outcomes) - 1, len(outcomes),
+        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
+        statistics.median(seconds), max(seconds),
+    )  # fmt: skip
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
@@ -264,15 +329,15 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
         "operations": [
             {
                 "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
-                "tiny_calls": {str(effect): count for effect, count in result.extra.items()},
+                "tiny_calls": {str(plant): result.extra(plant) for plant in result.outcomes},
                 "loads": [round(load, 2) for load in result.loads],
                 "comparisons": {
-                    str(effect): [
+                    str(plant): [
                         [one.verdict, round(one.seconds, 3), one.rounds, round(one.ratio, 5), round(one.low, 5),
-                         round(one.high, 5)]
+                         round(one.high, 5), one.calls]
                         for one in outcomes
                     ]
-                    for effect, outcomes in result.outcomes.items()
+                    for plant, outcomes in result.outcomes.items()
                 },
             }
             for result in results

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,24 @@ from fp8bench.cli.main import main
 from fp8bench.jobs.selftest import power
 from fp8bench.jobs.selftest.power import (
     EFFECTS,
+    SHARES,
     Arms,
     Operation,
     Outcome,
+    Plant,
     Power,
     PowerRow,
     measure_power,
     operations,
     summarise,
+    uneven,
 )
 from fp8bench.measure.handle import Worker
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.registry import workloads
+from fp8bench.workloads import planted
+from fp8bench.workloads.planted import ORDERS
 from tests.commands import unfolded
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
@@ -40,8 +47,8 @@ def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0) -> Outco
 
 def by_hand() -> Arms:
     result = Arms("product", 3e-4)
-    result.outcomes[0.0] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
-    result.outcomes[0.05] = [
+    result.outcomes[Plant(0.0)] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
+    result.outcomes[Plant(0.05)] = [
         outcome(Verdict.SLOWER, 1.04, 0.5), outcome(Verdict.SLOWER, 1.06, 2.5), outcome(Verdict.FASTER, 0.9, 1.5),
     ]  # fmt: skip
     result.loads = [2.0, 0.5, 1.0]
@@ -57,6 +64,41 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
             seconds_longest=2.5,
         ),
     ]  # fmt: skip
+
+
+def test_slow_downs_of_some_calls_have_rows_of_their_own() -> None:
+    """By their order; 'same' is wrong, and what saw fewer than three periods is counted apart."""
+    result = by_hand()
+    result.outcomes[Plant(0.3, 1, 10, "periodic")] = [
+        replace(outcome(Verdict.SAME), calls=30), replace(outcome(Verdict.UNSURE), calls=30),
+        replace(outcome(Verdict.FASTER), calls=29),
+    ]  # fmt: skip
+    result.outcomes[Plant(0.3, 1, 10, "random")] = [replace(outcome(Verdict.SLOWER), calls=99)]
+    periodic, at_random = summarise(result)[2:]
+    assert (periodic.order, periodic.trials, periodic.same, periodic.too_few) == ("periodic", 2, 1, 1)
+    assert (periodic.wrong_signs, at_random.wrong_signs, at_random.slower) == (1, 0, 1)
+    table = power_table(Power((periodic, at_random), (0.5,)))
+    assert "1 more had too few calls for three periods" in table and "wrong signs: 1 of 3 comparisons" in table
+
+
+@pytest.mark.parametrize("seconds", [3e-4, 2e-3, 3e-2])
+def test_every_kind_of_slow_down_comes_up(seconds: float) -> None:
+    """In both orders, and none whose slow calls would take longer than a trial should."""
+    drawn = [plant for number in range(15) for plant in uneven(number, seconds)]
+    kinds = {(plant.mean, plant.part, plant.whole) for plant in drawn}
+    assert {plant.order for plant in drawn} == set(ORDERS) and len(drawn) == 60
+    assert {(mean, *share) for mean in (0.05,) for share in SHARES} <= kinds
+    assert (len(kinds) == 30) is (seconds < 1e-2)
+    assert max(seconds * (1 + plant.mean * plant.whole / plant.part) for plant in drawn) <= 0.25
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_planted_step_is_slower_on_so_many_calls(order: str) -> None:
+    """Three of four, the same ones again and again or others each time."""
+    params = (("extra", 7), ("part", 3), ("whole", 4), ("order", order), ("draw", 5))
+    steps = list(itertools.islice(planted._in_turn(Case("_planted", params, "fp32", "cpu")), 4000))
+    assert steps.count(7) / len(steps) == pytest.approx(0.75, abs=0.03) and set(steps) == {0, 7}
+    assert (steps[:4] * 1000 == steps) is (order == "periodic")
 
 
 def test_the_table_says_what_a_sceptic_asks() -> None:
@@ -113,7 +155,8 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
     result = measure_power(Slowing(per_call), CPU, operation, 0, 0)
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
     for effect in EFFECTS:
-        assert result.extra[effect] == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
+        assert result.extra(Plant(effect)) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
+    assert result.extra(Plant(0.05, 1, 4, "random")) == pytest.approx(0.2 * 300_000 / per_call, rel=0.05, abs=1)
     assert not result.loads and summarise(result) == []
 
 
@@ -123,14 +166,15 @@ def test_a_trial_judges_every_effect_once() -> None:
     operation = operations("text:0")[0]
     seen: list[int] = []
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
-    rows = {row.planted: row for row in summarise(result)}
+    assert sum(map(len, result.outcomes.values())) == 2 * (len(EFFECTS) + 4)
+    rows = {row.planted: row for row in summarise(result) if not row.uneven}
     assert list(rows) == list(EFFECTS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0
     assert rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
     assert seen == [1, 2] and not worker._extra
     # Two sizings, and once for both trials: reference, control and a candidate an effect.
-    assert len(worker.prepared) == 2 + 2 + len(EFFECTS)
+    assert len(worker.prepared) == 2 + 2 + len(EFFECTS) + 4
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
@@ -177,9 +221,9 @@ def test_the_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     assert "product of 0.3 ms" in shown.out and "product of 2 ms" not in shown.out and not shown.err
     figures = json.loads(path.read_text())
     assert figures["environment"]["torch"] == "2.13.0"
-    assert [row["planted"] for row in figures["rows"]] == list(EFFECTS)
+    assert [row["planted"] for row in figures["rows"]][: len(EFFECTS)] == list(EFFECTS)
     (operation,) = figures["operations"]
-    assert set(operation["comparisons"]) == {str(effect) for effect in EFFECTS}
+    assert {str(effect) for effect in EFFECTS} < set(operation["comparisons"])
     assert operation["comparisons"]["0.1"][0][0] == "slower"
 
 
