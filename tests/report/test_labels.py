@@ -18,8 +18,9 @@ from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words import legend
 from fp8bench.report.words.speed import comparisons, said_once
+from tests.fakes import MS, steady
 from tests.materials import of_kind, part
-from tests.runs import judged
+from tests.runs import judged, transformer
 
 HOT = ((Label.THROTTLED, "hw-thermal, sw-thermal"),)
 CLOCK = ((Label.POWER_CAPPED, "SM clock 1.41 GHz"),)
@@ -141,3 +142,28 @@ def test_a_long_reason_is_not_in_the_row() -> None:
     result = panels_of(run, findings)[0].results[1]
     assert named_labels(result) == ("contended (less than a fifth of a core)", "eager-quantiser")
     assert "- bf16 eager-quantiser: there is no compiler" in render(run, findings)
+
+
+def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
+    """In the table's notes and legend, in CSV in the row of the step, in JSON with the stored fact, on the page."""
+    why = "--quick compiles nothing"
+    run, findings = transformer()
+    *others, fp8 = run.records
+    timed = replace(fp8, timing=replace(steady(60 * MS, 8), eager=why))
+    run = replace(run, records=(*others, timed))
+    reasons = ((Label.EAGER_QUANTISER, why),)
+    findings[fp8.case.id] = replace(findings[fp8.case.id], labels=(Label.EAGER_QUANTISER,), label_reasons=reasons)
+    sentence = legend.LABELS[Label.EAGER_QUANTISER]
+    text = " ".join(render(run, findings).split())
+    for words in ("labels: eager-quantiser", f"eager-quantiser: {sentence}", f"- fp8 eager-quantiser: {why}"):
+        assert words in text
+    found = [row for row in rows(run, findings) if row["mode"] == "fp8"]
+    (step,) = [row for row in found if (row["phase"], row["metric"]) == (STEP, "time")]
+    assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
+    assert all(row["why"] is None for row in found if row["phase"] not in (STEP, None))
+    record = json.loads(as_json(run, findings))["records"][-1]
+    assert record["finding"]["labels"] == ["eager-quantiser"]
+    assert record["timing"]["eager"] == why and record["timing"]["fused"] is False
+    remarks = [one.text for items in of_kind(part("environment", (run, findings)), Items) for one in items.items]
+    assert f"eager-quantiser (1 of 3 cases): {sentence} ({why})" in remarks
+    assert doubts(panels_of(run, findings)[0].results[-1]) == (f"eager-quantiser: {sentence} ({why})",)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Interval, Label, Verdict, Work
+from fp8bench.model import Interval, Label, Verdict
 from fp8bench.report.elements import Field, Table, Text, Tone
 from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
@@ -151,13 +151,6 @@ def test_a_ratio_without_an_interval_says_so() -> None:
     case = run.records[1].case.id
     findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
     assert row("bf16", (run, findings))["interval"].text == "[no interval]"
-
-
-def test_throughputs_of_one_kind_share_a_unit() -> None:
-    run, findings = judged((Verdict.FASTER, 0.5))
-    counted = tuple(replace(one, work=Work(tokens=10)) for one in run.records)
-    columns = {column.title: column for column in table((replace(run, records=counted), findings)).columns}
-    assert columns["throughput"].unit == "tok/s"
 
 
 def test_without_cases_it_says_so() -> None:
