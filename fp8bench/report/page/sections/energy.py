@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, EnergyFigures
@@ -38,26 +39,35 @@ _ESTIMATE = (
 )
 _Measured = tuple[NamedCase, EnergyFigures]
 _watts = partial(units.count, unit="W")
-_WINDOW: Columns[tuple[NamedCase, EnergyWindow]] = (
-    (PRECISION, lambda row: case_field(row[0])),
-    (Column("source", hint="figures of different ones do not compare"), lambda row: _source(row[0])),
-    (Column("steps", number=True), lambda row: number(row[1].steps, units.whole)),
-    (Column("length", number=True, unit="s"), lambda row: number(row[1].seconds, units.seconds)),
+
+
+class _Window(NamedTuple):
+    case: NamedCase
+    use: EnergyUse
+    window: EnergyWindow
+
+
+_WINDOW: Columns[_Window] = (
+    (PRECISION, lambda row: case_field(row.case)),
+    (Column("source", hint="figures of different ones do not compare"),
+     lambda row: Field(row.use.source, hint=named_source(row.use.source))),
+    (Column("steps", number=True), lambda row: number(row.window.steps, units.whole)),
+    (Column("length", number=True, unit="s"), lambda row: number(row.window.seconds, units.seconds)),
     (Column("energy", number=True, unit="J", hint="of the whole window, idling included"),
-     lambda row: number(row[1].joules, units.joules)),
+     lambda row: number(row.window.joules, units.joules)),
     (Column("a step", number=True, unit="J"),
-     lambda row: number(row[1].joules / row[1].steps, partial(units.joules, digits=4))),
-    (Column("power", number=True, unit="W"), lambda row: number(row[1].joules / row[1].seconds, _watts)),
-    (Column("idle before", number=True, unit="W"), lambda row: number(_use(row[0]).idle_before, _watts)),
-    (Column("idle after", number=True, unit="W"), lambda row: number(_use(row[0]).idle_after, _watts)),
+     lambda row: number(row.window.joules / row.window.steps, partial(units.joules, digits=4))),
+    (Column("power", number=True, unit="W"), lambda row: number(row.window.joules / row.window.seconds, _watts)),
+    (Column("idle before", number=True, unit="W"), lambda row: number(row.use.idle_before, _watts)),
+    (Column("idle after", number=True, unit="W"), lambda row: number(row.use.idle_after, _watts)),
     (Column("intervals", number=True, hint="how often the source changed, or was read, in it"),
-     lambda row: number(row[1].intervals, units.whole)),
+     lambda row: number(row.window.intervals, units.whole)),
     (Column("uncertainty", number=True, hint="by how much its energy can be off; -: unknown"),
-     lambda row: number(row[1].uncertainty, lambda share: f"+-{units.percent(share, 2)}")),
+     lambda row: number(row.window.uncertainty, lambda share: f"+-{units.percent(share, 2)}")),
     (Column("SM clock", number=True, unit="Hz", hint="the median one"),
-     lambda row: number(row[1].sm_clock, partial(units.count, unit="Hz"))),
+     lambda row: number(row.window.sm_clock, partial(units.count, unit="Hz"))),
     (Column("temperature", number=True, hint="the highest, in degrees Celsius"),
-     lambda row: number(row[1].temperature, "{:.0f}".format)),
+     lambda row: number(row.window.temperature, "{:.0f}".format)),
 )  # fmt: skip
 
 
@@ -172,16 +182,8 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
 
 def _windows(title: str, found: Sequence[_Measured]) -> Table:
     """A row for each window, the first 300."""
-    windows = [(case, window) for case, figures in found for window in figures.windows]
+    uses = ((case, case.result.record.energy, figures) for case, figures in found)
+    windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
     more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
     name, caption = f"energy-windows-{found[0][0].result.record.case.workload}", f"{title}: the windows{more}"
     return table_of(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True)
-
-
-def _use(case: NamedCase) -> EnergyUse:
-    assert case.result.record.energy is not None
-    return case.result.record.energy
-
-
-def _source(case: NamedCase) -> Field:
-    return Field(_use(case).source, hint=named_source(_use(case).source))

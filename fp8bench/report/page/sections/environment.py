@@ -26,6 +26,7 @@ _VARIABLE = "env_"
 _DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
 _MOST_REASONS = 4
+_LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
 
 @sections.register("environment")
@@ -100,34 +101,26 @@ def _used(run: Run) -> list[DeviceFacts]:
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     """What the device is, and what its driver said that it was set to."""
-    told = partial(_told, run, facts.key)
-    yield f"device {facts.key}", _device(facts)
+    key, told = facts.key, partial(_told, run, facts.key)
+    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
+    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
     driver, newest = told("driver"), told("cuda_driver")
-    yield f"driver {facts.key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
-    cap, default = (run.environment.get(f"{facts.key} {name}") for name in ("power_cap", "power_cap_default"))
+    yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
+    cap, default, period = (
+        run.environment.get(f"{key} {name}") for name in ("power_cap", "power_cap_default", "energy_period")
+    )
     if isinstance(cap, float | int):
         of = f" of {default:g} W" if isinstance(default, float | int) and default != cap else ""
-        yield f"power cap {facts.key}", f"{cap:g} W{of}"
+        yield f"power cap {key}", f"{cap:g} W{of}"
     modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
-    yield f"modes {facts.key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
-    yield f"energy {facts.key}", _energy_source(run, facts.key)
-
-
-def _energy_source(run: Run, key: str) -> str:
-    """'counter, changes every 100 ms'; '' where there is none, which the energies themselves tell."""
-    source, period = _told(run, key, "energy_source"), run.environment.get(f"{key} energy_period")
-    if source in ("", NO_SOURCE):
-        return ""
-    return f"{source}, changes every {units.seconds(period)}" if isinstance(period, float) else source
+    yield f"modes {key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
+    if (source := told("energy_source")) not in ("", NO_SOURCE):  # that there is none the energies themselves tell
+        often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
+        yield f"energy {key}", f"{source}{often}"
 
 
 def _told(run: Run, key: str, name: str) -> str:
     return fact(run, f"{key} {name}")
-
-
-def _device(facts: DeviceFacts) -> str:
-    capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
-    return f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
 
 
 def _with(text: str, word: str, more: str) -> str:
@@ -156,18 +149,13 @@ def _floors(entry: Entry) -> str:
 
 def _remarks(entry: Entry) -> Iterator[Element]:
     """What to know of one run, under its label where there are several."""
-    found = (*_unfinished(entry.run), *_levels(entry), *_labels(entry), *_notes(entry.run))
+    run = entry.run
+    lost = [] if run.started or run.devices else [_LOST]
+    unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
+    found = (*unfinished, *_levels(entry), *_labels(entry), *_notes(run))
     if found:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
         yield Items(found)
-
-
-def _unfinished(run: Run) -> Iterator[Text]:
-    missing = missing_of(run)
-    if missing:
-        yield Text(missing, Tone.BAD)
-    if not run.started and not run.devices:
-        yield Text("the header of its file is lost: what was asked, planned and run on is not known", Tone.BAD)
 
 
 def _levels(entry: Entry) -> Iterator[Text]:

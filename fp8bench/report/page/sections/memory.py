@@ -41,7 +41,10 @@ class Memory(Section):
     rank = 90
 
     def elements(self, material: Material) -> Iterator[Element]:
-        panels = [(title, panel, _measured(panel)) for title, panel in timed_panels(material)]
+        panels = [
+            (title, panel, [case for case in named_cases(panel) if peak_of(case.result) is not None])
+            for title, panel in timed_panels(material)
+        ]
         known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
         # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
         parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
@@ -57,10 +60,6 @@ class Memory(Section):
         described = next((one.description for one in measured if one and one.description), "")
         words = described or "memory at the highest point of a step"
         return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
-
-
-def _measured(panel: Panel) -> list[NamedCase]:
-    return [case for case in named_cases(panel) if peak_of(case.result) is not None]
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:

@@ -38,7 +38,10 @@ class Phases(Section):
     rank = 60
 
     def elements(self, material: Material) -> Iterator[Element]:
-        found = [(title, list(filter(_measured, named_cases(panel)))) for title, panel in timed_panels(material)]
+        found = [
+            (title, [case for case in named_cases(panel) if lasting(case.result)])
+            for title, panel in timed_panels(material)
+        ]
         parts = phase_parts(case.result for _, cases in found for case in cases)
         for title, cases in found:
             yield from _suite(title, cases, parts)
@@ -56,10 +59,6 @@ def _suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> 
     if cost:
         yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts, folded=True)
     yield from _notes(title, cases)
-
-
-def _measured(case: NamedCase) -> bool:
-    return lasting(case.result)
 
 
 def _phases(case: NamedCase) -> dict[str, float]:
@@ -87,7 +86,8 @@ def _description(cases: Sequence[NamedCase]) -> str:
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
     """Phases too short to be known, labels, and why compiled steps have so few phases."""
-    below = together((phase_words(phase), case.name) for case in cases for phase in _below_floor(case))
+    judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
+    below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
     if below:
         yield Text(
             f"{title}, too short to be told from the cost of marking it (less than {BELOW_FLOOR_MARKERS} times that): "
@@ -99,10 +99,6 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
         yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
         yield Text(COMPILED)
-
-
-def _below_floor(case: NamedCase) -> tuple[str, ...]:
-    return case.result.finding.below_floor if case.result.finding else ()
 
 
 def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
