@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
-from fp8bench.formats.quantise import bits_of, nearest, on_grid, rounded_magnitudes, saturated, signed
+from fp8bench.formats.quantise import bits_of, on_grid, quantised, rounded_magnitudes, saturated, signed
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 
 _EXPONENT_MASK = 0x7F800000
@@ -84,7 +84,7 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
     Infinity saturates to 448, NaN stays; what NEAREST rounds to zero makes a block of zeros.
     """
     quotient = amax / _like(amax, E2M1.largest) / tensor_scale
-    return _up(quotient, E4M3) if rounding is ScaleRounding.UP else nearest(quotient, E4M3)
+    return _up(quotient, E4M3) if rounding is ScaleRounding.UP else quantised(quotient, E4M3)
 
 
 def _like(amax: Tensor, number: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import block_values, magnitudes_left
 from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
-from fp8bench.formats.quantise import nearest, rounded_magnitudes, stochastic
+from fp8bench.formats.quantise import quantised, rounded_magnitudes
 from fp8bench.formats.random_bits import drawn_bits
 from fp8bench.formats.scalings import Scaling
 from fp8bench.formats.vector_access import (
@@ -149,11 +149,8 @@ class Kernel:
         return [one * by.reciprocal() for one, by in zip(rounded, factors, strict=True)]
 
     def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
-        if self.fmt.signed_zero:
-            return rounded_magnitudes(values, self.fmt, random, self.overflow)
-        if random is None:
-            return nearest(values, self.fmt, self.overflow)
-        return stochastic(values, self.fmt, random, self.overflow)
+        how = rounded_magnitudes if self.fmt.signed_zero else quantised
+        return how(values, self.fmt, random, self.overflow)
 
     def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         """Each column of words holds columns of elements, whose blocks have scales of their own."""

@@ -23,18 +23,14 @@ _MANTISSA_BITS = 23
 _MIN_EXPONENT = 1 - _FLOAT32_BIAS
 
 
-def nearest(values: Tensor, fmt: Format, overflow: Overflow = Overflow.SATURATE) -> Tensor:
-    """float32 `values` rounded to nearest even; e8m0's ties, between powers of two, go up."""
-    if fmt is E8M0:
-        return _power_of_two(values, overflow, None)
-    return signed(rounded_magnitudes(values.abs(), fmt, None, overflow), values, fmt)
+def quantised(
+    values: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
+) -> Tensor:
+    """float32 `values` rounded to nearest even (e8m0's ties, between powers of two, go up), or stochastically.
 
-
-def stochastic(values: Tensor, fmt: Format, random: Tensor, overflow: Overflow = Overflow.SATURATE) -> Tensor:
-    """float32 `values` rounded to one of their two neighbours, so that the expectation is the value.
-
-    `random` holds int32 numbers, uniform below 2^24. What lies nearer to a neighbour than 2^-25 of the distance
-    between the two, as only subnormals of the format can, is rounded to it.
+    `random` holds int32 numbers, uniform below 2^24: with them each value becomes one of its two neighbours, so that
+    the expectation is the value. What lies nearer to a neighbour than 2^-25 of the distance between the two, as only
+    subnormals of the format can, is rounded to it.
     """
     if fmt is E8M0:
         return _power_of_two(values, overflow, random)
@@ -170,11 +166,8 @@ def round_to(
     if out is not None:
         check_output(out, x)
     values = x.detach().to(torch.float32)
-    if seed is None:
-        rounded = nearest(values, fmt, overflow)
-    else:
-        rounded = stochastic(values, fmt, random_bits(values.shape, seed), overflow)
-    return rounded if out is None else out.copy_(rounded)
+    found = quantised(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
+    return found if out is None else out.copy_(found)
 
 
 def check_input(x: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import BF16, Overflow
-from fp8bench.formats.quantise import nearest
+from fp8bench.formats.quantise import quantised
 
 _HALF = 16
 _LOW_HALF = 0xFFFF
@@ -69,7 +69,7 @@ def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -
         return values[0]
     if target is torch.float32:
         return _joined_floats([one.view(torch.int32) for one in values])
-    kept = values if exact else [nearest(one, BF16, Overflow.INFINITY) for one in values]
+    kept = values if exact else [quantised(one, BF16, overflow=Overflow.INFINITY) for one in values]
     low, high = (one.view(torch.int32) for one in kept)
     return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
 

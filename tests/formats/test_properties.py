@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
-from fp8bench.formats.quantise import round_to, stochastic
+from fp8bench.formats.quantise import quantised, round_to
 from fp8bench.formats.random_bits import RANDOM_BITS
 from tests.formats.oracles import (
     ALL,
@@ -140,7 +140,7 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
             exact = low + (high - low) * share / (1 << rests)
             value = np.float32(exact)
             assert float(value) == exact
-            drawn = stochastic(torch.full((1 << 16,), float(value)), fmt, random)
+            drawn = quantised(torch.full((1 << 16,), float(value)), fmt, random)
             assert bool(((drawn == low) | (drawn == high)).all())
             assert int((drawn == high).sum()) == share << (16 - rests)
 
@@ -155,7 +155,7 @@ def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
     else:  # goes up at the numbers below its share
         share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
         up, down = share - 1, share
-    drawn = stochastic(value, fmt, torch.tensor([up, down], dtype=torch.int32))
+    drawn = quantised(value, fmt, torch.tensor([up, down], dtype=torch.int32))
     assert drawn.tolist() == [1 + 2.0**-fmt.mantissa_bits, 1]
 
 
