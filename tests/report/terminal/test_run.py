@@ -33,21 +33,27 @@ def line_of(text: str, beginning: str) -> str:
     return next(line for line in text.splitlines() if line.strip().startswith(beginning))
 
 
-@pytest.mark.parametrize("name", ["transformer", "gemm"])
-def test_golden(name: str) -> None:
-    """The whole text. After a wanted change write the new text to tests/golden and read its diff."""
-    run, findings = {"transformer": transformer, "gemm": gemm}[name]()
+def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
+    """The transformer with another finding of fp16, which is neither the reference nor emulated."""
+    run, findings = transformer()
+    case = run.records[1].case.id
+    return run, findings | {case: replace(findings[case], **changes)}  # type: ignore[arg-type]
+
+
+def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
+    """The transformer with other records."""
+    run, findings = transformer()
+    return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [transformer, gemm])
+def test_golden(make: Make) -> None:
+    """The whole text of a run, and of its plan, which --dry-run prints. After a wanted change write the new text to
+    tests/golden and read its diff."""
+    run, findings = make()
     text = render(run, findings)
-    assert text == (GOLDEN / f"run_{name}.txt").read_text()
-    assert text.isascii()
-    assert render(run, findings) == text
-
-
-@pytest.mark.parametrize("name", ["transformer", "gemm"])
-def test_golden_plan(name: str) -> None:
-    """As for runs; the text that --dry-run prints."""
-    run, _ = {"transformer": transformer, "gemm": gemm}[name]()
-    assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{name}.txt").read_text()
+    assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render(run, findings) and text.isascii()
+    assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
@@ -84,19 +90,13 @@ def test_emulated_reference_is_called_so() -> None:
     ("verdict", "color"), [(Verdict.FASTER, GREEN), (Verdict.SLOWER, RED), (Verdict.SAME, ""), (Verdict.UNSURE, "")]
 )
 def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
-    run, findings = transformer()
-    case = run.records[1].case.id
-    findings[case] = replace(findings[case], verdict=verdict, labels=(), why="")
-    text = render(run, findings, color=True)
+    text = render(*changed(verdict=verdict, labels=(), why=""), color=True)
     assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
 
 
 @pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
 def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
-    run, findings = transformer()
-    case = run.records[1].case.id
-    findings[case] = replace(findings[case], verdict=Verdict.FASTER, labels=(label,))
-    text = render(run, findings, color=True)
+    text = render(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
     assert "faster" in text and GREEN not in text and RED not in text
 
 
@@ -109,17 +109,10 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     ],
 )
 def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None:
-    """Tokens, else FLOP, else bytes."""
-    run, findings = transformer()
-    records = tuple(replace(one, work=work) for one in run.records)
-    text = render(replace(run, records=records), findings)
+    """Tokens, else FLOP, else bytes; without any there is none."""
+    text = render(*with_records(work=work))
     assert line_of(text, "bf16  ").split()[-2:] == shown.split()
-
-
-def test_without_work_there_is_no_throughput() -> None:
-    run, findings = transformer()
-    records = tuple(replace(one, work=Work(least_memory=1e6)) for one in run.records)
-    assert "throughput" not in line_of(render(replace(run, records=records), findings), "case")
+    assert "throughput" not in line_of(render(*with_records(work=Work(least_memory=1e6))), "case")
 
 
 @pytest.mark.parametrize(
@@ -135,9 +128,7 @@ def test_without_work_there_is_no_throughput() -> None:
 )
 def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
     """Else the first there is; the others follow under numbers."""
-    run, findings = transformer()
-    measured = tuple(error(metric, 0.125) for metric in metrics)
-    text = render(replace(run, records=tuple(replace(one, measurements=measured) for one in run.records)), findings)
+    text = render(*with_records(measurements=tuple(error(metric, 0.125) for metric in metrics)))
     assert ("error" in line_of(text, "case").split()) == bool(main)
     assert (f"error: {main} " in text) == bool(main)
     for metric in metrics:
@@ -146,11 +137,8 @@ def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...],
 
 def test_what_vanished_is_a_share_under_numbers() -> None:
     """Never the error of the column; none at all is told from very few."""
-    run, findings = transformer()
     for value, shown in ((0.0, "0%"), (2e-5, "<0.01%"), (0.0012, "0.12%"), (0.7, "70.0%")):
-        measured = (error("cast_vanished", value), error("cast_error", 0.125))
-        records = tuple(replace(one, measurements=measured) for one in run.records)
-        text = render(replace(run, records=records), findings)
+        text = render(*with_records(measurements=(error("cast_vanished", value), error("cast_error", 0.125))))
         assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
 
 
@@ -169,8 +157,7 @@ def test_every_label_has_its_sentence() -> None:
 
 
 def test_labels_that_occur_are_explained_and_no_others() -> None:
-    run, findings = transformer()
-    text = render(run, findings)
+    text = render(*transformer())
     explained = {label for label in Label if f"\n  {label}: " in text}
     assert explained == {Label.CONTENDED, Label.FEW_SAMPLES}
 
@@ -189,10 +176,7 @@ def test_unknown_is_a_dash_never_a_zero() -> None:
 
 
 def test_an_unbounded_interval_is_called_none() -> None:
-    run, findings = transformer()
-    case = run.records[1].case.id
-    findings[case] = replace(findings[case], ratio=Interval(1.02, 0.0, float("inf"), 0.99))
-    assert "0.980x [no interval]" in render(run, findings)
+    assert "0.980x [no interval]" in render(*changed(ratio=Interval(1.02, 0.0, float("inf"), 0.99)))
 
 
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
@@ -205,10 +189,7 @@ def test_unattributed_is_worked_out_where_it_is_missing() -> None:
 
 
 def test_floors_of_their_own_show_as_a_range() -> None:
-    run, findings = transformer()
-    case = run.records[1].case.id
-    findings[case] = replace(findings[case], floor=0.012)
-    assert "noise floor (A/A): +-0.6% to +-1.2%" in render(run, findings)
+    assert "noise floor (A/A): +-0.6% to +-1.2%" in render(*changed(floor=0.012))
 
 
 def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> None:
