@@ -22,7 +22,7 @@ from fp8bench.report.energies import (
     sources_of,
 )
 from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.terminal.tables import Figures
 from fp8bench.report.words.energy import DEMANDS
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
@@ -138,38 +138,30 @@ def capacity(panel: Panel) -> Iterator[Element]:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """One statistic for each kind and role over all groups of a panel, and of how many groups.
+    """One statistic for each kind and role over all groups of a panel, under a title that says so.
 
-    `crossed` are the formats whose range some value lies outside of; `contained` those that hold them all.
+    `crossed` are the formats whose range some value lies outside of.
     """
 
+    title: str
     worst: tuple[TensorStatistics, ...]
     crossed: tuple[str, ...]
-    contained: tuple[str, ...]
-    num_groups: int
-
-    @property
-    def title(self) -> str:
-        """What the figures are of."""
-        title = "data, before any scaling"
-        if self.num_groups > 1:
-            title += f"; each figure is the largest of {self.num_groups} groups"
-        return f"{title}; all within the range of {', '.join(self.contained)}" if self.contained else title
 
 
 def summary(panel: Panel) -> DataSummary | None:
     """What the data of a panel are made of; None where nobody looked at them."""
     looked_at = [one.record.statistics for one in panel.results if one.record.statistics]
-    by_name: dict[tuple[str, str], list[TensorStatistics]] = {}
-    for one in (one for group in looked_at for one in group):
-        by_name.setdefault((one.kind, one.role), []).append(one)
+    by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
     worst = tuple(map(_largest, by_name.values()))
     if not worst:
         return None
     names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
     crossed = tuple(name for name in names if any(any(shares_of(one, name)) for one in worst))
-    contained = tuple(name for name in names if name not in crossed)
-    return DataSummary(worst, crossed, contained, len(looked_at))
+    contained = ", ".join(name for name in names if name not in crossed)
+    title = "data, before any scaling"
+    title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
+    title += f"; all within the range of {contained}" if contained else ""
+    return DataSummary(title, worst, crossed)
 
 
 def data(panel: Panel) -> Iterator[Element]:

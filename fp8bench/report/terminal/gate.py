@@ -38,7 +38,8 @@ def page_of(verdict: Verdict) -> Page:
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [one for name in _TITLES for one in verdict.of(name)]
-    footer = [*([_AGAIN] if any(one.again for one in shown) else []), _WORSE, *_labels(shown)] if shown else []
+    labels = label_legend(look for one in shown for look in (one.comparison, one.again) if look is not None)
+    footer = [*([_AGAIN] if any(one.again for one in shown) else []), _WORSE, *labels] if shown else []
     facts = (("judged", verdict.counts),) if verdict.judged else ()
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, facts)
 
@@ -62,7 +63,3 @@ def _fields(one: Judged) -> tuple[Field, ...]:
         Field(value(found, found.after)), Field(signed(found.ratio)), Field(signed(again.ratio if again else None)),
         Field(limit(one)), Field(one.outcome.value, tone=_TONES.get(one.outcome, Tone.PLAIN)), Field(one.why),
     )  # fmt: skip
-
-
-def _labels(shown: Sequence[Judged]) -> list[str]:
-    return label_legend(look for one in shown for look in (one.comparison, one.again) if look is not None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from fp8bench.model import DeviceFacts, Group, Plan, PlannedCase
+from fp8bench.model import DeviceFacts, Group, Plan
 from fp8bench.report.elements import Column, Field, Items, Page, Part, Table, Text
 from fp8bench.report.panels import heading, merge_notes, shared_params, show_params
 
@@ -27,7 +27,13 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     shared = shared_params([group.cases[0].case.params for group in groups])
     places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
     lines = [f"{place or 'one group'}: {_cases(group)}" for group, place in zip(groups, places, strict=True)]
-    lines += merge_notes(_skips(groups, places), len(groups))
+    skipped = [
+        (f"{one.case.mode} skipped", one.skip, place)
+        for group, place in zip(groups, places, strict=True)
+        for one in group.cases
+        if not one.runs
+    ]
+    lines += merge_notes(skipped, len(groups))
     title = heading(case.workload, shared, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))
     yield Part("groups", "", (Items(tuple(map(Text, lines))),))
@@ -44,19 +50,7 @@ def _support_table(groups: Sequence[Group]) -> Table:
 
 def _cases(group: Group) -> str:
     """'fp32 (reference), bf16; skip nvfp4'."""
-    names = [_name(one, index == group.reference) for index, one in enumerate(group.cases) if one.runs]
-    skipped = [_name(one, index == group.reference) for index, one in enumerate(group.cases) if not one.runs]
-    parts = [", ".join(names)] if names else []
-    return "; ".join([*parts, f"skip {', '.join(skipped)}"] if skipped else parts)
-
-
-def _name(planned: PlannedCase, is_reference: bool) -> str:
-    return f"{planned.case.mode} (reference)" if is_reference else planned.case.mode
-
-
-def _skips(groups: Sequence[Group], places: Sequence[str]) -> Iterable[tuple[str, str, str]]:
-    """(about, reason, place) of every case that will not run."""
-    for group, place in zip(groups, places, strict=True):
-        for planned in group.cases:
-            if not planned.runs:
-                yield f"{planned.case.mode} skipped", planned.skip, place
+    marks = {group.reference: " (reference)"}
+    named = [(one.runs, one.case.mode + marks.get(place, "")) for place, one in enumerate(group.cases)]
+    names, skipped = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
+    return "; ".join(filter(None, (names, f"skip {skipped}" if skipped else "")))

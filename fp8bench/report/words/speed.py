@@ -7,7 +7,7 @@ reason. Speed is told as how many times as fast: above 1x is faster.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
@@ -15,7 +15,7 @@ from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Finding, Label, Status, Verdict
 from fp8bench.report.case_status import Standing, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
-from fp8bench.report.panels import Panel, Result
+from fp8bench.report.panels import Panel, Result, together
 from fp8bench.report.words import legend
 from fp8bench.report.words.energy import energy_clause
 from fp8bench.report.words.naming import common_tone, listed, setting_of
@@ -82,9 +82,7 @@ def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozens
     """A sentence for each precision of a panel; `device` is named in them if it is given, labels in `said` are not."""
     where = f" on {device}" if device else ""
     modes = dict.fromkeys(one.mode for one in panel.results if standing(one) in _COMPARED)
-    if not modes:
-        return [Text(_alone(panel, where))] if _reference_time(panel) else []
-    return [_comparison(panel, mode, where, said) for mode in modes]
+    return [_comparison(panel, mode, where, said) for mode in modes] or list(map(Text, _alone(panel, where)))
 
 
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
@@ -98,21 +96,15 @@ def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> 
     if len(found) == 1:
         place, result, against = found[0]
         energy = energy_clause([(result, against)])
-        return Text(single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
+        return Text(_single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
     places = [(place, result) for place, result, _ in found]
     energy = energy_clause([(result, against) for _, result, against in found])
-    words = several(places, reference, f"{suite}{where}", said) + energy
+    words = _several(places, reference, f"{suite}{where}", said) + energy
     return Text(words, common_tone(tone_of(result) for _, result in places))
 
 
-def single(
-    result: Result,
-    against: Result | None,
-    reference: str,
-    suite: str,
-    place: str,
-    where: str = "",
-    said: frozenset[Label] = frozenset(),
+def _single(
+    result: Result, against: Result | None, reference: str, suite: str, place: str, where: str, said: frozenset[Label]
 ) -> str:
     """'bf16 is 1.62x [1.60, 1.64] faster than fp32 on gemm m=512'; of a step made of several phases, what they do."""
     kind, clauses = kind_of(result), ""
@@ -142,29 +134,18 @@ def _claim(kind: Kind, result: Result, reference: str, subject: str) -> str:
     return f"{mode} is {perhaps}slower than {reference} on {subject}{shown}"
 
 
-def several(
-    results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label] = frozenset()
-) -> str:
+def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label]) -> str:
     """'bf16 is faster than fp32 in 4 of 5 cases of gemm, 1.21x to 2.10x (median 1.84x); slower in 1 (m=1: 0.940x)'."""
-    found = {kind: [pair for pair in results if kind_of(pair[1]) == kind] for kind in KINDS}
+    found = together((kind_of(pair[1]), pair) for pair in results)
     parts: list[str] = []
-    for kind, members in found.items():
-        if not members:
-            continue
-        if parts:
-            head = f"{kind.words} in {len(members)}"
-        else:
-            number = _share(len(members), len(results))
+    for kind in filter(found.get, KINDS):
+        members, head = found[kind], f"{kind.words} in {len(found[kind])}"
+        if not parts:
+            some = f"{len(members)} of {len(results)}"
+            number = some if len(members) < len(results) else "both" if len(results) == 2 else f"all {len(results)}"
             head = f"{_opening(kind, members[0][1].mode, reference)} in {number} cases of {suite}"
         parts.append(head + _speeds(kind, members) + _doubt(kind, [result for _, result in members], said))
     return "; ".join(parts) + _pace([result for _, result in results])
-
-
-def _share(number: int, total: int) -> str:
-    """'4 of 5', 'all 5', 'both'."""
-    if number < total:
-        return f"{number} of {total}"
-    return "both" if total == 2 else f"all {total}"
 
 
 def _opening(kind: Kind, mode: str, reference: str) -> str:
@@ -205,17 +186,15 @@ def span(speeds: Sequence[float]) -> str:
 
 def _doubt(kind: Kind, results: Sequence[Result], said: frozenset[Label]) -> str:
     """Why it says 'perhaps', or why nothing is clear."""
-    because = _because(results, said)
+    reasons, because = "", _because(results, said)
     if kind.standing is Standing.DOUBTED:
         return f", but {because}" if because else ""
     if kind.standing is Standing.UNSURE:
-        whys = dict.fromkeys(result.finding.why for result in results if result.finding and result.finding.why)
-        reasons = "; ".join(part for part in (*whys, because) if part)
-        return f": {reasons}" if reasons else ""
-    if kind.standing is Standing.UNTIMED:
-        details = dict.fromkeys(result.record.detail for result in results if result.record.detail)
-        return f": {listed(list(details))}" if details else ""
-    return ""
+        whys = dict.fromkeys(result.finding.why for result in results if result.finding)
+        reasons = "; ".join(filter(None, (*whys, because)))
+    elif kind.standing is Standing.UNTIMED:
+        reasons = listed(list(dict.fromkeys(result.record.detail for result in results if result.record.detail)))
+    return f": {reasons}" if reasons else ""
 
 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
@@ -236,30 +215,23 @@ def _doubts(result: Result) -> list[Label]:
 
 
 def _pace(results: Sequence[Result]) -> str:
-    """What set the speed: true, but perhaps not what one takes it for."""
-    return "".join(f"; {words}" for label in _PACE if (words := _paced(label, results)))
+    """'; the host sets the pace in 1 of 3, not the device (launch-bound)': what set the speed, and is no doubt of it."""
+    words = ""
+    for label, added in _PACE.items():
+        reasons = [result.reason(label) for result in results if label in result.labels]
+        where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
+        known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
+        words += f"; {legend.REASONS[label]}{where}{added} ({label}{known})" if reasons else ""
+    return words
 
 
-def _paced(label: Label, results: Sequence[Result]) -> str:
-    """'the host sets the pace in 1 of 3, not the device (launch-bound)'; of one case with what is to say of it."""
-    found = [result for result in results if label in result.labels]
-    if not found:
-        return ""
-    where = "" if len(found) == len(results) else f" in {len(found)} of {len(results)}"
-    reasons = dict.fromkeys(result.reason(label) for result in found)
-    known = "".join(f", {reason}" for reason in reasons if reason) if len(reasons) == 1 else ""
-    return f"{legend.REASONS[label]}{where}{_PACE[label]} ({label}{known})"
-
-
-def _reference_time(panel: Panel) -> bool:
-    return any(standing(one) is Standing.REFERENCE and one.best is not None for one in panel.results)
-
-
-def _alone(panel: Panel, where: str) -> str:
-    """The reference was measured and nothing else was."""
+def _alone(panel: Panel, where: str) -> Iterator[str]:
+    """That the reference was measured and nothing else was, where it was."""
     timed = [one for one in panel.results if one.record.status is Status.OK and standing(one) is Standing.REFERENCE]
     subject = f"{panel.case.workload}{where}"
-    if len(timed) == 1:
+    if len(timed) == 1 and timed[0].best is not None:
         time = units.seconds(timed[0].best)
-        return f"{panel.reference} alone was timed on {subject}, at {time}: there is nothing to compare it with"
-    return f"{panel.reference} alone was timed, in {many(len(timed), 'case')} of {subject}: there is nothing to compare"
+        yield f"{panel.reference} alone was timed on {subject}, at {time}: there is nothing to compare it with"
+    elif any(one.best is not None for one in timed):
+        number = many(len(timed), "case")
+        yield f"{panel.reference} alone was timed, in {number} of {subject}: there is nothing to compare"
