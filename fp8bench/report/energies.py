@@ -40,7 +40,7 @@ def ratio_within(group: ResultGroup, result: Result) -> EnergyRatio | None:
 
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
     """Its energy over that of its reference; in doubt where a label of either says so."""
-    if reference is None:
+    if reference is None or reference is result:
         return None
     return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
 

@@ -87,7 +87,7 @@ def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozens
 
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
     found = [
-        (setting_of(panel, group), result, next((one for one in group.results if one.record.is_reference), None))
+        (setting_of(panel, group), result, group.lead)
         for group in panel.groups
         for result in group.results
         if result.mode == mode and standing(result) in _COMPARED
