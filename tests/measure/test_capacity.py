@@ -88,14 +88,6 @@ def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
     assert "fp32 trying a batch of 101" in observer.told
 
 
-def test_a_device_that_has_no_memory_left_says_so() -> None:
-    """And the process lives on."""
-    worker = Filled(dies=lambda batch: NO_MEMORY if batch > 33 else None)
-    found = search(worker, limit=None)
-    assert (found.batch, found.beyond, found.limit, found.peak) == (33, 34, None, 330)
-    assert found.why == "memory ran out (OutOfMemoryError: CUDA out of memory.)" and worker.restarts == 0
-
-
 def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     """It is started again, and the search goes on."""
     gone = WorkerLost("the worker crashed during 'try_batch': it was ended by SIGKILL", killed=True)
@@ -122,23 +114,27 @@ def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exce
     assert worker.restarts == 1
 
 
-def test_where_not_even_the_smallest_fits_the_answer_is_none_of_them() -> None:
-    found = search(Filled(takes=lambda batch: 5000 + batch))
-    assert (found.batch, found.beyond, found.peak, found.tokens) == (0, 1, None, 0)
-    assert found.why == "tensors need 3.91 KiB more"
-
-
-def test_where_the_axis_ends_first_nothing_is_beyond() -> None:
-    """The transformer's ends at 4096."""
-    found = search(Filled(takes=lambda batch: 7))
-    assert (found.batch, found.beyond, found.why) == (4096, None, "")
-
-
-def test_without_a_count_its_own_end_says_what_fits() -> None:
-    """Where torch's allocator counts nothing."""
-    worker = Filled(takes=lambda batch: None, dies=lambda batch: NO_MEMORY if batch > 77 else None)
-    found = search(worker, limit=None)
-    assert (found.batch, found.beyond, found.peak) == (77, 78, None)
+@pytest.mark.parametrize(
+    ("takes", "most", "limit", "found", "why"),
+    [
+        # A device that has no memory left says so; where torch's allocator counts nothing, that alone says what fits.
+        (lambda batch: 10 * batch, 33, None, (33, 34, 330), "memory ran out (OutOfMemoryError: CUDA out of memory.)"),
+        (lambda batch: None, 77, None, (77, 78, None), "memory ran out (OutOfMemoryError: CUDA out of memory.)"),
+        # Not even the smallest fits: none of them is an answer.
+        (lambda batch: 5000 + batch, None, LIMIT, (0, 1, None), "tensors need 3.91 KiB more"),
+        # The transformer's axis ends at 4096, and nothing is beyond.
+        (lambda batch: 7, None, LIMIT, (4096, None, 7), ""),
+    ],
+)
+def test_what_ends_the_search(
+    takes: Callable[[int], int | None], most: int | None, limit: int | None, found: tuple[int, int | None, int | None],
+    why: str,
+) -> None:  # fmt: skip
+    """And the process lives on."""
+    worker = Filled(takes, lambda batch: NO_MEMORY if most is not None and batch > most else None)
+    answer = search(worker, limit=limit)
+    assert (answer.batch, answer.beyond, answer.peak) == found and (answer.tokens == 0) == (answer.batch == 0)
+    assert (answer.why, answer.limit, worker.restarts) == (why, limit, 0)
 
 
 def test_native_products_that_need_multiples_are_tried_in_multiples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -210,24 +211,22 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: Session, cou
     assert why == f"answered after {max(counts.values())} rounds"
 
 
-def test_measuring_ends_with_its_budget() -> None:
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (StoppingRule(least=16, budget=1.0), "time was up after 34 rounds"),
+        # The least come even when the budget is over; the ceiling ends it before.
+        (StoppingRule(least=16, budget=0.1), "time was up after 16 rounds"),
+        (StoppingRule(least=16, budget=0.1, ceiling=0.2), "time was up after 7 rounds"),
+        # No group goes on for ever.
+        (StoppingRule(least=16, most=40, budget=1e9, ceiling=1e9), "40 rounds, the most a group gets"),
+    ],
+)
+def test_measuring_ends_with_its_budget(rule: StoppingRule, why: str) -> None:
     """Three arms of 10 ms are 30 ms a round: after 34 rounds a second is over, and preparing did not count."""
-    scripts = {"bf16": Script(preparing_ns=10**10)}
-    worker, why = sit(scripts, three(), StoppingRule(least=16, budget=1.0))
-    assert why == "time was up after 34 rounds"
-    assert len(worker.slots()) == 3 * 34
-
-
-def test_the_least_rounds_come_even_when_the_budget_is_over() -> None:
-    """The ceiling ends it before."""
-    assert sit({}, three(), StoppingRule(least=16, budget=0.1))[1] == "time was up after 16 rounds"
-    assert sit({}, three(), StoppingRule(least=16, budget=0.1, ceiling=0.2))[1] == "time was up after 7 rounds"
-
-
-def test_no_group_goes_on_for_ever() -> None:
-    """The most rounds end what no budget does."""
-    rule = StoppingRule(least=16, most=40, budget=1e9, ceiling=1e9)
-    assert sit({}, three(), rule)[1] == "40 rounds, the most a group gets"
+    worker, ended = sit({"bf16": Script(preparing_ns=10**10)}, three(), rule)
+    assert ended == why
+    assert len(worker.slots()) == 3 * int(re.findall(r"\d+", why)[0])
 
 
 def test_progress_is_the_share_of_rounds_or_of_time() -> None:
