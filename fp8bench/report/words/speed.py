@@ -215,7 +215,7 @@ def _doubts(result: Result) -> list[Label]:
 
 
 def _pace(results: Sequence[Result]) -> str:
-    """'; the host sets the pace in 1 of 3, not the device (launch-bound)': what set the speed, and is no doubt of it."""
+    """What sets a speed, no doubt of it: '; the host sets the pace in 1 of 3, not the device (launch-bound)'."""
     words = ""
     for label, added in _PACE.items():
         reasons = [result.reason(label) for result in results if label in result.labels]
