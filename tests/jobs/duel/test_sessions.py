@@ -67,13 +67,14 @@ def fakes(pair: tuple[SideWorkers, SideWorkers]) -> list[FakeWorker]:
 
 
 def test_every_process_is_in_every_round() -> None:
-    """As often, with as many calls, the first of which is not timed; and the states are given back."""
+    """As often, with as many calls, behind one or two that are not timed; and the states are given back."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
     one = measured(pair, sessions=2)
     assert [len(session.before) + len(session.after) for session in one.sessions] == [4, 4]
     for worker in fakes(pair):
         slots = worker.slots()[2:8]  # after two that find out how long a step is
-        assert slots == [("slot", "bf16", 4, 1)] * 6 and worker.held == []
+        assert {slot[:3] for slot in slots} == {("slot", "bf16", 4)} and {slot[3] for slot in slots} <= {1, 2}
+        assert worker.held == []
     timings = [timing for session in one.sessions for timing in (*session.before, *session.after)]
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
     result = one.result
