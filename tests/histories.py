@@ -25,8 +25,9 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.registry import workloads
+from fp8bench.store.asv.identity import Home
 from fp8bench.store.commit_runs import by_place, files_by_commit, read_runs
-from fp8bench.store.index.tables import Home, Trends, home_of, order, placed
+from fp8bench.store.index.tables import Trends, home_of, order, placed
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from fp8bench.store.series import cells_of
@@ -135,7 +136,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
     runs = commits = 0
     for paths in files_by_commit(store).values():
         read = read_runs(paths)
-        left.update(one.why for one in read.left)
+        left.update(read.left)
         runs += len(read.runs)
         commits += bool(read.runs)
         for members in by_place(read.runs):

@@ -72,8 +72,8 @@ def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
     if tracked is None:
         return []
     known = _recorded(store, tracked, commit) if appending else frozenset()
-    place = tracked.place._replace(commit=commit)
-    company = [one for one in runs_of_commit(store, commit) if one.run.id != run.id and one.is_of(place)]
+    home = tracked.identity.home
+    company = [one for one in runs_of_commit(store, commit) if one.run.id != run.id and one.identity.home.is_same(home)]
     versions = {(point.series, point.version) for point in tracked.content.points}
     return [
         point for one in company for point in one.content.points
@@ -91,7 +91,7 @@ def _not_of(commit: str, run: Run) -> str:
 
 def _recorded(store: Path, tracked: TrackedRun, commit: str) -> frozenset[str]:
     """The series whose samples asv has, beside the statistics: it was asked to record them."""
-    path = results_of(store) / tracked.place.machine / tracked.identity.file_name(commit)
+    path = results_of(store) / tracked.identity.home.machine / tracked.identity.file_name(commit)
     try:
         rows = load_results(path).rows
     except AsvFileError:  # there is none yet, or asv cannot read it either

@@ -34,15 +34,6 @@ _MOST_REMEMBERED = 1000
 _NAMED_FOR = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
 
 
-class Place(NamedTuple):
-    """Runs of one place make one file of asv's."""
-
-    commit: str
-    machine: str
-    python: str
-    interpreter: str
-
-
 @dataclass(frozen=True)
 class TrackedRun:
     """A run, and what it tells the history. Of one that was read from its file for that, only the header is kept."""
@@ -56,11 +47,6 @@ class TrackedRun:
         return str(self.run.environment.get("commit"))
 
     @property
-    def place(self) -> Place:
-        own = self.identity
-        return Place(self.commit, str(own.machine["machine"]), own.python, own.interpreter)
-
-    @property
     def order(self) -> tuple[float, str]:
         """When it began, in seconds since 1970, as the clock of its machine had it; the id, where two began at once."""
         return moment_of(self.run.started).timestamp(), self.run.id
@@ -70,24 +56,12 @@ class TrackedRun:
         """When it began, as rows of asv's say it: in ms since 1970."""
         return int(self.order[0] * 1000)
 
-    def is_of(self, place: Place) -> bool:
-        """Whether it was measured there, by whatever name the interpreter was called."""
-        own = self.place
-        return own[:2] == place[:2] and (own.python == place.python or own.interpreter == place.interpreter)
-
-
-class Left(NamedTuple):
-    """A run file that tells nothing, or not everything."""
-
-    path: Path
-    why: str
-
 
 class CommitRuns(NamedTuple):
-    """What the runs of one commit tell, oldest first, what was left out, and the suites they were asked about."""
+    """What the runs of one commit tell, oldest first, why others tell nothing, and the suites they were asked about."""
 
     runs: tuple[TrackedRun, ...]
-    left: tuple[Left, ...]
+    left: tuple[str, ...]
     suites: frozenset[str] = frozenset()
 
 
@@ -114,18 +88,18 @@ def files_by_commit(store: Path) -> dict[str, list[Path]]:
 def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
     """Read the runs of one commit, each once. With `keep` what they say is remembered, which fits into memory."""
     kept: dict[str, TrackedRun] = {}
-    left: list[Left] = []
+    left: list[str] = []
     suites: set[str] = set()
     renamings = _renamings_beside(paths[0]) if paths else Renamings()
     for path in paths:
         tracked, why, names = _read(path, keep)
         suites |= names
-        left += [Left(path, why)] if why else []
+        left += [why] if why else []
         if tracked is None:
             continue
         tracked = replace(tracked, identity=renamings.applied(tracked.identity))
         known = kept.get(tracked.run.id)
-        left += [Left(path, TWICE)] if known is not None else []
+        left += [TWICE] if known is not None else []
         if known is None or len(known.content.points) < len(tracked.content.points):
             kept[tracked.run.id] = tracked
     return CommitRuns(tuple(sorted(kept.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
@@ -247,11 +221,12 @@ def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
     """Those of one commit, machine and interpreter together, by whatever name the interpreter was called."""
     places: list[list[TrackedRun]] = []
     for one in tracked:
-        home = next((members for members in places if one.is_of(members[0].place)), None)
-        if home is None:
-            places.append([one])
+        for members in places:
+            if one.commit == members[0].commit and one.identity.home.is_same(members[0].identity.home):
+                members.append(one)
+                break
         else:
-            home.append(one)
+            places.append([one])
     return [tuple(members) for members in places]
 
 

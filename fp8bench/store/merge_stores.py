@@ -154,7 +154,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
                     made.files.append(write_place(results_of(store), tracked, made.aside))
                 except (StoreError, OSError) as error:
                     made.failed.append(str(error))
-        made.left.update(one.why for one in read.left)
+        made.left.update(read.left)
         made.runs += len(read.runs)
         series |= {one.name: one for one in series_of_runs(read.runs)}
     with locked(store / "asv"):

@@ -84,7 +84,7 @@ def _lacking(
 ) -> list[Fault]:
     """Figures that the runs of one place have and asv's file has not, which is no harm, or has otherwise."""
     first = tracked[0]
-    machine, commit, python = first.place.machine, first.commit, first.place.python
+    commit, (machine, python, _) = first.commit, first.identity.home
     here = files.get((machine, commit), ())
     alike = [one for one in here if one.python == python or resolved(one.python) == first.identity.interpreter]
     file = alike[0] if alike else nothing_of(commit, first.identity)

@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8bench.model import Scalar
 
@@ -33,6 +34,19 @@ _LAUNCHER_BYTES = 8192  # of a script, which are enough for its interpreter's pa
 _OWN_FOLDER = re.compile(r'"\$\(.*"\$0".*\)"(?=/)')
 
 
+class Home(NamedTuple):
+    """A machine and an interpreter, by the name it was called, and what all its names have in common."""
+
+    machine: str
+    python: str
+    interpreter: str
+
+    def is_same(self, other: Home) -> bool:
+        """Whether both are one, by whatever name the interpreter was called: bin/python and bin/python3 are."""
+        alike = self.python == other.python or self.interpreter == other.interpreter
+        return self.machine == other.machine and alike
+
+
 @dataclass(frozen=True)
 class Identity:
     """asv's parameters of a machine (and what else its entry says, a GPU say), and its name for the interpreter.
@@ -43,6 +57,10 @@ class Identity:
     machine: Entry
     python: str
     interpreter: str = ""
+
+    @property
+    def home(self) -> Home:
+        return Home(str(self.machine["machine"]), self.python, self.interpreter)
 
     @property
     def env_name(self) -> str:

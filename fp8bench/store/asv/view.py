@@ -27,7 +27,7 @@ from fp8bench.store.asv.files import (
 from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell, row_of
-from fp8bench.store.commit_runs import Place, TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
+from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
 from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.points import merged
 
@@ -51,7 +51,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
         why = why or "none of its cases is in a declared grid"
         return f"history: {why}; the run is kept, and asv's view stays as it is"
     try:
-        aside = write_commit(store, tracked.place, run.id, timeout)
+        aside = write_commit(store, tracked, timeout)
     except Fp8benchError as error:
         return f"history: {error} The run is kept; `fp8bench history rebuild` makes the view again."
     except OSError as error:
@@ -70,16 +70,18 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     return "; ".join(filter(None, words))
 
 
-def write_commit(store: Path, place: Place, run: str, timeout: float = LOCK_SECONDS) -> list[Path]:
-    """Write the file of one commit, machine and interpreter, and the lists beside it; returns what was set aside.
+def write_commit(store: Path, own: TrackedRun, timeout: float = LOCK_SECONDS) -> list[Path]:
+    """Write the file of a run's commit, machine and interpreter, and the lists beside it; returns what was set aside.
 
-    Raises StoreError where the run of that id would not be in it.
+    Raises StoreError where the run would not be in it.
     """
     with locked(store / "asv", timeout):
         # Under the lock, too: a writer that knew fewer runs must not come after one that knew more.
-        tracked = [one for one in runs_of_commit(store, place.commit) if one.content.points and one.is_of(place)]
-        if all(one.run.id != run for one in tracked):
-            raise StoreError(f"the run {run} is not to be found in {store}, so that it is not in asv's view.")
+        home = own.identity.home
+        alike = [one for one in runs_of_commit(store, own.commit) if one.identity.home.is_same(home)]
+        tracked = [one for one in alike if one.content.points]
+        if all(one.run.id != own.run.id for one in tracked):
+            raise StoreError(f"the run {own.run.id} is not to be found in {store}, so that it is not in asv's view.")
         aside: list[Path] = []
         write_place(results_of(store), tracked, aside)
         return aside

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fp8bench.model import Ending, Trend
-from fp8bench.store.asv.identity import Identity
+from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.commit_runs import CommitRuns, commit_of, files_by_commit, read_runs
 from fp8bench.store.index.figure_files import (
     CommitFigures,
@@ -33,7 +33,7 @@ from fp8bench.store.index.figure_files import (
     sweep,
 )
 from fp8bench.store.index.lines import Lines, lines_of, names_in
-from fp8bench.store.index.tables import Home, Table, Trends, home_of
+from fp8bench.store.index.tables import Table, Trends, home_of
 from fp8bench.store.interpreters import load_renamings
 
 Job = TypeVar("Job")
@@ -109,7 +109,7 @@ class History:
         homes: list[Home] = []
         for table in self.tables:
             home_of(table.home, homes)
-        home = home_of(Home(str(identity.machine["machine"]), identity.python, identity.interpreter), homes)
+        home = home_of(identity.home, homes)
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:

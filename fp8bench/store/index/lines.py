@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Cell, Ending, Figure, Series, Trend, trend_name
+from fp8bench.store.asv.identity import Home
 from fp8bench.store.index.tables import (
     ROW,
-    Home,
     Rows,
     Table,
     Texts,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.model import Cell, Conditions, Figure, Point, Scalar, Series, Status, Trend, trend_name
+from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
 from fp8bench.store.commit_runs import TrackedRun, series_of_runs
 from fp8bench.store.points import merged
@@ -31,14 +32,6 @@ class Trends:
     left: Counter[str]
 
 
-class Home(NamedTuple):
-    """A machine and an interpreter, by the name it was first called, and what all its names have in common."""
-
-    machine: str
-    python: str
-    interpreter: str
-
-
 class Placed(NamedTuple):
     """What a commit has come to on one machine under one interpreter.
 
@@ -52,8 +45,7 @@ class Placed(NamedTuple):
     began: float
     newest: str
     machine: Mapping[str, Scalar | None]
-    python: str
-    interpreter: str
+    home: Home
     series: tuple[Series, ...]
     figures: tuple[tuple[int, Cell, Figure], ...]
 
@@ -62,16 +54,11 @@ class Placed(NamedTuple):
         """The commit's date in ms since 1970; when it was first measured where that is not known."""
         return self.date if self.date is not None else self.began
 
-    @property
-    def home(self) -> Home:
-        return Home(str(self.machine["machine"]), self.python, self.interpreter)
-
 
 def home_of(own: Home, homes: list[Home]) -> Home:
     """Where a run belongs, among those that are known, which it joins: bin/python and bin/python3 are one."""
     for home in homes:
-        alike = home.python == own.python or home.interpreter == own.interpreter
-        if home.machine == own.machine and alike:
+        if own.is_same(home):
             return home
     homes.append(own)
     return own
@@ -88,8 +75,7 @@ def placed(members: Sequence[TrackedRun], wanted: Callable[[str], bool]) -> Plac
     date = members[0].run.environment.get("commit_date")
     return Placed(
         members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
-        members[-1].run.started, members[-1].identity.machine, members[0].identity.python,
-        members[0].identity.interpreter, tuple(series),
+        members[-1].run.started, members[-1].identity.machine, members[0].identity.home, tuple(series),
         tuple(
             (ranks[name], values, figure_of(members[0], point, _runs_of(point, by_cell[name, values])))
             for (name, values), point in merged(points, series).items()
@@ -181,8 +167,8 @@ def table_of(place: Placed) -> Table:
     ]  # fmt: skip
     said = {
         "commit": place.commit, "date": place.date, "began": place.began, "newest": place.newest,
-        "machine": dict(place.machine), "python": place.python,
-        "interpreter": place.interpreter, "versions": list(versions), "unders": list(unders),
+        "machine": dict(place.machine), "python": place.home.python,
+        "interpreter": place.home.interpreter, "versions": list(versions), "unders": list(unders),
         "reasons": list(reasons),
     }  # fmt: skip
     return Table(said, _layout(place), np.array(rows, dtype=ROW))
