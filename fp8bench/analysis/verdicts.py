@@ -142,16 +142,14 @@ def _opposite(ratio: Interval, typical: Interval) -> bool:
 
 def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
-    known = _judge(case, reference, control, EARLY_LEVEL, EARLY_SAME)
+    known = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
     return known is not None and known.verdict is not Verdict.UNSURE and known.ratio.half_width <= EARLY_HALF_WIDTH
 
 
-def conclude(case: Timing, reference: Timing, control: Timing | None) -> Conclusion | None:
-    """The final verdict on native samples, with its intervals and the A/A interval of the same rounds."""
-    return _judge(case, reference, control, FINAL_LEVEL, SAME)
-
-
-def _judge(case: Timing, reference: Timing, control: Timing | None, level: float, same: float) -> Conclusion | None:
+def conclude(
+    case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME
+) -> Conclusion | None:
+    """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any."""
     entries = [case, reference] if control is None or not control.slots else [case, reference, control]
     rounds = common_rounds(entries)
     if not rounds:

@@ -118,18 +118,16 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self.arithmetic.explicit:
-            return self._by_matrices(x.to(self.arithmetic.carrier), phase)
+            # The same as one product of a linear layer, a row for every position.
+            x = x.to(self.arithmetic.carrier)
+            if x.requires_grad:
+                windows = region(phase.gemm, _written_out, x)
+            else:
+                with phase.gemm:
+                    windows = _written_out(x)
+            return linear(windows, self.weight, self.arithmetic, phase)
         y: Tensor = _Product.apply(x.to(self.arithmetic.carrier), self.weight, self.arithmetic, phase)  # type: ignore[no-untyped-call]
         return y
-
-    def _by_matrices(self, x: Tensor, phase: Phases) -> Tensor:
-        """The same as one product of a linear layer, a row for every position."""
-        if x.requires_grad:
-            windows = region(phase.gemm, _written_out, x)
-        else:
-            with phase.gemm:
-                windows = _written_out(x)
-        return linear(windows, self.weight, self.arithmetic, phase)
 
 
 class BatchNorm(nn.Module):

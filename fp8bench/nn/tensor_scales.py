@@ -128,7 +128,10 @@ class StaticScale:
         if again and self._used is not None:
             return self._used
         if self._book.watching:
-            self._used = self._enter(x)
+            amax = largest_magnitude(x)
+            counted = torch.where(amax.isfinite(), amax, 0.0)
+            self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
+            self._used = self._factor(amax)
             return self._used
         # The scale that stands, once what was entered counts; of a tensor that nobody has seen its own.
         if self._entered is not None:
@@ -150,12 +153,6 @@ class StaticScale:
         if self._amax is None or self._scale is None or self._renewals is None:
             return None
         return ScaleState(float(self._amax), float(self._scale), int(self._renewals))
-
-    def _enter(self, x: Tensor) -> Tensor:
-        amax = largest_magnitude(x)
-        counted = torch.where(amax.isfinite(), amax, 0.0)
-        self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
-        return self._factor(amax)
 
     def _settle(self, amax: Tensor) -> None:
         """Scale by that largest magnitude from now on: the first time found, later renewed."""
