@@ -1,4 +1,4 @@
-"""What only the convolution says, and the block around it; test_products.py has what it shares with linear layers."""
+"""What only the convolution says, and the block around it; test_products.py has what it shares with linear ones."""
 
 from __future__ import annotations
 

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from fp8bench.devices.cpu import HostStamper
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import MX
 from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
 from tests.facts import CPU
@@ -158,3 +161,27 @@ class Unmultiplied(Halved):
 def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:
     LINEAR.is_close(LINEAR.layer(Halved()), 1e-6)
     CONVOLUTION.is_close(CONVOLUTION.layer(Unmultiplied()), 1e-6)
+
+
+def test_a_frozen_weight_costs_no_product() -> None:
+    """Then only the input's gradient is computed."""
+    layer = linear(PlainArithmetic(torch.float32))
+    layer.weight.requires_grad_(False)
+    x = given(8, 64).requires_grad_()
+    layer(x, SilentPhases()).sum().backward()
+    assert layer.weight.grad is None and x.grad is not None
+
+
+def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> None:
+    """The weight gradient is the product of operands rounded along the tokens."""
+
+    def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
+        return values(tensor, E4M3, MX)
+
+    layer = linear(EmulatedArithmetic(torch.float32, blocks, keeps_source=True))
+    x, pull = given(64, 64), torch.randn(64, 32)
+    y, x_gradient, weight_gradient = outcome(layer, x, pull)
+    weight = layer.weight.detach()
+    assert torch.equal(y, blocks(x) @ blocks(weight).t())
+    assert torch.equal(x_gradient, blocks(pull) @ blocks(weight.t()).t())
+    assert torch.equal(weight_gradient, blocks(pull.t()) @ blocks(x.t()).t())

@@ -1,4 +1,4 @@
-"""Made tensors have the property they are made for."""
+"""Made tensors, gradients among them, have the property they are made for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from fp8bench.numerics.distributions import DEGREES, DISTRIBUTIONS, GRADIENT_DEVIATION, GRADIENT_MEDIAN, OUTLIER_FACTOR
+from fp8bench.numerics.distributions import (
+    DEGREES,
+    DISTRIBUTIONS,
+    GRADIENT_DEVIATION,
+    GRADIENT_MEDIAN,
+    OUTLIER_FACTOR,
+    GradientSource,
+)
 
 SHAPE = (512, 512)
 
@@ -56,3 +63,36 @@ def test_log_normal_magnitudes() -> None:
     assert float(logs.median()) == pytest.approx(math.log(GRADIENT_MEDIAN), abs=0.02)
     assert float(logs.std()) == pytest.approx(GRADIENT_DEVIATION, abs=0.02)
     assert float((logs.max() - logs.min()) / math.log(2)) > 24
+
+
+MATRICES = [(300, 64)] * 40
+
+
+def source(seed: int = 0) -> GradientSource:
+    return GradientSource(MATRICES, torch.Generator().manual_seed(seed))
+
+
+def test_the_same_seed_gives_the_same_stream() -> None:
+    """And each set differs from the one before."""
+    one, other, different = source(1), source(1), source(2)
+    for _ in range(2):
+        drawn = one.draw()
+        assert all(torch.equal(a, b) for a, b in zip(drawn, other.draw(), strict=True))
+        assert not torch.equal(drawn[0], different.draw()[0])
+    assert not torch.equal(drawn[0], one.draw()[0])
+    assert [tuple(tensor.shape) for tensor in drawn] == MATRICES
+    assert {tensor.dtype for tensor in drawn} == {torch.float32}
+
+
+def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
+    """Three orders of magnitude by row, four by tensor; within a row a plain Gaussian."""
+    gradients = source()
+    drawn = gradients.draw()
+    rows = torch.stack([one.square().mean(1).sqrt() for one in drawn])
+    scales = torch.cat(gradients.scales, dim=1).t()
+    assert ((rows / scales).log().abs() < 0.6).all()
+    spread = rows.log10()
+    assert 2.5 < (spread.amax(1) - spread.amin(1)).min() < (spread.amax(1) - spread.amin(1)).max() < 3.5
+    assert 3 < spread.median(1).values.max() - spread.median(1).values.min() < 5
+    standard = torch.cat([one / scale for one, scale in zip(drawn, gradients.scales, strict=True)])
+    assert abs(standard.mean()) < 0.01 and abs(standard.std() - 1) < 0.01

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from fp8bench.model import DeviceFacts, Level
+from fp8bench.nn.support import storage_support
 from fp8bench.registry import precisions
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
@@ -99,3 +100,18 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", precisions.names())
+def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
+    """TF32 has no tensors; what it lacks is said in a sentence."""
+    precision = precisions.get(name)
+    support = storage_support(precision, facts, "there is no such buffer")
+    if name == "tf32":
+        assert support.level is Level.REFUSED
+        assert support.reason == (
+            "tf32 changes what products read and leaves tensors float32: there is no such buffer, and fp32 is that case"
+        )
+    else:
+        assert support == precision.support(facts)
