@@ -11,9 +11,13 @@ from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, a
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
 from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
 from fp8bench.analysis.metric import TIME
-from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Status
-from fp8bench.units import percent
+from fp8bench.analysis.verdicts import agrees, uneven
+from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Status, Verdict
+from fp8bench.units import change, percent
 
+_VERDICTS = {
+    Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
+}  # fmt: skip
 _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
@@ -114,6 +118,14 @@ def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -
             f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
             f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
         )
+    typical = across(figures.typical[0], figures.typical[1], figures.typical[2]).ratio if figures.typical else ratio
+    contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
+    if contradicted:
+        where = Direction.UNSURE
+        why = f"by the fastest calls it takes {change(ratio.point)} time, by the mean over all calls "
+        why += change(typical.point)
+    if uneven(ratio, typical) and (contradicted or not difference.alone):
+        labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
     return Comparison(
         case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
         _middle(figures.after), ratio, difference.p_value, labels, why,

@@ -8,8 +8,9 @@ changed, a step counts as one stretch on both sides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import NormalDist, median, stdev
 
 from fp8bench.analysis import stats
@@ -17,20 +18,22 @@ from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import Sighting
 from fp8bench.analysis.metric import STEP, TIME, Better, Metric, Rank
 from fp8bench.analysis.metrics import metrics_of
-from fp8bench.analysis.verdicts import FINAL_LEVEL, cells
-from fp8bench.model import RELATIVE, Status, Timing
+from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
+from fp8bench.model import RELATIVE, Finding, Interval, Status, Timing
 
 # An emulated case gets so many; of fewer, the fastest three are any three.
 LEAST_ROUNDS = 8
 # The standard error of a median over that of a mean, of Gaussian samples.
 _MEDIANS = math.sqrt(math.pi / 2)
+_RATIO, _TYPICAL = attrgetter("ratio"), attrgetter("typical")
 
 
 @dataclass(frozen=True)
 class Figures:
     """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run.
 
-    `beside` are runs of neither side, which say how far runs lie apart.
+    `beside` are runs of neither side, which say how far runs lie apart. `typical` is the same of all three by the mean
+    over all calls.
     """
 
     metric: str
@@ -39,6 +42,7 @@ class Figures:
     after: tuple[Estimate, ...]
     few: bool = False
     beside: tuple[Estimate, ...] = ()
+    typical: tuple[tuple[Estimate, ...], ...] = ()
 
 
 def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
@@ -55,11 +59,15 @@ def timed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequenc
     calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
     old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
-    yield Figures(TIME, "s", old, new, few, others)
+    yield Figures(
+        TIME, "s", old, new, few, others, tuple(tuple(_mean(one, rounds) for one in side) for side in timings)
+    )
     if len({one.reference for one in (*before, *after, *beside)}) == 1:
-        old, new, others = (tuple(_ratios(side)) for side in (before, after, beside))
+        sides = (before, after, beside)
+        old, new, others = (tuple(_ratios(side, _RATIO)) for side in sides)
         if old and new:
-            yield Figures(RELATIVE, "x", old, new, few, others)
+            typical = tuple(tuple(_ratios(side, _TYPICAL)) for side in sides)
+            yield Figures(RELATIVE, "x", old, new, few, others, typical if all(typical[:2]) else ())
 
 
 def sensed(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()) -> Iterator[Figures]:
@@ -120,10 +128,15 @@ def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate
     return Estimate(best.point, best.error)
 
 
-def _ratios(side: Sequence[Sighting]) -> Iterator[Estimate]:
+def _mean(timing: Timing, rounds: int) -> Estimate:
+    mean = stats.mean_case(means(timing, [slot.round for slot in timing.slots[:rounds]]))
+    return Estimate(mean.point, mean.error)
+
+
+def _ratios(side: Sequence[Sighting], of: Callable[[Finding], Interval | None]) -> Iterator[Estimate]:
     """The ratios to the reference, with the standard errors that their intervals stand for."""
     reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     for one in side:
-        ratio = one.finding.ratio if one.finding is not None else None
+        ratio = of(one.finding) if one.finding is not None else None
         if ratio is not None and one.record.status is Status.OK and math.isfinite(ratio.half_width):
             yield Estimate(math.log(ratio.point), ratio.half_width / reach)

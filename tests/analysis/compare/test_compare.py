@@ -112,6 +112,25 @@ def test_one_run_each(factor: float, expected: str) -> None:
     assert of(compared, "product_error").direction is Direction.SAME
 
 
+@pytest.mark.parametrize(("runs", "faster"), [(1, 0.8), (5, 0.97), (5, 1.0)])
+def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> None:
+    """Every second call takes twice as long, whatever the other one takes; one run or several a side."""
+
+    def uneven(number: int) -> Timing:
+        one = timing(faster * 1e-3, number)
+        slots = [
+            replace(slot, calls_ns=(slot.calls_ns[0], tuple(2 * ns for ns in slot.calls_ns[1]))) for slot in one.slots
+        ]
+        return replace(one, slots=tuple(slots))
+
+    compared = held([run(one) for one in range(runs)], [run(9 + one, timing=uneven(one)) for one in range(runs)])
+    for metric in ("time", "relative_time"):
+        one = of(compared, metric)
+        assert one.direction == "unsure" and "uneven" in one.labels
+        assert one.why.startswith("by the fastest calls it takes ") and "by the mean over all calls +" in one.why
+    assert of(compared, "time", "fp32").labels == ("cross-run",)
+
+
 def test_several_runs_each_find_less() -> None:
     """5% slower, in every one of four runs."""
     compared = held([run(n) for n in range(4)], [run(n, 1.05) for n in range(5, 9)])
