@@ -22,6 +22,7 @@ from fp8bench.report.words.comparisons import (
     signed,
     value,
 )
+from fp8bench.report.words.run_facts import many
 
 _MOST_CASES = 20
 _HOW_CHANGE = (
@@ -64,7 +65,7 @@ def side_words(side: Side) -> str:
     shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     unfinished = sum(not run.finished for run in side.runs)
     cut = f"; {unfinished} of them unfinished" if unfinished else ""
-    return f"{side.name}: {' and '.join(commits)}, {len(ids)} run{'s' * (len(ids) != 1)} ({shown}){cut}"
+    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){cut}"
 
 
 def _commit(commit: object, dirty: object) -> str:
@@ -77,11 +78,11 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     """A title, and what differs beside the commit."""
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = [
-        f"{one.name}: {one.before:.60} -> {one.after:.60}{' (times do not compare for it)' if one.hardware else ''}"
+    lines = (
+        Text(f"{one.name}: {one.before:.60} -> {one.after:.60}{' (times do not compare for it)' * one.hardware}")
         for one in compared.differing
-    ]
-    return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
+    )
+    return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
 
 
 def _listed(title: str, words: Sequence[str]) -> Iterator[Part]:
@@ -96,13 +97,12 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
     shared = tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
-    columns = [
+    columns = (
         Column("setting", shared=True), Column("figure"), Column("A", number=True), Column("B", number=True),
         Column("change"), Column("verdict"), Column("why", below=True), Column("labels"),
-    ]  # fmt: skip
-    labelled = any(set(one.labels) - set(shared) for one in shown)
-    rows = tuple(_fields(one, shared)[: len(columns) - (not labelled)] for one in shown)
-    yield Table("comparisons", "", tuple(columns[: len(columns) - (not labelled)]), rows)
+    )  # fmt: skip
+    last = None if any(set(one.labels) - set(shared) for one in shown) else -1
+    yield Table("comparisons", "", columns[:last], tuple(_fields(one, shared)[:last] for one in shown))
 
 
 def _fields(one: Comparison, shared: Iterable[str]) -> tuple[Field, ...]:

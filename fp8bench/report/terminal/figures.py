@@ -180,11 +180,8 @@ def data(panel: Panel) -> Iterator[Element]:
 
 def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
     """The largest count, magnitude and shares of any."""
-    names = dict.fromkeys(name for one in members for name, _, _ in one.outside)
-    shares = {name: [shares_of(one, name) for one in members] for name in names}
-    outside = tuple(
-        (name, max(above for above, _ in pairs), max(below for _, below in pairs)) for name, pairs in shares.items()
-    )
+    shares = together((name, pair) for one in members for name, *pair in one.outside)
+    outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
     count, amax = max(one.count for one in members), max(one.amax for one in members)
     return TensorStatistics(members[0].kind, members[0].role, count, amax, outside)
 

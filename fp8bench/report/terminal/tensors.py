@@ -44,7 +44,7 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     )
     rows = tuple(
         (Field(tensor_name(panel, group) if len(panel.groups) > 1 else ""),
-         *_row(one, [figure(one, metric)[0] for _, metric in _FIGURES], 0))
+         *_row(one, [figure(one, metric)[0] for _, metric in _FIGURES], Tone.STRONG))
         for group in panel.groups for one in group.results
     )  # fmt: skip
     yield Table("tensors", "", columns, rows)
@@ -58,13 +58,12 @@ def _overview(panel: Panel, width: int) -> Iterator[Element]:
     label = max(len(cell_of(one).words) for one in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         columns = (Column("precision"), *(Column(names[place], number=True) for place in places))
-        rows = tuple(tuple(_row(one, [found[place].get(mode, "-") for place in places])) for mode, one in modes.items())
+        rows = tuple(_row(one, [found[place].get(mode, "-") for place in places]) for mode, one in modes.items())
         yield Table("sqnr", "" if number else _OVERVIEW, columns, rows)
 
 
-def _row(result: Result, cells: Sequence[str], strong: int = -1) -> Iterator[Field]:
-    yield Field(cell_of(result).words)
-    yield from (Field(cell, tone=Tone.STRONG if n == strong else Tone.PLAIN) for n, cell in enumerate(cells))
+def _row(result: Result, cells: Sequence[str], first: Tone = Tone.PLAIN) -> tuple[Field, ...]:
+    return Field(cell_of(result).words), Field(cells[0], tone=first), *map(Field, cells[1:])
 
 
 def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:

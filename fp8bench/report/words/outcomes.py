@@ -51,27 +51,25 @@ def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
 def failures(found: Sequence[Outcome]) -> list[str]:
     """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
     failed = [one for one in found if standing(one.result) is Standing.FAILED]
-    alike = together(((one.suite, one.result.mode, one.reason), one) for one in failed)
-    return [_failure(*which, members) for which, members in alike.items()]
-
-
-def _failure(suite: str, mode: str, reason: str, alike: Sequence[Outcome]) -> str:
-    if len(alike) == 1:
-        return f"FAILED: {mode} on {f'{suite} {alike[0].setting}'.rstrip()}: {reason}"
-    return f"FAILED: {mode} in {len(alike)} cases of {suite} ({listed([one.setting for one in alike])}): {reason}"
+    told = []
+    by_reason = together(((one.suite, one.result.mode, one.reason), one) for one in failed)
+    for (suite, mode, reason), alike in by_reason.items():
+        places = listed([one.setting for one in alike])
+        where = f"in {len(alike)} cases of {suite} ({places})" if len(alike) > 1 else f"on {suite} {places}".rstrip()
+        told.append(f"FAILED: {mode} {where}: {reason}")
+    return told
 
 
 def skips(found: Sequence[Outcome]) -> list[str]:
     """'nvfp4 was skipped in 3 cases of gemm: no hardware for FP4'."""
     skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
-    return [_skip(reason, alike) for reason, alike in together((one.reason, one) for one in skipped).items()]
-
-
-def _skip(reason: str, alike: Sequence[Outcome]) -> str:
-    modes = list(dict.fromkeys(one.result.mode for one in alike))
-    suites = list(dict.fromkeys(one.suite for one in alike))
-    were = "was" if len(modes) == 1 else "were"
-    return f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {reason}"
+    told = []
+    for reason, alike in together((one.reason, one) for one in skipped).items():
+        modes = list(dict.fromkeys(one.result.mode for one in alike))
+        suites = list(dict.fromkeys(one.suite for one in alike))
+        were = "was" if len(modes) == 1 else "were"
+        told.append(f"{listed(modes)} {were} skipped in {many(len(alike), 'case')} of {listed(suites)}: {reason}")
+    return told
 
 
 def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fp8bench import units
-from fp8bench.report.panels import Panel, ResultGroup
+from fp8bench.report.panels import Panel, ResultGroup, together
 from fp8bench.report.tensor_panels import SQNR, cell_of, figure
 
 _ELEMENTS = re.compile(r"e(\d+)m(\d+)")
@@ -28,13 +28,10 @@ def best_by_width(panel: Panel) -> Iterator[str]:
 
 def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
     """SQNR by precision, by the bits of their elements."""
-    found: dict[int, dict[str, float]] = {}
-    for result in group.results:
-        cell, value = cell_of(result), figure(result, SQNR)[1]
-        elements = _ELEMENTS.match(cell.fmt)
-        if elements and value is not None:
-            found.setdefault(1 + int(elements[1]) + int(elements[2]), {})[cell.words] = value
-    return found
+    cells = ((cell_of(result), figure(result, SQNR)[1]) for result in group.results)
+    known = ((_ELEMENTS.match(cell.fmt), cell.words, value) for cell, value in cells if value is not None)
+    by_bits = together((1 + int(one[1]) + int(one[2]), (words, value)) for one, words, value in known if one)
+    return {bits: dict(pairs) for bits, pairs in by_bits.items()}
 
 
 def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> str:
