@@ -73,25 +73,21 @@ def _reference_line(panel: Panel) -> str:
 def _numbers(panel: Panel) -> list[tuple[str, str]]:
     """Measurements beside the main error, and speed-ups by medians, a line for each metric and group."""
     lines: list[tuple[str, str]] = []
-    elsewhere = _told_elsewhere(panel)
     for group in panel.groups:
-        by_metric: dict[str, list[str]] = {}
-        for result in group.results:
-            for one in result.record.measurements:
-                if one.metric == elsewhere:
-                    continue
-                label = f"{one.metric} ({one.phase})" if one.phase else one.metric
-                how = " (emulated)" if one.unit == "B" and emulated(result) else ""
-                by_metric.setdefault(label, []).append(f"{result.mode} {show_value(one)}{how}")
-        medians = [
-            f"{one.mode} {speed.of_all_calls(one.finding)}"
+        told = [
+            (f"{one.metric} ({one.phase})" if one.phase else one.metric, f"{result.mode} {show_value(one)}{how}")
+            for result in group.results
+            for one in result.record.measurements
+            for how in [" (emulated)" if one.unit == "B" and emulated(result) else ""]
+            if one.metric != _told_elsewhere(panel)
+        ]
+        told += [
+            ("speed-up over all calls", f"{one.mode} {speed.of_all_calls(one.finding)}")
             for one in group.results
             if one.finding and one.finding.typical and not emulated(one)
         ]
-        if medians:
-            by_metric["speed-up over all calls"] = medians
         place = f" at {panel.place(group)}" if len(panel.groups) > 1 else ""
-        others = {label: texts for label, texts in by_metric.items() if label != main_error(panel)}
+        others = {label: texts for label, texts in together(told).items() if label != main_error(panel)}
         lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in others.items()]
     return lines
 
@@ -200,13 +196,11 @@ def _memory_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
     """What the energy tables hold, where there are any."""
-    found = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
-    found = [(panel, group, one) for panel, group, one in found if figures_of(one) is not None]
-    if not found:
-        return []
+    cases = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
+    found = [case for case in cases if figures_of(case[2]) is not None]
     compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_within(group, one) is not None)
     cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []
-    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost]
+    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if found else []
 
 
 def _ending(run: Run) -> Iterator[Text]:

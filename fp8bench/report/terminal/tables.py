@@ -151,13 +151,6 @@ def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
 def _shares(result: Result, names: Sequence[str]) -> list[str]:
     """One cell a phase: its share, '<' if it is below the clock's floor, '-' if the step has no such phase."""
     assert result.finding is not None and result.best
-    seconds = dict(phases_of(result))
-    cells = []
-    for name in names:
-        if name in result.finding.below_floor:
-            cells.append("<")
-        elif seconds.get(name) or name == UNATTRIBUTED:
-            cells.append(units.percent(seconds.get(name, 0.0) / result.best))
-        else:
-            cells.append(units.NONE)
-    return cells
+    shares = {name: seconds / result.best for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
+    below = dict.fromkeys(result.finding.below_floor, "<")
+    return [below.get(name, units.percent(shares.get(name))) for name in names]
