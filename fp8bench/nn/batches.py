@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -79,16 +78,11 @@ def normalised(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[
     return result
 
 
-class Records(ABC):
-    """Somewhere that batches come from."""
+class CompressedRecords:
+    """Records in a file, each compressed alone as PNG does it. The file has no name and ends with this object.
 
-    @abstractmethod
-    def batch(self, indices: Indices) -> Tensor:
-        """The records of these numbers as normalised fp32 on the host, (batch, size)."""
-
-
-class CompressedRecords(Records):
-    """Records in a file, each compressed alone as PNG does it. The file has no name and ends with this object."""
+    A batch are the records of some numbers as normalised fp32 on the host, (batch, size).
+    """
 
     def __init__(self, records: Bytes) -> None:
         packed = [zlib.compress(record.tobytes(), _LEVEL) for record in records]
@@ -107,7 +101,7 @@ class CompressedRecords(Records):
         return torch.from_numpy(normalised(stacked))
 
 
-class DecodedRecords(Records):
+class DecodedRecords:
     """Records that lie decoded in memory."""
 
     def __init__(self, records: Bytes) -> None:
@@ -115,6 +109,9 @@ class DecodedRecords(Records):
 
     def batch(self, indices: Indices) -> Tensor:
         return self._values.index_select(0, torch.from_numpy(indices))
+
+
+Records = CompressedRecords | DecodedRecords
 
 
 class Destination:

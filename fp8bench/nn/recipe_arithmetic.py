@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,16 +14,12 @@ from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import factor
 from fp8bench.nn.explicit_products import rotated, short_product
-from fp8bench.nn.tensor_scales import DelayedScale, backward_is_running, kept_scales
+from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, backward_is_running, kept_scales
 from fp8bench.numerics.products import in_dtype, values_product
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook
 
-
-class NextScale(Protocol):
-    """Where the scale of a tensor comes from, if not from the tensor as it is."""
-
-    def next(self, x: Tensor, again: bool = False) -> Tensor:
-        """What `x` is multiplied by, float32 without dimensions; `again` repeats the cast before."""
+# Where the scale of a tensor comes from, if not from the tensor as it is.
+NextScale = DelayedScale | StaticScale
 
 
 class RecipeArithmetic(Arithmetic):

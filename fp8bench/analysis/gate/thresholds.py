@@ -15,11 +15,10 @@ from fp8bench.model import Comparison
 
 @dataclass(frozen=True)
 class Threshold:
-    """What is worse enough: the ratio beyond 1 + `relative` and the difference beyond `smallest`, in `unit`."""
+    """What is worse enough: the ratio beyond 1 + `relative` and the difference beyond `smallest`, in its unit."""
 
     relative: float
     smallest: float
-    unit: str = ""
     ignored: bool = False
 
 
@@ -66,7 +65,7 @@ def threshold_of(one: Comparison, rules: tuple[Rule, ...] = ()) -> Threshold:
         )
     return Threshold(
         default.relative if found.relative is None else found.relative,
-        default.smallest if found.smallest is None else found.smallest, one.unit, found.ignored,
+        default.smallest if found.smallest is None else found.smallest, found.ignored,
     )  # fmt: skip
 
 
