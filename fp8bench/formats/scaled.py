@@ -153,7 +153,7 @@ def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
 
 
 def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    """The matrix as whole float32 blocks, in one of the layouts of block_kernels."""
+    """The matrix as whole float32 blocks, in one of the layouts of blocks.py."""
     down, across, columns = _grid(x.shape, scaling)
     height, width = matrix_of(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)

@@ -1,6 +1,6 @@
 """What the samples of a duel say: B against A, figure by figure.
 
-Times by analysis.two_sides. Values (errors, memory) are the same whenever the same code runs, so that they need no
+Times by duel_interval.py. Values (errors, memory) are the same whenever the same code runs, so that they need no
 statistics.
 """
 
