@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.measure.sensors.nvml.library import Device, Simulation, build, uuid_of, why_not
+from tests.measure.sensors.nvml.library import Device, Simulation
+from tests.test_energy_suite import GEMM, ran
+from tests.test_energy_suite import simulation as simulation
 
-GEMM = ("suite", "gemm", "--set", "shape=128", "--set", "product=forward", "--dtypes", "fp32,bf16", "--rounds", "10")
-
-
-@pytest.fixture(scope="module")
-def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
-    """The library, built once, and asked by other processes alone."""
-    if why_not():
-        pytest.skip(why_not())
-    return Simulation(build(tmp_path_factory.mktemp("nvml")))
-
-
-def ran(simulation: Simulation, folder: Path, *words: str) -> str:
-    """What a run of a suite without energy prints."""
-    environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", *GEMM, "--no-energy", "--no-report", "--store", "store", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+WORDS = (*GEMM, "--rounds", "10", "--no-energy")
 
 
 def findings(simulation: Simulation, folder: Path) -> dict[str, dict[str, Any]]:
     """By precision."""
-    printed = json.loads(ran(simulation, folder, "--json"))
+    printed = json.loads(ran(simulation, folder, *WORDS, "--json")[1])
     return {record["case"]["precision"]: record["finding"] for record in printed["records"]}
 
 
@@ -67,7 +48,7 @@ def test_a_device_slowed_down_by_its_hardware_leaves_no_verdict(simulation: Simu
 def test_table_and_csv_say_so(simulation: Simulation, tmp_path: Path) -> None:
     """As words beside the label, and as a column."""
     hot(simulation)
-    text = " ".join(ran(simulation, tmp_path, "--csv", "rows.csv").split())
+    text = " ".join(ran(simulation, tmp_path, *WORDS, "--csv", "rows.csv")[1].split())
     assert "throttled (hw-thermal 1" in text and "power-capped (SM clock 1.75 GHz)" in text
     assert "- bf16 unsure: labelled" in text
     with (tmp_path / "rows.csv").open(newline="") as file:

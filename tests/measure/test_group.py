@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from fp8bench.model import (
     Provenance,
     Record,
     Status,
+    TensorStatistics,
     Verdict,
 )
 from fp8bench.model.stopping import StoppingRule
@@ -148,17 +150,6 @@ def test_an_error_pass_that_needs_too_much_memory_leaves_the_times_alone() -> No
     assert worker.restarts == 0
 
 
-@pytest.mark.parametrize(("exhausted", "restarts"), [(False, 1), (True, 0)])
-def test_statistics_that_raise_fail_nobody(exhausted: bool, restarts: int) -> None:
-    """They describe the data of all; but the next group starts in a fresh worker."""
-    error = WorkerFault("ValueError", "bad", "the trace", exhausted)
-    records, worker = measure({"fp32": broken("statistics", error=error)}, *native("fp32", "bf16"))
-    assert statuses(records) == {"fp32": "ok", "bf16": "ok"}
-    assert records["fp32"].detail.split("; no peak")[0] == f"no statistics of the data: {error}"
-    assert records["fp32"].statistics == ()
-    assert worker.restarts == restarts
-
-
 def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     """One request a case that is alive by then; where the device cannot say there is no number, and no zero."""
     scripts = {
@@ -185,16 +176,29 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
         (WorkerHung("no answer in 60 s"), 1),
     ],
 )
-def test_a_case_without_its_memory_stands_all_the_same(error: Exception, restarts: int) -> None:
-    """With its time and its errors, and the reason; the others have theirs."""
-    bf16 = Script(errors={"product_error": 0.1}, faults=[Fault("memory", error)], peak=1)
-    records, worker = measure({"bf16": bf16, "fp16": Script(peak=2)}, *native("fp32", "bf16", "fp16"))
-    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
-    assert records["bf16"].detail == f"no peak memory: {error}" and not records["bf16"].reason
-    assert records["bf16"].timing is not None and records["bf16"].measurement("product_error") is not None
-    assert records["bf16"].measurement("peak_memory") is None
-    assert records["fp16"].measurement("peak_memory") is not None
-    assert worker.restarts == restarts
+@pytest.mark.parametrize(
+    ("name", "what"), [("statistics", "statistics of the data"), ("memory", "peak memory"), ("trace", "trace")]
+)
+def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Exception, restarts: int) -> None:
+    """The case stands with all else and the reason, the others have theirs; the next is asked of a fresh worker."""
+    said: dict[str, Any] = {
+        "errors": {"product_error": 0.1}, "statistics": (TensorStatistics("a", "input", 4, 1.0),), "peak": 1,
+        "operators": (OperatorTime("gemm", "aten::mm", 1.0, 0.01),),
+    }  # fmt: skip
+    scripts = {"fp32": Script(**said, faults=[Fault(name, error)]), "bf16": Script(**said)}
+    records, worker = measure(scripts, *native("fp32", "bf16"), traces=TRACES)
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == restarts
+    assert records["fp32"].detail == f"no {what}: {error}" and not records["fp32"].reason
+    assert not records["bf16"].detail and records["bf16"].memory and records["bf16"].trace
+    for record in records.values():
+        assert record.timing is not None and record.measurement("product_error") is not None
+    found = {
+        "statistics": bool(records["fp32"].statistics),
+        "memory": records["fp32"].memory is not None,
+        "trace": bool(records["fp32"].trace and records["fp32"].operators),
+    }
+    assert found == {one: one != name for one in found}
+    assert (records["fp32"].measurement("peak_memory") is not None) == found["memory"]
 
 
 def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
@@ -208,24 +212,6 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
     assert records["fp32"].operators == told and records["bf16"].operators == () and worker.restarts == 1
     records, worker = measure({}, *native("fp32", "bf16"))
     assert not [entry for entry in worker.log if entry[0] == "trace"] and not records["fp32"].trace
-
-
-@pytest.mark.parametrize(
-    ("error", "restarts"),
-    [
-        (WorkerFault("OSError", "No space left on device", "the trace"), 1),
-        (WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True), 0),
-        (WorkerLost("it crashed"), 1),
-    ],
-)
-def test_a_case_without_its_trace_stands_all_the_same(error: Exception, restarts: int) -> None:
-    """With everything else, and the reason; the others have theirs."""
-    bf16 = Script(faults=[Fault("trace", error)], peak=1)
-    records, worker = measure({"bf16": bf16}, *native("fp32", "bf16", "fp16"), traces=TRACES)
-    assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
-    assert records["bf16"].detail == f"no trace: {error}" and not records["bf16"].trace
-    assert records["bf16"].timing is not None and records["bf16"].measurement("peak_memory") is not None
-    assert records["fp16"].trace and worker.restarts == restarts
 
 
 def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:

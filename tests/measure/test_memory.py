@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -19,7 +18,6 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.step_guards import ThreadsLeft
 from tests.worker.told import CPU, Storages, Tell, setup_of
 from tests.worker.told import tell as tell
 
@@ -140,21 +138,6 @@ def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
             assert not torch.autograd._profiler_enabled() and gc.isenabled()
         use = worker.within(60.0).memory(tell(lambda _: torch.empty(5), lambda state, phase: None), CPU)
         assert isinstance(use, MemoryUse) and use.peak == 20
-
-
-def test_threads_that_are_left_are_an_error(bench: Bench, tell: Tell) -> None:
-    """They would be timed with what comes next; the profiler itself leaves none of Python's."""
-    before, done = set(threading.enumerate()), threading.Event()
-
-    def prepare(setup: Setup) -> None:
-        threading.Thread(target=done.wait, name="stayer", daemon=True).start()
-
-    with pytest.raises(ThreadsLeft, match=r"it left 1 running \(stayer\)"):
-        peak(bench, tell(prepare, lambda state, phase: None))
-    done.set()
-    for one in set(threading.enumerate()) - before:
-        assert one.name == "stayer"
-        one.join()
 
 
 def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,15 +140,25 @@ def test_an_exception_of_a_step_leaves_no_profiler_behind(
     assert bench.trace(stepping(lambda phase: None), CPU, str(tmp_path / "b.pt.trace.json.gz"))
 
 
-def test_threads_that_are_left_are_an_error(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
-    """They would be timed with what comes next; the profiler itself leaves none of Python's."""
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda bench, case, folder: bench.trace(case, CPU, str(folder / "a.pt.trace.json.gz")),
+        lambda bench, case, folder: bench.memory(case, CPU),
+    ],
+    ids=["trace", "memory"],
+)
+def test_threads_that_are_left_are_an_error(
+    ask: Callable[[Bench, Case, Path], object], bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
+) -> None:
+    """They would be timed with what comes next; the profiler itself leaves none of Python's, memory measured or not."""
     before, done = set(threading.enumerate()), threading.Event()
 
     def step(phase: Phases) -> None:
         threading.Thread(target=done.wait, name="stayer", daemon=True).start()
 
     with pytest.raises(ThreadsLeft, match="stayer"):
-        bench.trace(stepping(step), CPU, str(tmp_path / "a.pt.trace.json.gz"))
+        ask(bench, stepping(step), tmp_path)
     done.set()
     for one in set(threading.enumerate()) - before:
         assert one.name == "stayer"

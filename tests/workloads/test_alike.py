@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.model import Level, Scalar
 from fp8bench.registry import precisions, workloads
-from tests.workloads.steps import CPU, H200, small
+from tests.workloads.steps import CPU, H200, phases, small
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,52 @@ def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar])
     assert torch.equal(output, others_output) and not torch.equal(output, different.outcome()[0])
     assert not torch.equal(one.inputs[0], different.inputs[0])
     assert all(torch.equal(mine, others) for mine, others in zip(gradients, others_gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_each_pass_runs_its_products(name: str) -> None:
+    """Two forward; four more backward, which only training runs."""
+    workload = workloads.get(name)
+    assert phases(workload, small(name, "fp32", **{"pass": "forward"})).count("gemm") == 2
+    assert phases(workload, small(name, "fp32")).count("gemm") == 6
+    assert "cast" not in phases(workload, small(name, "fp32"))
+    assert set(phases(workload, small(name, "fp8"))) == {"cast", "gemm", "elementwise"}
+
+
+WIDE: dict[str, Scalar] = {"width": 64, "hidden": 128}
+
+
+@pytest.mark.parametrize("pass_", ["forward", "training"])
+@pytest.mark.parametrize(
+    ("name", "changes", "least", "most"),
+    [
+        ("conv", {"channels": 32}, 1e-5, 1), ("mlp", WIDE | {"gated": "no"}, 1e-6, 0.5),
+        ("mlp", WIDE | {"gated": "yes"}, 1e-6, 0.5),
+    ],
+)  # fmt: skip
+def test_errors_grow_as_bits_go(name: str, changes: dict[str, Scalar], least: float, most: float, pass_: str) -> None:
+    """Gradients are compared where there are any."""
+    found = [
+        workloads.get(name).error(small(name, precision, **changes, **{"pass": pass_}))
+        for precision in ("fp32", "bf16", "fp8", "nvfp4")
+    ]
+    assert set(found[0]) == ({"output_error", "gradient_error"} if pass_ == "training" else {"output_error"})
+    for metric in found[0]:
+        errors = [one[metric] for one in found]
+        assert errors == sorted(errors) and errors[0] < least and errors[1] > 1e-3 and errors[-1] < most
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "changes"), [("mlp", ("up", "down"), WIDE), ("attention", ("qkv", "out"), {})]
+)
+def test_a_precision_map_changes_one_product(name: str, kinds: tuple[str, str], changes: dict[str, Scalar]) -> None:
+    """With both mapped to bf16, fp8 is bf16."""
+    workload, setup = workloads.get(name), small(name, "fp8", **changes)
+    bf16 = precisions.get("bf16").arithmetic(CPU)
+    mapped = {
+        some: workload.error(replace(setup, layers=dict.fromkeys(some, bf16)))["output_error"]
+        for some in ((), kinds[:1], kinds[1:], kinds)
+    }
+    assert len(set(mapped.values())) == 4
+    assert max(mapped.values()) == mapped[()] and min(mapped.values()) == mapped[kinds]
+    assert mapped[kinds] == workload.error(small(name, "bf16", **changes))["output_error"]

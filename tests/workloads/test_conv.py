@@ -10,7 +10,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
 from fp8bench.workloads.conv import Conv
-from tests.workloads.steps import CPU, H200, MI300, SMALL, phases, small
+from tests.workloads.steps import CPU, H200, MI300, SMALL, small
 
 SIZES = SMALL["conv"]
 
@@ -48,25 +48,10 @@ def test_what_a_device_refuses_stays_refused() -> None:
     assert Conv().support(SIZES, precisions.get("tf32"), CPU).level is Level.EMULATED
 
 
-def test_each_pass_runs_its_convolutions() -> None:
-    """Two forward; four more backward, which only training runs."""
-    assert phases(Conv(), setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
-    assert phases(Conv(), setup_for("fp32")).count("gemm") == 6
-    assert "cast" not in phases(Conv(), setup_for("fp32"))
+def test_gradients_are_those_of_all_that_is_trained() -> None:
     state = Conv().prepare(setup_for())
     assert state.inputs[0].shape == (4, 6, 6, 16)
     assert len(state.outcome()[1]) == 1 + 2 + 4  # the images, two convolutions, weight and bias of two norms
-    assert set(phases(Conv(), setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
-
-
-@pytest.mark.parametrize("pass_", ["forward", "training"])
-def test_errors_grow_as_bits_go(pass_: str) -> None:
-    """Gradients are compared where there are any."""
-    found = [Conv().error(setup_for(name, channels=32, **{"pass": pass_})) for name in ("fp32", "bf16", "fp8", "nvfp4")]
-    assert set(found[0]) == ({"output_error", "gradient_error"} if pass_ == "training" else {"output_error"})
-    for metric in found[0]:
-        errors = [one[metric] for one in found]
-        assert errors == sorted(errors) and errors[0] < 1e-5 and errors[1] > 1e-3 and errors[-1] < 1
 
 
 def test_statistics_count_every_operand_once() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -12,7 +10,7 @@ from fp8bench.model import Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.mlp import Mlp
-from tests.workloads.steps import CPU, H200, SMALL, phases, small
+from tests.workloads.steps import CPU, H200, SMALL, small
 
 SIZES = SMALL["mlp"]
 
@@ -41,40 +39,6 @@ def test_work_by_hand(gated: str, weights: int) -> None:
     training, forward = (Mlp().work({**SIZES, "gated": gated, "pass": one}) for one in ("training", "forward"))
     assert (training.flops, forward.flops) == (6.0 * 24 * weights, 2.0 * 24 * weights)
     assert training.tokens == forward.tokens == 24 and training.least_memory > 4 * weights
-
-
-def test_each_pass_runs_its_products() -> None:
-    """Two forward; four more backward, which only training runs."""
-    assert phases(Mlp(), setup_for("fp32", **{"pass": "forward"})).count("gemm") == 2
-    assert phases(Mlp(), setup_for("fp32")).count("gemm") == 6
-    assert "cast" not in phases(Mlp(), setup_for("fp32"))
-    assert set(phases(Mlp(), setup_for("fp8"))) == {"cast", "gemm", "elementwise"}
-
-
-@pytest.mark.parametrize("gated", ["no", "yes"])
-@pytest.mark.parametrize("pass_", ["forward", "training"])
-def test_errors_grow_as_bits_go(pass_: str, gated: str) -> None:
-    """Gradients are compared where there are any."""
-    found = [
-        Mlp().error(setup_for(name, width=64, hidden=128, gated=gated, **{"pass": pass_}))
-        for name in ("fp32", "bf16", "fp8", "nvfp4")
-    ]
-    assert set(found[0]) == ({"output_error", "gradient_error"} if pass_ == "training" else {"output_error"})
-    for metric in found[0]:
-        errors = [one[metric] for one in found]
-        assert errors == sorted(errors) and errors[0] < 1e-6 and errors[1] > 1e-3 and errors[-1] < 0.5
-
-
-def test_a_precision_map_changes_one_product() -> None:
-    """With both mapped to bf16, fp8 is bf16."""
-    setup, bf16 = setup_for("fp8", width=64, hidden=128), precisions.get("bf16").arithmetic(CPU)
-    mapped = {
-        kinds: Mlp().error(replace(setup, layers=dict.fromkeys(kinds, bf16)))["output_error"]
-        for kinds in ((), ("up",), ("down",), ("up", "down"))
-    }
-    assert len(set(mapped.values())) == 4
-    assert max(mapped.values()) == mapped[()] and min(mapped.values()) == mapped["up", "down"]
-    assert mapped["up", "down"] == Mlp().error(setup_for("bf16", width=64, hidden=128))["output_error"]
 
 
 def test_statistics_count_every_operand_once() -> None:

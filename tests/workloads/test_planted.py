@@ -11,7 +11,14 @@ from fp8bench.workloads import gemm
 from fp8bench.workloads.planted import Planted, PlantedState
 from tests.workloads.steps import SMALL, marks, setup_of
 
-BASE: dict[str, Scalar] = {"base": "gemm", **{f"base.{name}": value for name, value in SMALL["gemm"].items()}}
+BASE: dict[str, Scalar] = {
+    "base": "gemm",
+    "part": 1,
+    "whole": 1,
+    "order": "periodic",
+    "draw": 0,
+    **{f"base.{name}": value for name, value in SMALL["gemm"].items()},
+}
 
 
 def prepared(extra: int) -> PlantedState:

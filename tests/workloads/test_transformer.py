@@ -289,35 +289,25 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
 
 
 @pytest.mark.parametrize(
-    ("attention", "precision", "facts", "level"),
-    [("flash", "fp32", CPU, Level.NATIVE), ("math", "bf16", CPU, Level.NATIVE), ("cudnn", "bf16", CPU, Level.REFUSED),
-     ("efficient", "fp32", CPU, Level.REFUSED), ("flash", "fp32", H200, Level.REFUSED),
-     ("cudnn", "tf32", H200, Level.REFUSED), ("cudnn", "fp8", H200, Level.NATIVE),
-     ("efficient", "fp32", H200, Level.NATIVE), ("flash", "bf16", MI300, Level.NATIVE),
-     ("cudnn", "bf16", MI300, Level.REFUSED)],
+    ("size", "attention", "precision", "facts", "why"),
+    [("nano", "flash", "fp32", CPU, ""), ("nano", "math", "bf16", CPU, ""),
+     ("nano", "cudnn", "bf16", CPU, "choose auto"), ("nano", "efficient", "fp32", CPU, "choose auto"),
+     ("nano", "flash", "fp32", H200, "choose auto"), ("nano", "cudnn", "tf32", H200, "choose auto"),
+     ("nano", "cudnn", "fp8", H200, ""), ("nano", "efficient", "fp32", H200, ""),
+     ("nano", "flash", "bf16", MI300, ""), ("nano", "cudnn", "bf16", MI300, "choose auto"),
+     ("llama-1b", "efficient", "bf16", H200, "no grouped queries on a GPU"),
+     ("llama-1b", "efficient", "fp8", H200, "no grouped queries on a GPU"), ("llama-1b", "efficient", "fp32", H200, ""),
+     ("gpt2-124m", "efficient", "bf16", H200, ""), ("llama-1b", "flash", "bf16", H200, ""),
+     ("llama-1b", "auto", "bf16", H200, "")],
 )  # fmt: skip
 def test_a_kernel_that_a_device_lacks_is_refused(
-    attention: str, precision: str, facts: DeviceFacts, level: Level
+    size: str, attention: str, precision: str, facts: DeviceFacts, why: str
 ) -> None:
-    """With others to choose from."""
-    params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
-    found = Transformer().support(params, precisions.get(precision), facts)
-    assert found.level is level
-    assert level is not Level.REFUSED or "choose auto" in found.reason
-
-
-@pytest.mark.parametrize(
-    ("size", "attention", "precision", "level"),
-    [("llama-1b", "efficient", "bf16", Level.REFUSED), ("llama-1b", "efficient", "fp8", Level.REFUSED),
-     ("llama-1b", "efficient", "fp32", Level.NATIVE), ("gpt2-124m", "efficient", "bf16", Level.NATIVE),
-     ("llama-1b", "flash", "bf16", Level.NATIVE), ("llama-1b", "auto", "bf16", Level.NATIVE)],
-)  # fmt: skip
-def test_efficient_attention_takes_no_grouped_queries(size: str, attention: str, precision: str, level: Level) -> None:
-    """Refused in words; in fp32 keys and values are repeated, so that it is the kernel all the same."""
+    """With others to choose from; in fp32 keys and values are repeated, so that it is the kernel all the same."""
     params = {"size": size, "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
-    found = Transformer().support(params, precisions.get(precision), H200)
-    assert found.level is level
-    assert level is not Level.REFUSED or "no grouped queries on a GPU" in found.reason
+    found = Transformer().support(params, precisions.get(precision), facts)
+    assert found.level is (Level.REFUSED if why else Level.NATIVE)
+    assert why in found.reason and (not why or "choose auto" in found.reason)
 
 
 @pytest.mark.parametrize("kind", ["head", "mlp", "attn"])
