@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Mark, Point, Scatter, Stacks, Strips, Waterfall
+from fp8bench.report.panels import together
 
 BARS = 25
 ROWS = 25
@@ -38,14 +39,9 @@ def on_ratios(chart: Bars) -> bool:
 
 def bars_drawn(chart: Bars) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
     """The first bars with a value, under their headings; a group without any has no heading either."""
-    room = BARS
-    groups = []
-    for heading, marks in chart.groups:
-        shown = tuple(mark for mark in marks if drawable(mark.value, on_ratios(chart)))[:room]
-        room -= len(shown)
-        if shown:
-            groups.append((heading, shown))
-    return tuple(groups)
+    marks = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
+    groups = together([pair for pair in marks if drawable(pair[1].value, on_ratios(chart))][:BARS])
+    return tuple((heading, tuple(own)) for (_, heading), own in groups.items())
 
 
 def stack_rows(chart: Stacks) -> tuple[tuple[str, tuple[float, ...]], ...]:

@@ -84,15 +84,13 @@ def _bounded(logarithm: float) -> float:
 
 def shown(value: float, unit: str) -> str:
     """A value as the reader of a chart sees it."""
-    if unit in ("s", "B", "J", "x"):
-        return units.shown(value, unit)
     if unit == "%":
         return _plain(units.significant(value)) + "%"
-    if abs(value) >= 1e18:
-        return _plain(f"{units.significant(value)} {unit}".rstrip())
+    if unit:
+        return units.shown(value, unit)
     if value and abs(value) < _EXPONENT_BELOW:
-        return f"{_short_exponent(units.relative_error(value))} {unit}".rstrip()
-    return units.count(value, unit)
+        return _short_exponent(units.relative_error(value))
+    return units.count(value) if abs(value) < 1e18 else _plain(units.significant(value))
 
 
 def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
@@ -162,13 +160,10 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
     """One tick, in the unit that suits `size`."""
     if unit in ("x", "%"):
         return _plain(units.significant(value, digits)) + unit
-    prefixes = _PREFIXES.get(unit, _PREFIXES[""])
+    if size and not unit and not _EXPONENT_BELOW <= abs(size) < 1e18:
+        return _plain(f"{value:.{digits - 1}e}") if value else "0"
+    prefixes = _PREFIXES[unit]
     scale, name = next((one for one in prefixes if abs(size) >= one[0] * (1 - _ALIKE)), prefixes[-1])
-    if unit not in _PREFIXES:
-        name += unit
-    if not _EXPONENT_BELOW <= abs(size) < 1e18 and size and unit not in ("s", "B", "J"):
-        exponent = f"{value:.{digits - 1}e}" if value else "0"
-        return _plain(f"{exponent} {unit}".rstrip())
     return _plain(units.significant(value / scale, digits)) + name.rstrip()
 
 

@@ -88,8 +88,8 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
 
 def _reference(group: ResultGroup) -> Finding | None:
     """What was found of a group's reference, if its time is a speed."""
-    found = next((one for one in group.results if standing(one) is Standing.REFERENCE), None)
-    return found.finding if found is not None and found.finding is not None and _timed(found.finding) else None
+    finding = group.lead.finding if group.lead and standing(group.lead) is Standing.REFERENCE else None
+    return finding if finding is not None and _timed(finding) else None
 
 
 def _timed(finding: Finding) -> bool:

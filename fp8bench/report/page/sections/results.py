@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.metric import ENERGY, MEMORY, STEP, TIME, Metric
+from fp8bench.analysis.metric import ENERGY, MEMORY, STEP, TIME, Better, Metric
 from fp8bench.model import Params, Status
 from fp8bench.report.case_status import (
     Standing,
@@ -29,7 +29,6 @@ from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
 
-_RATE = "_per_second"
 _NOTHING = Metric("", "")
 _COST = "the cost of emulation, not of the precision"
 # What names a case stands in every table.
@@ -49,16 +48,15 @@ class _Row:
     def figure(self, name: str, best: bool = False) -> Field:
         """A figure of the step: its middle, or its best case."""
         metric = self.figures.get(name, _NOTHING)
-        return self.number(metric.best if best else metric.value, lambda value: units.shown(value, metric.unit, name))
-
-    def number(self, value: float | None, show: Callable[[float], str]) -> Field:
-        """In grey where it is of an emulation."""
-        return number(value, show, *((Tone.DOUBT, _COST) if emulated(self.result) else ()))
+        tone, hint = (Tone.DOUBT, _COST) if emulated(self.result) else (Tone.PLAIN, "")
+        value = metric.best if best else metric.value
+        return number(value, lambda value: units.shown(value, metric.unit, name), tone, hint)
 
     @property
     def rate(self) -> Metric:
         """What is done in a second, by the first of the counts that its work has."""
-        return next((one for name, one in self.figures.items() if name.endswith(_RATE)), _NOTHING)
+        rates = (one for one in self.figures.values() if one.better is Better.HIGHER and one.unit.endswith("/s"))
+        return next(rates, _NOTHING)
 
 
 @sections.register("results")
@@ -99,7 +97,11 @@ def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Resu
 
 def _row(entry: Entry, panel: Panel, group: ResultGroup, result: Result, shared: Params) -> _Row:
     own = show_params(pair for pair in result.record.case.params if pair not in shared)
-    figures = {one.name: one for one in metrics_within(group, result) if one.phase == STEP}
+    figures: dict[str, Metric] = {}
+    for one in metrics_within(group, result):
+        # A suite may call a number of its own as it likes: a step's energy has a source, its other figures come first.
+        if one.phase == STEP and (one.name != ENERGY or one.source):
+            figures.setdefault(one.name, one)
     return _Row(entry, panel, result, own or units.NONE, figures)
 
 

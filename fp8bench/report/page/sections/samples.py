@@ -37,6 +37,24 @@ class _Row:
     def unsteady(self) -> tuple[Label, ...]:
         return tuple(label for label in _UNSTEADY if label in self.result.labels)
 
+    @property
+    def label(self) -> str:
+        words = [*self.unsteady, *(["emulated"] if emulated(self.result) else [])]
+        return f"{self.name} ({', '.join(words)})" if words else self.name
+
+    @property
+    def tone(self) -> Tone:
+        doubtful = self.result.finding is not None and self.result.finding.doubtful
+        return Tone.DOUBT if doubtful or emulated(self.result) else Tone.PLAIN
+
+    @property
+    def spread(self) -> float:
+        """The distance of the quartiles."""
+        if len(self.percent) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.percent, n=4, method="inclusive")
+        return high - low
+
 
 @sections.register("samples")
 class Samples(Section):
@@ -77,7 +95,7 @@ def _distances(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def _strips(rows: Sequence[_Row]) -> Strips:
-    shown = tuple((_label(row), tuple(one for one in row.percent if one <= _FAR), _tone(row)) for row in rows)
+    shown = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in rows)
     cost = emulated(rows[0].result)
     name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
     title, axis = f"Rounds of each {whose}, relative to its median", Axis("distance from the case's median", "%")
@@ -86,10 +104,10 @@ def _strips(rows: Sequence[_Row]) -> Strips:
 
 def _description(rows: Sequence[_Row]) -> str:
     """The most unsteady case, and what lies too far out to be drawn."""
-    widest = max(rows, key=_spread)
+    widest = max(rows, key=lambda row: row.spread)
     words = (
         f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
-        f"{units.significant(_spread(widest))}% of the median."
+        f"{units.significant(widest.spread)}% of the median."
     )
     far = [(one, row) for row in rows for one in row.percent if one > _FAR]
     if not far:
@@ -99,25 +117,6 @@ def _description(rows: Sequence[_Row]) -> str:
         f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
         f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
     )
-
-
-def _spread(row: _Row) -> float:
-    """The distance of the quartiles."""
-    if len(row.percent) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(row.percent, n=4, method="inclusive")
-    return high - low
-
-
-def _label(row: _Row) -> str:
-    words = [*row.unsteady, *(["emulated"] if emulated(row.result) else [])]
-    return f"{row.name} ({', '.join(words)})" if words else row.name
-
-
-def _tone(row: _Row) -> Tone:
-    if emulated(row.result) or (row.result.finding is not None and row.result.finding.doubtful):
-        return Tone.DOUBT
-    return Tone.PLAIN
 
 
 def _words(rows: Sequence[_Row]) -> Iterator[Element]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Interval, Label, Verdict
+from fp8bench.model import Interval, Label, Measurement, Verdict
 from fp8bench.report.elements import Field, Table, Text, Tone
 from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
@@ -55,6 +55,14 @@ def test_a_fact_is_shown_with_its_numbers() -> None:
     ]  # fmt: skip
     assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"
     assert found["error"].hint == "product_error"
+
+
+def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
+    """Whatever the suite calls it."""
+    run, findings = gemm()
+    own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
+    records = tuple(replace(one, measurements=(*one.measurements, *own)) for one in run.records)
+    assert row("bf16", (replace(run, records=records), findings)) == row("bf16", gemm())
 
 
 def test_columns_say_what_they_are() -> None:
