@@ -26,7 +26,7 @@ def measured(draw: np.random.Generator, calls: int, slow: np.ndarray, load: floa
     """Calls of about 1 ms, slower by `slow` in turn, on a machine that takes the core in `load` of all slots."""
     slots, place = [], int(draw.integers(len(slow)))
     for number in range(rounds):
-        place += 1 + int(draw.integers(2))  # the discarded ones
+        place += 1 + int(draw.integers(2)) if calls > 1 else 0  # the discarded ones
         times = 1e6 * np.exp(np.abs(draw.normal(0, 0.02, calls))) * slow[(place + np.arange(calls)) % len(slow)]
         place += calls
         waited = float(draw.exponential(4e6)) if draw.random() < load else 0.0

@@ -48,6 +48,7 @@ def prepare(bench: Bench, key: str = "key") -> None:
     bench.prepare(key, Case("gemm", GEMM, MODE, "cpu"), CPU)
 
 
+@pytest.mark.slow
 def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
     """The whole way with the real compiler: the same values bit for bit, counted as what they are."""
     prepare(bench)
