@@ -218,15 +218,15 @@ def _merge(arguments: argparse.Namespace) -> int:
     other = find_store(arguments.folder, store) if arguments.folder is not None else None
     existing_store(store if other is None else other, TERMINAL, reading=True)
     done = join(store, other, arguments.rename_env)
-    counts: dict[str, int] = {}
-    if other is not None:
-        counts["runs that are new here"] = len(done.runs.copied)
-        counts["runs that had gone on there"] = len(done.runs.extended)
-        counts["runs that were here already"] = done.runs.same
-        counts["asv's files that are new or have more in them"] = len(done.taken.files)
-        counts |= {"acknowledgements that are new here": done.acks} if done.acks else {}
-    if done.renamed:
-        counts["asv's files that have come under another interpreter"] = len(done.folded)
+    taken = {
+        "runs that are new here": len(done.runs.copied),
+        "runs that had gone on there": len(done.runs.extended),
+        "runs that were here already": done.runs.same,
+        "asv's files that are new or have more in them": len(done.taken.files),
+        **({"acknowledgements that are new here": done.acks} if done.acks else {}),
+    }
+    counts = taken if other is not None else {}
+    counts |= {"asv's files that have come under another interpreter": len(done.folded)} if done.renamed else {}
     counts["asv's files made again from the runs"] = len(done.view.files)
     title = f"{store}: took in {other}" if other is not None else str(store)
     tell(arguments, partial(joined_page, title, counts, done.renamed))

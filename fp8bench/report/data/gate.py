@@ -6,12 +6,13 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
+from fp8bench.model import Comparison
 from fp8bench.report.panels import together
-from fp8bench.report.words.gate import detail, sentence
+from fp8bench.report.words.comparisons import limit, signed, value
 
 # What becomes of a test; of others there may be more to say.
 _TAGS = {
@@ -49,10 +50,38 @@ def _suite(root: ET.Element, name: str, judged: Iterable[Judged]) -> None:
         if tag == "skipped":
             ET.SubElement(test, tag, message=_text(one.why or one.outcome.value))
         elif tag is not None:
-            child = ET.SubElement(test, tag, message=_text(sentence(one)), type=one.outcome.value)
-            child.text = _text(detail(one))
+            child = ET.SubElement(test, tag, message=_text(_sentence(one)), type=one.outcome.value)
+            child.text = _text("\n".join(_detail(one)))
         elif one.outcome is not Outcome.FINE:
-            ET.SubElement(test, "system-out").text = _text(f"{sentence(one)}\n{detail(one)}")
+            ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(one), *_detail(one))))
+
+
+def _sentence(one: Judged) -> str:
+    """'time: 1.20 ms -> 1.43 ms, +19.2% [+17.0%, +21.5%]: regression'."""
+    found = one.comparison
+    if one.outcome is Outcome.FAILED:
+        return f"{found.metric}: {one.why or 'the case failed'}"
+    return f"{found.metric}: {_both(found)}: {one.outcome.value}"
+
+
+def _detail(one: Judged) -> Iterator[str]:
+    """Both looks, the threshold, and why it ended so."""
+    yield one.comparison.case
+    for name, look in (("first look", one.comparison), ("second look", one.again)):
+        if look is not None and look.before is not None:
+            chance = "" if look.p_value is None else f", p = {look.p_value:.1g}"
+            labels = f" ({', '.join(look.labels)})" if look.labels else ""
+            yield f"{name}: {_both(look)}, {look.evidence.value}{labels}{chance}"
+    if one.comparison.since or one.comparison.until:
+        yield f"between {one.comparison.since[:12] or '?'} and {one.comparison.until[:12] or '?'}"
+    yield f"worse is: more than {limit(one)}"
+    if one.why:
+        yield one.why
+
+
+def _both(found: Comparison) -> str:
+    values = f"{value(found, found.before)} -> {value(found, found.after)}"
+    return values if found.ratio is None else f"{values}, {signed(found.ratio)}"
 
 
 def _text(words: str) -> str:
@@ -74,4 +103,4 @@ def _trend_row(one: Judged) -> dict[str, Any]:
     ratio = found.ratio
     if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
         row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-    return {**row, "extra": sentence(one)}
+    return {**row, "extra": _sentence(one)}

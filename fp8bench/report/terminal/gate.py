@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.words.comparisons import label_legend, setting_of, signed, value
-from fp8bench.report.words.gate import limit
+from fp8bench.report.words.comparisons import label_legend, limit, setting_of, signed, value
 
 # GitHub shows a mebibyte of a step's summary at most.
 MOST_ROWS = 200

@@ -49,29 +49,20 @@ REASONS: dict[Label, str] = {
     Label.CROSS_RUN: "its sides were measured at different times",
 }
 
-# Short names for the columns of the phases table; a phase not named here shows under its own name.
-PHASE_TITLES: dict[str, str] = {
-    Phase.DATA_LOAD: "data",
-    Phase.CAST: "cast",
-    Phase.GEMM: "gemm",
-    Phase.ATTENTION: "attn",
-    Phase.ACCUMULATE: "accum",
-    Phase.OPTIMIZER_STEP: "optim",
-    Phase.ELEMENTWISE: "elem",
-    UNATTRIBUTED: "unattr",
+# The parts of a step: short names for the columns of the phases table, what a sentence calls them, and whether that is
+# a plural.
+_PHASES: dict[str, tuple[str, str, bool]] = {
+    Phase.DATA_LOAD: ("data", "data loading", False),
+    Phase.CAST: ("cast", "casts", True),
+    Phase.GEMM: ("gemm", "products", True),
+    Phase.ATTENTION: ("attn", "attention", False),
+    Phase.ACCUMULATE: ("accum", "accumulation", False),
+    Phase.OPTIMIZER_STEP: ("optim", "the optimizer step", False),
+    Phase.ELEMENTWISE: ("elem", "elementwise work", False),
+    UNATTRIBUTED: ("unattr", "the rest", False),
 }
-
-# What a sentence calls the parts of a step, and whether that is a plural.
-PHASE_WORDS: dict[str, tuple[str, bool]] = {
-    Phase.DATA_LOAD: ("data loading", False),
-    Phase.CAST: ("casts", True),
-    Phase.GEMM: ("products", True),
-    Phase.ATTENTION: ("attention", False),
-    Phase.ACCUMULATE: ("accumulation", False),
-    Phase.OPTIMIZER_STEP: ("the optimizer step", False),
-    Phase.ELEMENTWISE: ("elementwise work", False),
-    UNATTRIBUTED: ("the rest", False),
-}
+PHASE_TITLES = {phase: title for phase, (title, *_) in _PHASES.items()}
+PHASE_WORDS = {phase: (words, is_plural) for phase, (_, words, is_plural) in _PHASES.items()}
 
 # What a relative error is called up to a size; beyond the last it is large.
 _ERROR_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"), (math.inf, "large"))
@@ -107,29 +98,20 @@ DATA = (
     "largest / the share that is not zero and would become zero; -: none"
 )
 
-# Short names for the columns of the memory table, and what a sentence calls them.
-MEMORY_TITLES: dict[str, str] = {
-    MemoryRole.WEIGHTS: "weights",
-    MemoryRole.LOW_WEIGHTS: "low w",
-    MemoryRole.GRADIENTS: "grads",
-    MemoryRole.OPTIMIZER: "optim",
-    MemoryRole.ACTIVATIONS: "activ",
-    MemoryRole.LOW_ACTIVATIONS: "low a",
-    MemoryRole.DATA: "data",
-    MemoryRole.WORKSPACE: "work",
-    MemoryRole.OTHER: "other",
+# What memory is for: short names for the columns of the memory table, and what a sentence calls them.
+_ROLES: dict[str, tuple[str, str]] = {
+    MemoryRole.WEIGHTS: ("weights", "weights"),
+    MemoryRole.LOW_WEIGHTS: ("low w", "low-precision copies of weights"),
+    MemoryRole.GRADIENTS: ("grads", "gradients"),
+    MemoryRole.OPTIMIZER: ("optim", "optimizer state"),
+    MemoryRole.ACTIVATIONS: ("activ", "activations"),
+    MemoryRole.LOW_ACTIVATIONS: ("low a", "low-precision copies of activations"),
+    MemoryRole.DATA: ("data", "data"),
+    MemoryRole.WORKSPACE: ("work", "workspace"),
+    MemoryRole.OTHER: ("other", "the rest"),
 }
-MEMORY_WORDS: dict[str, str] = {
-    MemoryRole.WEIGHTS: "weights",
-    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
-    MemoryRole.GRADIENTS: "gradients",
-    MemoryRole.OPTIMIZER: "optimizer state",
-    MemoryRole.ACTIVATIONS: "activations",
-    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
-    MemoryRole.DATA: "data",
-    MemoryRole.WORKSPACE: "workspace",
-    MemoryRole.OTHER: "the rest",
-}
+MEMORY_TITLES = {role: title for role, (title, _) in _ROLES.items()}
+MEMORY_WORDS = {role: words for role, (_, words) in _ROLES.items()}
 MEMORY = (
     "memory: tensors allocated through torch, the state included, at the highest point of a step, by what they are "
     "for; low w, low a: copies of weights and activations cast for products; work: what an operation needs while it "
