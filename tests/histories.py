@@ -140,14 +140,17 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
         runs += len(read.runs)
         commits += bool(read.runs)
         for members in by_place(read.runs):
-            place = placed(members, wanted)
+            place = placed(members)
+            when = place.date if place.date is not None else place.began
             home = home_of(place.home, homes)
             for rank, values, figure in place.figures:
                 trend = Trend(place.series[rank], values, place.machine, home.python, ())
+                if not wanted(trend.name):
+                    continue
                 line = lines.setdefault((home, trend.series.name, values), _Line(trend, rank))
                 if place.newest > line.newest:
                     line.trend, line.rank, line.newest = trend, rank, place.newest
-                line.figures.append((place.when, figure))
+                line.figures.append((when, figure))
     found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.trend, one.rank))
     return Trends(tuple(map(_in_order, found)), runs, commits, left)
 

@@ -86,7 +86,7 @@ def _unkept(one: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[Past
     for point in one.content.points:
         if (point.series, point.cell, point.version) != own or not point.samples:
             continue
-        figure = figure_of(one, point, 1)
+        figure = figure_of(one, point)
         if last is None or figure.source == last.source:
             when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
             yield _past(figure, when, one.order[0] * 1000, unkept=True)

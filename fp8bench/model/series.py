@@ -7,7 +7,7 @@ lower is better there, always.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Point:
 
     OK without samples means that the case has no such number (an emulated one no speed); `reason` is that of a case
     that was skipped or failed. A `hasty` one comes from a few rounds, to see that something runs. Samples are put
-    together with those measured `under` the same conditions only.
+    together with those measured `under` the same conditions only, of so many `runs`.
     """
 
     series: str
@@ -58,6 +58,7 @@ class Point:
     reason: str = ""
     hasty: bool = False
     under: Conditions = ()
+    runs: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,10 @@ def _merged(alike: Sequence[Point]) -> Point:
         return alike[0]
     sampled = [point for point in alike if point.samples]
     if not sampled:
-        return alike[-1]
+        return replace(alike[-1], runs=len(alike))
     best = [point for point in sampled if not point.hasty] or sampled
     same = [point for point in best if point.under == best[-1].under]
-    return replace(best[-1], samples=tuple(value for point in same for value in point.samples))
+    return replace(best[-1], samples=tuple(value for point in same for value in point.samples), runs=len(same))
 
 
 def _why_none(run: Run) -> str:

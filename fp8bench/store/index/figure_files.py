@@ -88,7 +88,7 @@ def figures_file(store: Path, commit: str) -> Path:
 
 def figures_of_runs(read: CommitRuns) -> CommitFigures:
     """What runs that were read come to."""
-    tables = tuple(table_of(placed(members, lambda _: True)) for members in by_place(read.runs))
+    tables = tuple(table_of(placed(members)) for members in by_place(read.runs))
     return CommitFigures(len(read.runs), read.left, tables)
 
 

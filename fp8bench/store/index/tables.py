@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.model import Cell, Conditions, Figure, Point, Scalar, Series, Status, Trend, trend_name
+from fp8bench.model import Cell, Conditions, Figure, Point, Scalar, Series, Status, Trend
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
 from fp8bench.store.commit_runs import TrackedRun, series_of_runs
@@ -49,11 +49,6 @@ class Placed(NamedTuple):
     series: tuple[Series, ...]
     figures: tuple[tuple[int, Cell, Figure], ...]
 
-    @property
-    def when(self) -> float:
-        """The commit's date in ms since 1970; when it was first measured where that is not known."""
-        return self.date if self.date is not None else self.began
-
 
 def home_of(own: Home, homes: list[Home]) -> Home:
     """Where a run belongs, among those that are known, which it joins: bin/python and bin/python3 are one."""
@@ -64,42 +59,27 @@ def home_of(own: Home, homes: list[Home]) -> Home:
     return own
 
 
-def placed(members: Sequence[TrackedRun], wanted: Callable[[str], bool]) -> Placed:
-    """What the runs of one commit, machine and interpreter come to, oldest first, in the trends that are wanted."""
+def placed(members: Sequence[TrackedRun]) -> Placed:
+    """What the runs of one commit, machine and interpreter come to, oldest first."""
     series = series_of_runs(members)
     ranks = {one.name: rank for rank, one in enumerate(series)}
-    points = [point for tracked in members for point in tracked.content.points]
-    by_cell: dict[tuple[str, Cell], list[Point]] = {}
-    for point in points:
-        by_cell.setdefault((point.series, point.cell), []).append(point)
+    points = merged([point for tracked in members for point in tracked.content.points], series)
     date = members[0].run.environment.get("commit_date")
     return Placed(
         members[0].commit, date if isinstance(date, int) else None, members[0].order[0] * 1000,
         members[-1].run.started, members[-1].identity.machine, members[0].identity.home, tuple(series),
-        tuple(
-            (ranks[name], values, figure_of(members[0], point, _runs_of(point, by_cell[name, values])))
-            for (name, values), point in merged(points, series).items()
-            if wanted(trend_name(name, values))
-        ),
+        tuple((ranks[name], values, figure_of(members[0], point)) for (name, values), point in points.items()),
     )  # fmt: skip
 
 
-def _runs_of(point: Point, points: Sequence[Point]) -> int:
-    """How many runs a merged point was made of."""
-    alike = [one for one in points if one.version == point.version]
-    if not point.samples:
-        return len(alike)
-    return sum(bool(one.samples) and (one.hasty, one.under) == (point.hasty, point.under) for one in alike)
-
-
-def figure_of(tracked: TrackedRun, point: Point, runs: int) -> Figure:
-    """What a point says of its commit, or of the files that a run was made with; `runs` went into it."""
+def figure_of(tracked: TrackedRun, point: Point) -> Figure:
+    """What a point says of its commit, or of the files that a run was made with."""
     date = tracked.run.environment.get("commit_date")
     value, stats = cell(point.samples)
     low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
     known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
     return Figure(
-        tracked.commit, date if isinstance(date, int) else None, point.version, runs, len(point.samples), value,
+        tracked.commit, date if isinstance(date, int) else None, point.version, point.runs, len(point.samples), value,
         low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
     )  # fmt: skip
 
