@@ -129,9 +129,14 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 
 def _measure(
-    run: Run, groups: Sequence[Group], writer: RunWriter, worker: Worker, meters: Meters, observer: Observer,
+    run: Run,
+    groups: Sequence[Group],
+    writer: RunWriter,
+    worker: Worker,
+    meters: Meters,
+    observer: Observer,
     start: float,
-) -> Run:  # fmt: skip
+) -> Run:
     """The groups one by one, each kept as soon as it is done."""
     noted: set[str] = set()
     measured: list[Record] = []
@@ -220,9 +225,14 @@ def share_of(budget: float | None, start: float, left: int) -> float | None:
 
 
 def _group(
-    group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
+    group: Group,
+    run: Run,
+    budget: float | None,
+    worker: Worker,
+    meters: Meters,
+    observer: Observer,
     quantisers: Quantisers,
-) -> tuple[Record, ...]:  # fmt: skip
+) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
     energy = energy_rule_for(request.quick, request.budget) if request.energy else None
     if not workloads.get(group.cases[0].case.workload).fused:
@@ -230,9 +240,14 @@ def _group(
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
     searched = request.max_batch and group.setting in searched_for_batches(run.plan)
     method = Method(
-        rule=rule_for(request.quick, request.rounds, budget), judge=decided, seed=request.seed,
-        limits=Limits(request.case_timeout), quantisers=quantisers, energy=energy,
-        capacity=CapacityRule(request.memory_limit, with_batch) if searched else None, traces=trace_folder(run),
-    )  # fmt: skip
+        rule=rule_for(request.quick, request.rounds, budget),
+        judge=decided,
+        seed=request.seed,
+        limits=Limits(request.case_timeout),
+        quantisers=quantisers,
+        energy=energy,
+        capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
+        traces=trace_folder(run),
+    )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()

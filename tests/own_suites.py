@@ -21,7 +21,7 @@ class {title}(Workload):
     history = {history}
 
     def axes(self, facts):
-        return (Axis("n", "how many", ("{values}",), whole_number()),)
+        return (Axis("n", "how many", {values}, whole_number(low=0)),)
 
     def work(self, params):
         return Work(1.0)
@@ -35,9 +35,9 @@ class {title}(Workload):
 """
 
 
-def adding_up(name: str, values: int = 1000, history: str = "None") -> str:
-    """A file with a suite that adds up so many whole numbers by default."""
-    return _SUITE.format(name=name, title=name.capitalize(), values=values, history=history)
+def adding_up(name: str, *values: int, history: str = "None") -> str:
+    """A file with a suite that adds up so many whole numbers."""
+    return _SUITE.format(name=name, title=name.capitalize(), values=tuple(map(str, values)), history=history)
 
 
 @contextmanager

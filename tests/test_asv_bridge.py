@@ -37,10 +37,9 @@ from fp8bench.store.asv.results import ResultsFile, save_results
 from fp8bench.store.asv.rows import Row
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import tracked_run
-from fp8bench.store.runs.read import load_run
-from fp8bench.store.runs.write import start_run
 from fp8bench.store.series import series_of
 from tests.fakes import steady
+from tests.kept import keep
 from tests.own_suites import adding_up, forgotten
 from tests.runs import NATIVE, case, error, run_of
 
@@ -56,7 +55,7 @@ class Gemm(asv_bridge.Suite):
     def setup_cache(self):
         return self.measure()
 """
-MINE = adding_up("mine", 10, 'Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)}, dtypes=("bf16",))')
+MINE = adding_up("mine", 10, history='Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)}, dtypes=("bf16",))')
 
 
 @pytest.fixture
@@ -356,13 +355,6 @@ def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run
     )  # fmt: skip
 
 
-def keep(run: Run, store: Path) -> Run:
-    writer = start_run(run, store)
-    writer.append(run.records)
-    writer.finish("finished")
-    return load_run(writer.path)
-
-
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What asv gets of gemm's bf16 time when it measures `own`, beside the runs `others` of its store."""
@@ -384,20 +376,45 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     return ask
 
 
-def test_a_commit_is_all_its_runs(asked: Callable[..., Any]) -> None:
-    """Whichever door they came in by."""
-    suite_run = replace(a_run("run1", record(2)), origin="suite")
-    assert asked(a_run("run3", record(4)), suite_run, a_run("run2", record(3))) == ("samples", [0.002, 0.003, 0.004])
+def lost(name: str, status: Status, reason: str) -> Run:
+    """A run whose case came to nothing."""
+    return a_run(name, record(1, status=status, reason=reason))
 
 
-def test_a_quick_run_replaces_nothing(asked: Callable[..., Any]) -> None:
-    """It shows what is known already; and is shown where nothing is."""
-    assert asked(a_run("run2", record(9), quick=True), a_run("run1", record(2))) == ("samples", [0.002])
-    assert asked(a_run("run4", record(9), quick=True), a_run("run3", record(3), quick=True)) == ("samples", [0.002])
+GIVEN: dict[str, tuple[Run, list[Run], list[float]]] = {
+    "whichever door runs came in by": (
+        a_run("run3", record(4)), [replace(a_run("run1", record(2)), origin="suite"), a_run("run2", record(3))],
+        [0.002, 0.003, 0.004],
+    ),
+    "a quick run replaces nothing": (a_run("run2", record(9), quick=True), [a_run("run1", record(2))], [0.002]),
+    "a quick one among quick ones": (
+        a_run("run4", record(9), quick=True), [a_run("run1", record(2)), a_run("run3", record(3), quick=True)], [0.002],
+    ),
+    "a quick run alone": (a_run("run1", record(8), quick=True), [], [0.008]),
+    "of another commit": (a_run("run2", record(3)), [a_run("run1", record(2), commit="f" * 40)], [0.003]),
+    "of changed files": (a_run("run2", record(3)), [a_run("run1", record(2), dirty=True)], [0.003]),
+    "of another machine": (a_run("run2", record(3)), [a_run("run1", record(2), asv_machine="other")], [0.003]),
+    "of another Python": (a_run("run2", record(3)), [a_run("run1", record(2), asv_python="/other/python3")], [0.003]),
+    "changed files are measured alone": (a_run("run2", record(3), dirty=True), [a_run("run1", record(2))], [0.003]),
+    "other software": (a_run("run2", record(3), torch="2.13.0"), [a_run("run1", record(2), torch="2.12.0")], [0.003]),
+    "a quick run of new software": (
+        a_run("run3", record(9), quick=True, torch="2.14.0"), [a_run("run2", record(3), torch="2.13.0")], [0.003],
+    ),
+    "a skipped case keeps what was": (lost("run4", Status.SKIPPED, "no kernel"), [a_run("run3", record(2))], [0.002]),
+}  # fmt: skip
 
 
-def test_a_quick_run_alone_is_shown(asked: Callable[..., Any]) -> None:
-    assert asked(a_run("run1", record(8), quick=True)) == ("samples", [0.008])
+@pytest.mark.parametrize("what", GIVEN)
+def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
+    """Those of its own files, machine, Python and software; a quick one is shown where there is nothing better."""
+    own, others, expected = GIVEN[what]
+    assert asked(own, *others) == ("samples", expected)
+
+
+def test_what_fails_now_is_failed(asked: Callable[..., Any]) -> None:
+    """Whatever was measured before."""
+    own = lost("run2", Status.FAILED, "out of memory, even alone")
+    assert asked(own, a_run("run1", record(2))) == ("failed", "out of memory, even alone")
 
 
 @pytest.mark.parametrize("recorded", [True, False, None], ids=["samples", "statistics only", "no file"])
@@ -419,21 +436,6 @@ def test_where_asv_appends_it_is_not_given_what_it_has(
         save_results(path, content)
     expected = [0.003] if recorded else [0.002, 0.003]
     assert asked(a_run("run2", record(3)), first, appending=True) == ("samples", expected)
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [{"commit": "f" * 40}, {"dirty": True}, {"asv_machine": "other"}, {"asv_python": "/other/bin/python3"}],
-    ids=str,
-)
-def test_runs_of_something_else_do_not_count(facts: dict[str, Any], asked: Callable[..., Any]) -> None:
-    """Of another commit, changed files, another machine or another Python."""
-    assert asked(a_run("run2", record(3)), a_run("run1", record(2), **facts)) == ("samples", [0.003])
-
-
-def test_changed_files_are_measured_alone(asked: Callable[..., Any]) -> None:
-    """asv shows what it measured; these are not the commit's numbers."""
-    assert asked(a_run("run2", record(3), dirty=True), a_run("run1", record(2))) == ("samples", [0.003])
 
 
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
@@ -460,21 +462,6 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
     assert asked(a_run("run3", record(4)), before, commit="HEAD~1") == ("samples", [0.002])
     assert asked(a_run("run4", record(4)), commit="HEAD") == ("samples", [0.003, 0.004, 0.004])
     assert asked(a_run("run5", record(5)), commit="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
-
-
-def test_figures_of_other_software_are_not_put_together(asked: Callable[..., Any]) -> None:
-    """What asv measures now is the newest; a quick run of new software does not replace a whole one of old."""
-    old = a_run("run1", record(2), torch="2.12.0")
-    assert asked(a_run("run2", record(3), torch="2.13.0"), old) == ("samples", [0.003])
-    assert asked(a_run("run3", record(9), quick=True, torch="2.14.0")) == ("samples", [0.003])
-
-
-def test_what_fails_now_is_failed(asked: Callable[..., Any]) -> None:
-    """Whatever was measured before. A skipped case keeps what was."""
-    lost = record(1, status=Status.FAILED, reason="out of memory, even alone")
-    assert asked(a_run("run2", lost), a_run("run1", record(2))) == ("failed", "out of memory, even alone")
-    gone = record(1, status=Status.SKIPPED, reason="no kernel")
-    assert asked(a_run("run4", gone), a_run("run3", record(2))) == ("samples", [0.002, 0.002])
 
 
 def test_what_does_not_apply_says_why(asked: Callable[..., Any]) -> None:

@@ -186,7 +186,7 @@ def test_where_a_file_system_has_no_locks_it_goes_on_without(tmp_path: Path, mon
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     with locked(tmp_path, 0), locked(tmp_path, 0):
-        pass
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> None:

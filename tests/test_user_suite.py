@@ -134,7 +134,7 @@ def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
     assert run.request.imports == ("./my_suite.py",)
 
 
-SUITE = adding_up("counting")
+SUITE = adding_up("counting", 1000)
 
 
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])

@@ -86,9 +86,13 @@ def load_duel(path: Path) -> Duel:
         except (ValueError, KeyError, RecursionError, TypeError) as error:
             troubles.append(f"line {number} is broken and was left out ({str(error)[:120]})")
     return replace(
-        duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles), finished=finished,
+        duel,
+        results=tuple(results.values()),
+        notes=tuple(notes),
+        troubles=tuple(troubles),
+        finished=finished,
         path=str(path),
-    )  # fmt: skip
+    )
 
 
 def _header(line: str, path: Path) -> Duel:

@@ -13,35 +13,15 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import NotKept, StoreError, UsageError
 from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Resumption, Run
-from fp8bench.plan.resumable import refuse_elsewhere, refuse_foreign
+from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.runs.read import load_run, missing_groups
 from fp8bench.store.runs.write import RunWriter, reopen_run, running_beside
 from fp8bench.user_code import import_user_modules
-from tests.own_suites import forgotten
+from tests.own_suites import adding_up, forgotten
 
-SUITE = """
-from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
-
-@workloads.register("sums")
-class Sums(Workload):
-    name = "sums"
-    summary = "sums of small numbers"
-
-    def axes(self, facts):
-        return (Axis("place", "a number", ("0", "1", "2", "3"), whole_number(low=0)),)
-
-    def work(self, params):
-        return Work(1.0)
-
-    def prepare(self, setup):
-        return None
-
-    def step(self, state, phase):
-        with phase.gemm:
-            sum(range(1000))
-"""
+SUITE = adding_up("sums", 0, 1, 2, 3)
 
 
 class Watching(SilentObserver):
@@ -52,7 +32,7 @@ class Watching(SilentObserver):
         self._stop_at = stop_at
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        place = int(case.param("place"))
+        place = int(case.param("n"))
         if place == self._stop_at:
             raise KeyboardInterrupt
         if place not in self.worked:
@@ -62,14 +42,10 @@ class Watching(SilentObserver):
         return None
 
 
-@pytest.fixture(autouse=True)
-def _in_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever commits to this repository while its tests run changes the commit that a resumption is held against."""
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
-def suite(tmp_path: Path) -> Iterator[str]:
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its file. Whoever commits to this repository meanwhile changes the commit that a resumption is held against."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "sums_suite.py"
     path.write_text(SUITE)
     with forgotten(tmp_path):
@@ -156,9 +132,8 @@ def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_run_is_no_company_to_itself(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_no_company_to_itself(suite: str) -> None:
     """Not even where its store is named from here."""
-    monkeypatch.chdir(tmp_path)
     assert cut_off(suite, Path("store"), stop_at=None).notes == ()
 
 
@@ -241,7 +216,7 @@ def a_run(**changes: object) -> Run:
 def test_the_same_place_is_no_foreign_one() -> None:
     """Load and free memory may have changed."""
     facts = replace(FACTS, memory_bytes=1 << 31)
-    refuse_foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
+    assert not foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
 
 
 @pytest.mark.parametrize(

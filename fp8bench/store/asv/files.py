@@ -190,9 +190,8 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
     """The old definitions with those of the series. One that says the same to a reader stays as it is."""
     new = {one.name: definition_of(one) for one in series}
-    return {**old, **{
-        name: one for name, one in new.items() if any(old.get(name, {}).get(key) != one[key] for key in _TELLING)
-    }}  # fmt: skip
+    same = {name for name in new if name in old and all(old[name].get(key) == new[name][key] for key in _TELLING)}
+    return {**old, **{name: one for name, one in new.items() if name not in same}}
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
