@@ -87,6 +87,12 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     long_ago(path)
 
 
+def file_of(store: Path, kind: str) -> Path:
+    """The results, or one of the lists beside them."""
+    results = results_of(store)
+    return {"results": the_file(store), "benchmarks.json": results / kind, "machine.json": results / "box" / kind}[kind]
+
+
 def long_ago(path: Path) -> None:
     os.utime(path, (time.time() - 1000, time.time() - 1000))
 
@@ -222,8 +228,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
     """Nothing of it is lost, and the sentence says where it is."""
-    box = results_of(store) / "box"
-    path = {"results": the_file(store), "benchmarks.json": box.parent / kind, "machine.json": box / kind}[kind]
+    path = file_of(store, kind)
     sound = json.loads(path.read_text())
     text = BROKEN[name].replace('"version": 2', f'"version": {sound["version"]}')
     path.write_text(text, errors="surrogateescape")
@@ -239,8 +244,7 @@ def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: 
 @pytest.mark.parametrize(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
 def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version: int, advice: str) -> None:
     """It may be sound, and whoever wrote it knows more."""
-    box = results_of(store) / "box"
-    path = {"results": the_file(store), "benchmarks.json": box.parent / kind, "machine.json": box / kind}[kind]
+    path = file_of(store, kind)
     edit(path, lambda content: content.update(version=version))
     before = contents(store / "asv")
     said = again(store)
@@ -370,13 +374,6 @@ def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("started", ["", "yesterday", "2026-13-01", "9" * 30])
-def test_a_start_that_is_no_time_is_a_sentence(store: Path, started: str) -> None:
-    """Somebody edited the file."""
-    said = update_view(replace(grid_run(), started=started), store)
-    assert said == f"history: its start, {started!r}, is no time; the run is kept, and asv's view stays as it is"
-
-
 def test_a_start_without_a_zone_is_in_utc(store: Path) -> None:
     """Whatever the zone of whoever reads it."""
     update_view(keep(grid_run(started="2026-02-01T00:00:00"), store), store)
@@ -412,21 +409,6 @@ def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) 
     assert Results.load(str(new), "new").params["machine"] == "new"
 
 
-@pytest.mark.parametrize("machine", ["../../etc", "a/b", "", ".", "..", "a\0b", 7, None])
-def test_a_name_that_is_no_folders_is_a_sentence(tmp_path: Path, machine: object) -> None:
-    """Facts come from files that others wrote: they lead nowhere else."""
-    run = keep(
-        replace(grid_run(), environment=replace(grid_run().environment, facts=facts() | {"asv_machine": machine})),
-        tmp_path,
-    )
-    said = update_view(run, tmp_path)
-    assert said == (
-        "history: it does not say on which machine, or by a name that is no folder's; the run is kept, and asv's view "
-        "stays as it is"
-    )
-    assert not (tmp_path / "asv").exists()
-
-
 def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> None:
     """As long as no machine's is."""
     said = update_view(keep(grid_run(facts(machine="m" * 300) | {"machine": "box"}), tmp_path), tmp_path)
@@ -438,57 +420,46 @@ def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> N
 STAYS = "; the run is kept, and asv's view stays as it is"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"commit": None, "dirty": None}, "this was not measured in a git repository"),
-        ({"commit": None, "commit_unknown": "no, she said"}, "git names no commit here (no, she said)"),
-        ({"commit": "HEAD"}, "this was not measured in a git repository"),
-        ({"commit": 7}, "this was not measured in a git repository"),
-        ({"dirty": True}, "the files differ from commit 0a1b2c3d, so that these are not its numbers"),
-        (
-            {"dirty": None},
-            "the files may differ (git does not say) from commit 0a1b2c3d, so that these are not its numbers",
-        ),
-    ],
-)
-def test_numbers_that_are_no_commits_are_a_sentence(store: Path, changes: dict[str, Any], why: str) -> None:
-    """The run is kept all the same."""
+def elsewhere(workload: str) -> Run:
+    """A run of a suite's cases that are in no grid."""
+    run = grid_run(seconds=1)
+    cases = [replace(one.case, workload=workload, params=(("m", 3),)) for one in run.records]
+    return replace(run, records=tuple(replace(one, case=case) for one, case in zip(run.records, cases, strict=True)))
+
+
+DIFFER = "from commit 0a1b2c3d, so that these are not its numbers"
+NAMELESS = "it does not say on which machine, or by a name that is no folder's"
+NOT_FILED: list[tuple[Run, str]] = [
+    (grid_run(facts(commit=None, dirty=None)), "this was not measured in a git repository"),
+    (grid_run(facts(None, commit_unknown="no, she said")), "git names no commit here (no, she said)"),
+    (grid_run(facts("HEAD")), "this was not measured in a git repository"),
+    (grid_run(facts(7)), "this was not measured in a git repository"),
+    (grid_run(facts(dirty=True)), f"the files differ {DIFFER}"),
+    (grid_run(facts(dirty=None)), f"the files may differ (git does not say) {DIFFER}"),
+    (
+        grid_run(request=Request("gemm", threads=2)),
+        "it was measured with --threads 2, and the history is of one thread",
+    ),
+    (grid_run(request=Request("gemm", isolation=False)), "it was measured without a worker (--no-isolation)"),
+    (grid_run(request=Request("gemm", seed=3)), "it was measured with --seed 3, and the history is of seed 0"),
+    (elsewhere("no_such"), "the suite no_such is not known here; --import its module"),
+    (elsewhere("gemm"), "none of its cases is in a declared grid"),
+    *(
+        (grid_run(started=text), f"its start, {text!r}, is no time")
+        for text in ("", "yesterday", "2026-13-01", "9" * 30)
+    ),
+    # Facts come from files that others wrote: they lead nowhere else.
+    *((grid_run(facts(asv_machine=name)), NAMELESS) for name in ("../../etc", "a/b", "", ".", "..", "a\0b", 7, None)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
+def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) -> None:
+    """What asv would measure otherwise, too, and what is in no series; the run is kept all the same."""
+    run, why = NOT_FILED[number]
     before = contents(store / "asv")
-    assert update_view(keep(grid_run(facts() | changes), store), store) == f"history: {why}{STAYS}"
+    assert update_view(run, store) == f"history: {why}{STAYS}"
     assert contents(store / "asv") == before
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ({"threads": 2}, "it was measured with --threads 2, and the history is of one thread"),
-        ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
-        ({"seed": 3}, "it was measured with --seed 3, and the history is of seed 0"),
-    ],
-)
-def test_what_asv_would_measure_otherwise_is_a_sentence(store: Path, words: dict[str, Any], why: str) -> None:
-    """It would not compare."""
-    assert again(store, request=Request("gemm", **words)) == f"history: {why}{STAYS}"
-
-
-@pytest.mark.parametrize(
-    ("workload", "why"),
-    [
-        ("no_such", "the suite no_such is not known here; --import its module"),
-        ("gemm", "none of its cases is in a declared grid"),
-    ],
-)
-def test_cases_of_no_series_are_a_sentence(store: Path, workload: str, why: str) -> None:
-    """A suite that this process does not know, or a shape that is not followed."""
-
-    def elsewhere(run: Run) -> Run:
-        cases = [replace(one.case, workload=workload, params=(("m", 3),)) for one in run.records]
-        return replace(
-            run, records=tuple(replace(one, case=case) for one, case in zip(run.records, cases, strict=True))
-        )
-
-    assert update_view(elsewhere(keep(grid_run(seconds=1), store)), store) == f"history: {why}{STAYS}"
 
 
 # What holds whatever the order.

@@ -138,6 +138,9 @@ def test_a_run_without_a_header(store: Path) -> None:
     only(store, path, True, "the header is gone", "from a copy")
 
 
+STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -148,7 +151,7 @@ def test_a_run_without_a_header(store: Path) -> None:
 )
 def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> None:
     """An empty one, a foreign one, and one from the future."""
-    path = store / "runs" / "box" / "20260101T000000Z-00000009-ffffffff.jsonl"
+    path = store / "runs" / STRAY
     path.write_text(content)
     only(store, path, True, *words)
 
@@ -161,21 +164,15 @@ def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> 
         ("notes.txt", "nothing reads it"),
         ("stray.jsonl", "nothing reads it"),
         ("box/deep/er.jsonl", "nothing reads it"),
+        (STRAY, "nothing reads it"),
     ],
 )
 def test_what_lies_among_the_runs(store: Path, name: str, words: str) -> None:
-    """Nothing is broken by it."""
+    """Nothing is broken by it; a folder that is called like a run is none."""
     path = store / "runs" / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("{}")
+    path.mkdir() if name == STRAY else path.write_text("{}")
     only(store, path, False, words)
-
-
-def test_a_folder_called_like_a_run(store: Path) -> None:
-    """It is none."""
-    path = store / "runs" / "box" / "20260101T000000Z-00000009-ffffffff.jsonl"
-    path.mkdir()
-    only(store, path, False, "nothing reads it")
 
 
 def test_a_run_under_a_wrong_name(store: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,13 +206,20 @@ def test_a_header_counts_wherever_it_stands(tmp_path: Path, before: bytes, numbe
     assert [trouble.partition(" is broken")[0] for trouble in again.troubles] == [f"line {one}" for one in numbers]
 
 
-def test_a_header_after_its_records_counts_too(tmp_path: Path) -> None:
-    """Lines that were sorted, say."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"".join([*content.splitlines(keepends=True)[1:], content.splitlines(keepends=True)[0]]),
+        lambda content: content.replace(b"\n", b"\r\n"),
+    ],
+    ids=["the header after its records", "line ends of another system"],
+)
+def test_what_tools_do_to_lines_costs_nothing(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Lines that were sorted, or copied by one that knows better."""
     path = written(tmp_path)
     whole = load_run(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[1:], lines[0]]))
-    assert load_run(path) == whole
+    path.write_bytes(change(path.read_bytes()))
+    assert load_run(path) == whole and whole.troubles == ()
 
 
 def test_a_second_header_is_named(tmp_path: Path) -> None:
@@ -230,14 +238,6 @@ def test_junk_before_a_newer_header_does_not_hide_it(tmp_path: Path) -> None:
     path.write_bytes(b'junk\n{"schema": 999, "header": {}}\n')
     with pytest.raises(StoreError, match="newer fp8bench"):
         load_run(path)
-
-
-def test_line_ends_of_another_system_read_fine(tmp_path: Path) -> None:
-    """A copy by a tool that knows better."""
-    path = written(tmp_path)
-    whole = load_run(path)
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert load_run(path) == whole and whole.troubles == ()
 
 
 def test_records_without_any_header_stand_alone(tmp_path: Path) -> None:
@@ -357,24 +357,22 @@ def test_a_run_is_found_by_path_whatever_the_store(store: Path, tmp_path: Path) 
     assert find_run(str(path), tmp_path / "no store") == path
 
 
-@pytest.mark.parametrize(("word", "number"), [("a", 2), ("2026", 4)])
-def test_a_beginning_that_fits_several_is_refused(store: Path, word: str, number: int) -> None:
-    """It names them."""
-    with pytest.raises(RunNotFound, match=rf"fits {number} runs .*aaaa1111.*Give more of the name"):
+NEWEST = r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\. Give an id"
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
+        ("2026", r"fits 4 runs .*aaaa1111.*Give more of the name"),
+        *((word, NEWEST) for word in ("zzzz", "", ".", "*", "..")),
+        ("a" * 400, "looking for run 'a+ in .* failed"),
+    ],
+)
+def test_a_word_that_means_no_run_is_refused(store: Path, word: str, words: str) -> None:
+    """Those that it fits are named; else the newest, and the ways to name one."""
+    with pytest.raises(RunNotFound, match=words):
         find_run(word, store)
-
-
-@pytest.mark.parametrize("word", ["zzzz", "", ".", "*", "..", "a" * 400])
-def test_an_unknown_run_is_refused(store: Path, word: str) -> None:
-    """Whatever the word looks like."""
-    with pytest.raises(RunNotFound):
-        find_run(word, store)
-
-
-def test_an_unknown_run_is_told_of_the_newest(store: Path) -> None:
-    """And of the ways to name one."""
-    with pytest.raises(RunNotFound, match=r"The newest is 20260104T000000Z-01234567-cccc3333\. Give an id"):
-        find_run("zzzz", store)
 
 
 @pytest.mark.parametrize("word", ["last", "abc"])
