@@ -83,9 +83,9 @@ def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
 
 
 def _mean(slot: SlotSample) -> float:
-    calls = [sum(call) * 1e-9 for call in slot.calls_ns]
-    # No mean is less than the fastest call, whatever the system says of the waiting.
-    return max(min(calls), (sum(calls) - (slot.waited_seconds or 0.0)) / len(calls))
+    seconds = sum(map(sum, slot.calls_ns)) * 1e-9
+    own = seconds - (slot.waited_seconds or 0.0)
+    return (own if own > 0 else seconds) / len(slot.calls_ns)  # whatever the system says, calls took some time
 
 
 def noise(reference: Timing, control: Timing | None) -> Interval | None:

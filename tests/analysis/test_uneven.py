@@ -45,7 +45,7 @@ def planted(part: int, whole: int, mean: float, fastest: float, seed: int) -> np
     return slow * (1 + mean) / slow.mean()
 
 
-@counts(40, 1000, 1000)
+@counts(40, 1000)
 def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count: int) -> None:
     """Even where the fastest calls are 2% faster than those of the reference, as they were where this was found."""
     for trial in range(count):
@@ -74,12 +74,12 @@ def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
 
 
 def test_what_waited_for_a_core_is_in_no_mean() -> None:
-    """But never more than what is above the fastest call."""
+    """Of one call a slot as of several; where nobody knows it, or it cannot be, the calls count as they are."""
     slot = SlotSample(0, ((1_000_000,), (5_000_000,)), 0.006, 0.002, waited_seconds=0.004)
-    timing = replace(
-        called(), slots=(slot, replace(slot, round=1, waited_seconds=1.0), replace(slot, round=2, waited_seconds=None))
-    )
-    assert means(timing, [0, 1, 2]).tolist() == pytest.approx([1e-3, 1e-3, 3e-3])
+    alone = SlotSample(1, ((5_000_000,),), 0.005, 0.001, waited_seconds=0.004)
+    others = (replace(slot, round=2, waited_seconds=None), replace(slot, round=3, waited_seconds=1.0))
+    timing = replace(called(), slots=(slot, alone, *others))
+    assert means(timing, range(4)).tolist() == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
     assert means(timing, [2]).tolist() == pytest.approx([3e-3])
 
 
