@@ -63,13 +63,13 @@ class LiveLine:
                 self._stream = None
 
 
-class RunProgress:
-    """An observer of a run that keeps one line up to date. `close` erases it."""
+class RunProgress(LiveLine):
+    """An observer of a run that keeps one line up to date."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._line = LiveLine(stream, environ)
+        super().__init__(stream, environ)
         self._clock = clock
         self._begun = clock()
         self._shown_at = -REDRAW_SECONDS
@@ -90,16 +90,12 @@ class RunProgress:
             self._doing, self._shown_at = doing, now
             left = _left(now - self._begun, self._share(case.setting, share))
             head = f"{self._done}/{self._total} cases{left}, {doing} "
-            self._line.show(head + _shorten(case.id, self._line.room - len(head)))
+            self.show(head + _shorten(case.id, self.room - len(head)))
 
     def finished(self, record: Record) -> None:
         self._done += 1
         if record.status is not Status.SKIPPED:
             self._left[record.case.setting] = self._left.get(record.case.setting, 0) - 1
-
-    def close(self) -> None:
-        """Erase the line. May be called twice."""
-        self._line.close()
 
     def _share(self, setting: str, share: float) -> float:
         """How much of all the work is done."""
@@ -131,30 +127,26 @@ class GroupLines(SilentObserver):
             self._say(f"{done}/{self._groups} groups after {spent}: {setting}")
 
 
-class DuelProgress(SilentObserver):
+class DuelProgress(LiveLine, SilentObserver):
     """An observer that is told of every session of a case too."""
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
-        self._line = LiveLine(stream, environ)
+        super().__init__(stream, environ)
         self._begun = time.monotonic()
         self._words = ""
 
     def starts(self) -> None:
         """Workers are started, which takes a while."""
-        self._line.show(f"{self._words}, starting workers" if self._words else "starting workers")
+        self.show(f"{self._words}, starting workers" if self._words else "starting workers")
 
     def in_session(self, session: int, sessions: int, place: int, cases: int) -> None:
         """A case is measured, counted from 0."""
         left = _left(time.monotonic() - self._begun, (session * cases + place) / (sessions * cases))
         self._words = f"session {session + 1}/{sessions}, case {place + 1}/{cases}{left}"
-        self._line.show(self._words)
+        self.show(self._words)
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        self._line.show(f"{self._words}, {doing} {case.id}")
-
-    def close(self) -> None:
-        """Erase the line."""
-        self._line.close()
+        self.show(f"{self._words}, {doing} {case.id}")
 
 
 class TerminalJob:
