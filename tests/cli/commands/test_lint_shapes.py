@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from fp8bench.analysis.shape_findings import LinearShape
-from fp8bench.cli.main import main
 from fp8bench.formats.hardware import CLASSES
 from fp8bench.jobs.shapes import examine, modes_of, shapes_of_model
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.terminal.shapes import page_of
-from tests.commands import unfolded
+from tests.commands import Say, unfolding
 
 REFUSED = """\
 gpt2 with 8192 tokens: 15 products of 5 layers, as torch's scaled_mm takes them
@@ -54,16 +53,16 @@ Not taken as they are by any of these devices, in fp8, fp8-rowwise, mxfp8: head 
 """
 
 
-def lint(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(["lint-shapes", *words])
-    shown = capsys.readouterr()
-    return code, shown.out, unfolded(shown.err)
+@pytest.fixture
+def say(store: Path, fp8bench: Say) -> Say:
+    """Run `lint-shapes`."""
+    return unfolding(fp8bench, "lint-shapes")
 
 
-def test_a_head_that_is_refused_is_told_with_reasons_and_padding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_that_is_refused_is_told_with_reasons_and_padding(say: Say) -> None:
     """The whole text of one lint, word by word; it ends with 3."""
     words = ("--model", "gpt2", "--devices", "ada,b200,l4", "--dtypes", "fp8,fp8-rowwise,mxfp8")
-    assert lint(capsys, *words) == (3, REFUSED, "")
+    assert say(*words) == (3, REFUSED, "")
 
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
@@ -78,37 +77,34 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == text != colored
 
 
-def test_what_fits_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_is_told_in_few_lines(say: Say) -> None:
     """And ends with 0, though another device takes less."""
-    code, out, _ = lint(capsys, "--model", "llama3-8b", "--devices", "h100,a100", "--dtypes", "fp8")
-
-    assert code == 0
-    assert "  h100    all\n  a100      -\n" in out and "refused" not in out
+    code, out, _ = say("--model", "llama3-8b", "--devices", "h100,a100", "--dtypes", "fp8")
+    assert code == 0 and "  h100    all\n  a100      -\n" in out and "refused" not in out
     assert out.endswith("Every product fits as it is on some of these devices, in every mode.\n")
 
 
-def test_a_processor_has_no_such_products(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_processor_has_no_such_products(say: Say) -> None:
     """Whatever the shape: emulated, and said so."""
-    code, out, _ = lint(capsys, "--model", "nano", "--devices", "cpu")
+    code, out, _ = say("--model", "nano", "--devices", "cpu")
     assert code == 3 and "no CPU has units for it: emulated, in any shape" in out
 
 
-def test_what_padding_does_not_mend_stands_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_padding_does_not_mend_stands_apart(say: Say) -> None:
     """Types and layouts, with the products that they concern."""
-    file = tmp_path / "shapes.csv"
+    file = Path("shapes.csv")
     file.write_text("m,n,k,name,layout\n64,64,64,straight,\n64,64,64,turned,row\n")
     words = ("--shapes", str(file), "--devices", "h100", "--products", "forward")
-    code, out, _ = lint(capsys, *words, "--dtypes", "fp8,fp8-e5m2")
+    code, out, _ = say(*words, "--dtypes", "fp8,fp8-e5m2")
     out = " ".join(out.split())
-
     assert code == 3
     assert "two E5M2 operands are not multiplied on NVIDIA's GPUs (torch): straight forward" in out
     assert "its contraction must be innermost (torch): turned forward, fp8 on h100" in out
 
 
-def test_json_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_all_of_it(say: Say) -> None:
     """One finding for each product, mode and device, with what each library says."""
-    code, out, _ = lint(capsys, "--model", "gpt2", "--devices", "h100,cpu", "--dtypes", "fp8", "--json")
+    code, out, _ = say("--model", "gpt2", "--devices", "h100,cpu", "--dtypes", "fp8", "--json")
     found = json.loads(out)
 
     assert code == 3 and found["source"] == "gpt2" and found["fits"] is False
@@ -121,12 +117,12 @@ def test_json_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu["torch"]["outcome"] == "missing" and cpu["transformer_engine"] is None
 
 
-def test_csv_has_a_row_for_what_each_library_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_csv_has_a_row_for_what_each_library_says(say: Say) -> None:
     """On stdout instead of the text, or in a file beside it."""
     words = ("--model", "gpt2", "--devices", "h100", "--dtypes", "fp8,fp8-rowwise")
-    _, printed, _ = lint(capsys, *words, "--csv", "-")
-    file = tmp_path / "rows.csv"
-    code, text, _ = lint(capsys, *words, "--csv", str(file))
+    _, printed, _ = say(*words, "--csv", "-")
+    file = Path("rows.csv")
+    code, text, _ = say(*words, "--csv", str(file))
     rows = list(csv.DictReader(io.StringIO(printed)))
 
     assert file.read_text() == printed and code == 3 and "refused" in text
@@ -156,18 +152,10 @@ def test_csv_has_a_row_for_what_each_library_says(capsys: pytest.CaptureFixture[
         (("--model", "gpt2", "--dtypes", "fp8:weight-gradient=bf16", "--products", "weight-gradient"), "stay in bf16"),
     ],
 )
-def test_bad_usage_is_one_sentence(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    said: str,
-) -> None:
+def test_bad_usage_is_one_sentence(say: Say, words: tuple[str, ...], said: str) -> None:
     """Exit 2, nothing on stdout."""
-    monkeypatch.chdir(tmp_path)
-    code, out, err = lint(capsys, *words)
-
-    assert code == 2 and not out and said in err and len(err.splitlines()) == 1
+    code, out, err = say(*words)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
 def test_no_torch_is_needed() -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.worker.bench import Bench
-from tests.commands import unfolded
+from tests.commands import Say, unfolding
 
-FEW = ("sensitivity", "--by", "kind", "--steps", "1", "--tolerance", "50")
+FEW = ("--by", "kind", "--steps", "1", "--tolerance", "50")
 REFUSED = {
     "an unknown size": (["--size", "huge"], "axis 'size' cannot be 'huge': expected one of nano"),
     "an unknown dtype": (["--dtype", "fb8"], "Did you mean 'fp8'"),
@@ -32,60 +31,56 @@ REFUSED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In an empty folder, without waiting for a process of its own."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Run `sensitivity` without waiting for a process of its own."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    return tmp_path
+    return unfolding(fp8bench, "sensitivity")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say) -> None:
     """Exit code 2, and nothing is trained."""
     words, sentence = REFUSED[name]
-    assert main(["sensitivity", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and sentence in unfolded(err) and len(unfolded(err).splitlines()) == 1
+    code, out, err = say(*words)
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
 
 
-def test_a_study_is_told_kept_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
     """One row a kind, the same numbers in the store's JSON and in the CSV."""
-    assert main([*FEW, "--csv", "rows.csv"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out.startswith("sensitivity of transformer size=nano")
+    code, out, err = say(*FEW, "--csv", "rows.csv")
+    assert (code, err) == (0, "") and out.startswith("sensitivity of transformer size=nano")
     table = out.partition("  low ")[2].partition("\n\n")[0]
     assert {line.split()[0] for line in table.splitlines()[1:]} == {"attn", "mlp", "head"}
     assert "no map is suggested: every gap lies within the noise" in out
-    (file,) = (here / ".fp8bench" / "sensitivity").iterdir()
+    (file,) = (store / "sensitivity").iterdir()
     document = json.loads(file.read_text())
     assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
     assert {one["name"] for one in document["probes"]} == {"attn", "mlp", "head"}
     assert all(len(one["losses"]) == 1 for one in document["probes"])
-    assert len((here / "rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
+    assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
 
 
-def test_json_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_printed_alone(say: Say) -> None:
     """Weights of other draws differ, and so do losses."""
-    assert main([*FEW, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(say(*FEW, "--json")[1])
     losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
     assert len(set(losses)) == 3 and document["suggested"] is None
     assert document["environment"]["facts"]["torch"] and document["path"].startswith(".fp8bench/")
 
 
-def test_a_reference_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 3, with the reason."""
 
     def broken(self: object, *arguments: object) -> tuple[float, ...]:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("fp8bench.workloads.transformer.Transformer.losses", broken)
-    assert main([*FEW]) == 3
-    assert "the reference itself failed: RuntimeError: no such kernel" in capsys.readouterr().out
+    code, out, _ = say(*FEW)
+    assert code == 3 and "the reference itself failed: RuntimeError: no such kernel" in out
 
 
-def test_an_interrupt_tells_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; the table and the store have what was trained."""
     inner, calls = Bench.losses, []
 
@@ -96,31 +91,27 @@ def test_an_interrupt_tells_what_there_is(capsys: pytest.CaptureFixture[str], mo
         return inner(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bench, "losses", interrupted)
-    assert main([*FEW]) == 130
-    out, err = capsys.readouterr()
-    assert "interrupted; what was trained is shown" in err
+    code, out, err = say(*FEW)
+    assert code == 130 and "interrupted; what was trained is shown" in err
     assert "attn" in out and "suggested" not in out and "stored in" in out
 
 
-def test_a_store_that_takes_nothing_costs_nobody_the_table(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_takes_nothing_costs_nobody_the_table(store: Path, say: Say) -> None:
     """Which is printed before the error."""
-    (here / ".fp8bench").mkdir()
-    (here / ".fp8bench" / "sensitivity").write_text("no folder")
-    assert main([*FEW]) == 2
-    out, err = capsys.readouterr()
-    assert "suggested" in out and "the study cannot be kept in .fp8bench/sensitivity/" in err
+    store.mkdir()
+    (store / "sensitivity").write_text("no folder")
+    code, out, err = say(*FEW)
+    assert code == 2 and "suggested" in out and "the study cannot be kept in .fp8bench/sensitivity/" in err
 
 
 @pytest.mark.slow
-def test_a_study_runs_in_a_process_of_its_own_and_imports_no_torch(here: Path) -> None:
+def test_a_study_runs_in_a_process_of_its_own_and_imports_no_torch(store: Path) -> None:
     """The parent stays light; a terminal that is none sees no progress."""
     code = (
         "import sys\nfrom fp8bench.cli.main import main\n"
-        f"code = main({[*FEW, '--csv', '-']!r})\n"
+        f"code = main({['sensitivity', *FEW, '--csv', '-']!r})\n"
         "print('torch' in sys.modules, file=sys.stderr)\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=here)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "False\n")
     assert len(done.stdout.splitlines()) == 8
