@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
 
-from fp8bench.analysis.metric import Metric, Reference
+from fp8bench import units
+from fp8bench.analysis.metric import ENERGY, STEP, Better, Metric, Reference
 from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
 
 K = TypeVar("K")
@@ -104,6 +105,32 @@ def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
 
     lead = group.lead
     return metrics_of(result.record, result.finding, Reference(lead.record, lead.labels) if lead is not None else None)
+
+
+class Figures(dict[str, Metric]):
+    """What a run says of the whole step of a case, by name; a figure that it does not have has no value.
+
+    A suite may call a number of its own as it likes: a step's energy has a source, and its other figures come first.
+    """
+
+    def __init__(self, group: ResultGroup, result: Result) -> None:
+        super().__init__()
+        for one in metrics_within(group, result):
+            if one.phase == STEP and (one.name != ENERGY or one.source):
+                self.setdefault(one.name, one)
+
+    def __missing__(self, name: str) -> Metric:
+        return Metric(name, "")
+
+    @property
+    def rate(self) -> str:
+        """What says how much is done in a second, by the first of the counts that its work has; '' for nothing."""
+        rates = (name for name, one in self.items() if one.better is Better.HIGHER and one.unit.endswith("/s"))
+        return next(rates, "")
+
+    def shown(self, name: str) -> str:
+        """The figure as text, by its unit."""
+        return units.shown(self[name].value, self[name].unit, name)
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

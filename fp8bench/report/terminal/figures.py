@@ -22,8 +22,7 @@ from fp8bench.report.energies import (
     sources_of,
 )
 from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
-from fp8bench.report.panels import Panel, Result, ResultGroup, together
-from fp8bench.report.terminal.tables import Figures
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 from fp8bench.report.words.energy import DEMANDS
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
 from fp8bench.report.words.naming import named_cases

@@ -10,7 +10,6 @@ from fp8bench.formats.product_rules import conditions
 from fp8bench.formats.scaled_products import Sides
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import between
 
 # Where something is so: pairs of a mode and a device by their names.
 Places = Iterable[tuple[str, str]]
@@ -91,7 +90,7 @@ def _padded(findings: Sequence[Finding]) -> list[Element]:
 
 def _more(shares: Sequence[float]) -> str:
     decimals = 2 if max(shares) < 0.1 else 1 if max(shares) < 1 else 0
-    return between(*(f"+{units.percent(one, decimals)}" for one in (min(shares), max(shares))))
+    return units.span(shares, lambda share: f"+{units.percent(share, decimals)}")
 
 
 def _missing(findings: Sequence[Finding]) -> Iterator[str]:

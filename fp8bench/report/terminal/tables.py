@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.metric import STEP, TIME, Metric
+from fp8bench.analysis.metric import TIME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status
 from fp8bench.report.case_status import (
     Standing,
@@ -18,34 +18,18 @@ from fp8bench.report.case_status import (
     tone_of,
 )
 from fp8bench.report.elements import Column, Field, Table, Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup, metrics_within
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import between
 
 # The error a reader sees first, where a workload offers more than one: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
-_ERROR_SUFFIX, _RATE_SUFFIX = "_error", "_per_second"
-_NOTHING = Metric("", "")
+_ERROR_SUFFIX = "_error"
 
 
 def main_error(panel: Panel) -> str:
     """The metric of the error column; '' if nothing in the panel has an error."""
     errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
     return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
-
-
-class Figures(dict[str, Metric]):
-    """What a run says of the whole step of a case, by name; a figure that it does not have has no value."""
-
-    def __init__(self, group: ResultGroup, result: Result) -> None:
-        super().__init__((one.name, one) for one in metrics_within(group, result) if one.phase == STEP)
-
-    def __missing__(self, name: str) -> Metric:
-        return _NOTHING
-
-    def shown(self, name: str) -> str:
-        """The figure as text, by its unit."""
-        return units.shown(self[name].value, self[name].unit, name)
 
 
 def value_of(measurement: Measurement | None) -> float | None:
@@ -105,11 +89,8 @@ def noise_floor(group: ResultGroup) -> str:
 
 def floor_of(results: Iterable[Result]) -> str:
     """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
-    floors = sorted(one.finding.floor for one in results if one.finding and one.finding.floor is not None)
-    if not floors:
-        return ""
-    low, high = (f"+-{units.percent(floor)}" for floor in (floors[0], floors[-1]))
-    return between(low, high)
+    floors = (one.finding.floor for one in results if one.finding and one.finding.floor is not None)
+    return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
 
 
 def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Field]:
@@ -117,7 +98,6 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
     known = result.record.status is Status.OK
     tone = Tone.STRONG if standing(result) is Standing.FAILED else tone_of(result)
     labels = ", ".join(named_labels(result)) if known else ""
-    rate = next((name for name in figures if known and name.endswith(_RATE_SUFFIX)), "")
     return {
         "case": Field(result.mode),
         "verdict": Field(status_words(result), tone=tone),
@@ -126,7 +106,7 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
         "median": Field(units.seconds(figures[TIME].value if known else None)),
         "error": Field(units.relative_error(figures[error].value)),
         "spread": Field(units.percent(finding.spread if finding and known else None)),
-        "throughput": Field(figures.shown(rate)),
+        "throughput": Field(figures.shown(figures.rate) if known else units.NONE),
         "labels": Field(f"labels: {labels}" if labels else ""),
     }
 

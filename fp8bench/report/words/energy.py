@@ -10,7 +10,7 @@ from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.energies import figures_of, ratio_against, ratio_within, show_ratio
 from fp8bench.report.panels import Panel, Result, ResultGroup
-from fp8bench.report.words.naming import between, common_tone
+from fp8bench.report.words.naming import common_tone
 
 DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
 
@@ -55,7 +55,7 @@ def _alone(panel: Panel, mode: str) -> Iterator[Text]:
     """A mode that is compared with nothing: an emulation; or the reference, where it is alone."""
     known = [(one, figures) for one in panel.results if (figures := figures_of(one)) is not None]
     joules = [figures.gross.middle for one, figures in known if one.mode == mode]
-    shown = between(units.joules(min(joules)), units.joules(max(joules)))
+    shown = units.span(joules, units.joules)
     if any(emulated(one) for one, _ in known if one.mode == mode):
         yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
     elif len({one.mode for one, _ in known}) == 1:
@@ -93,4 +93,4 @@ def _several(mode: str, reference: str, ratios: Sequence[EnergyRatio]) -> str:
 
 
 def _span(points: Sequence[float]) -> str:
-    return between(units.ratio(min(points)), units.ratio(max(points)))
+    return units.span(points, units.ratio)

@@ -76,11 +76,6 @@ def phase_order(phase: str) -> tuple[float, str]:
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
 
 
-def between(low: str, high: str) -> str:
-    """'0.55x to 0.61x'; one of them where both look alike."""
-    return low if low == high else f"{low} to {high}"
-
-
 def common_tone(tones: Iterable[Tone]) -> Tone:
     """That of all, or none."""
     found = set(tones)

@@ -10,7 +10,7 @@ from fp8bench import units
 from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.panels import Panel, Result, together
 from fp8bench.report.terminal.tables import main_error, value_of
-from fp8bench.report.words.naming import between, listed, setting_of
+from fp8bench.report.words.naming import listed, setting_of
 from fp8bench.report.words.run_facts import many, shortened
 
 LONGEST_REASON = 300
@@ -124,7 +124,7 @@ def _numbers(alike: Sequence[Outcome]) -> str:
         return "its numbers are right"
     several = len({suite for suite, _ in errors}) > 1
     shown = [
-        f"{metric} {between(*map(units.relative_error, (min(values), max(values))))}{f' in {suite}' if several else ''}"
+        f"{metric} {units.span(values, units.relative_error)}{f' in {suite}' if several else ''}"
         for (suite, metric), values in errors.items()
     ]
     return f"its numbers are right ({listed(shown)})"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
 from fp8bench.model.words import REMARKS
+from fp8bench.report import panels
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout, tables
 from fp8bench.report.terminal.plan import page_of as plan_page
@@ -288,5 +289,5 @@ def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.Mo
         return {column.title: {row[n].text for row in table.rows} for n, column in enumerate(table.columns)}
 
     assert {"error", "throughput"} < set(told()) and "-" not in told()["best"] | told()["median"]
-    monkeypatch.setattr(tables, "metrics_within", lambda *_: iter(()))
+    monkeypatch.setattr(panels, "metrics_within", lambda *_: iter(()))
     assert not {"error", "throughput"} & set(told()) and told()["best"] == told()["median"] == {"-"}

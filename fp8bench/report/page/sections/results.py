@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.metric import ENERGY, MEMORY, STEP, TIME, Better, Metric
+from fp8bench.analysis.metric import ENERGY, MEMORY, TIME
 from fp8bench.model import Params, Status
 from fp8bench.report.case_status import (
     Standing,
@@ -24,12 +23,11 @@ from fp8bench.report.case_status import (
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.page.section import Columns, Section, number, sections, table_of
-from fp8bench.report.panels import Panel, Result, ResultGroup, metrics_within, shared_params, show_params, together
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, shared_params, show_params, together
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
 
-_NOTHING = Metric("", "")
 _COST = "the cost of emulation, not of the precision"
 # What names a case stands in every table.
 _NAMES = {"precision", "verdict"}
@@ -43,20 +41,14 @@ class _Row:
     panel: Panel
     result: Result
     setting: str
-    figures: Mapping[str, Metric]
+    figures: Figures
 
     def figure(self, name: str, best: bool = False) -> Field:
         """A figure of the step: its middle, or its best case."""
-        metric = self.figures.get(name, _NOTHING)
+        metric = self.figures[name]
         tone, hint = (Tone.DOUBT, _COST) if emulated(self.result) else (Tone.PLAIN, "")
         value = metric.best if best else metric.value
         return number(value, lambda value: units.shown(value, metric.unit, name), tone, hint)
-
-    @property
-    def rate(self) -> Metric:
-        """What is done in a second, by the first of the counts that its work has."""
-        rates = (one for one in self.figures.values() if one.better is Better.HIGHER and one.unit.endswith("/s"))
-        return next(rates, _NOTHING)
 
 
 @sections.register("results")
@@ -97,12 +89,7 @@ def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Resu
 
 def _row(entry: Entry, panel: Panel, group: ResultGroup, result: Result, shared: Params) -> _Row:
     own = show_params(pair for pair in result.record.case.params if pair not in shared)
-    figures: dict[str, Metric] = {}
-    for one in metrics_within(group, result):
-        # A suite may call a number of its own as it likes: a step's energy has a source, its other figures come first.
-        if one.phase == STEP and (one.name != ENERGY or one.source):
-            figures.setdefault(one.name, one)
-    return _Row(entry, panel, result, own or units.NONE, figures)
+    return _Row(entry, panel, result, own or units.NONE, Figures(group, result))
 
 
 def _table(rows: Sequence[_Row], alone: bool) -> Table:
@@ -117,7 +104,8 @@ def _table(rows: Sequence[_Row], alone: bool) -> Table:
 
 
 def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
-    rates = {row.rate.unit for row in rows if row.rate.value is not None}
+    found = (row.figures[row.figures.rate] for row in rows)
+    rates = {rate.unit for rate in found if rate.value is not None}
     errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
     which = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     return (
@@ -144,7 +132,7 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
          lambda row: number(row.result.finding.spread if row.result.finding else None, units.percent)),
         (Column("throughput", number=True, unit=rates.pop() if len(rates) == 1 else "", hint="at the median"),
-         lambda row: number(row.rate.value, partial(units.count, unit=row.rate.unit))),
+         lambda row: row.figure(row.figures.rate)),
         (Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
          _how),
         (Column("labels", hint="reasons for doubt, and what else one should know"),
@@ -166,7 +154,7 @@ def _interval(row: _Row) -> Field:
 def _error(row: _Row) -> Field:
     """Right even where it is emulated."""
     metric = main_error(row.panel)
-    return number(row.figures.get(metric, _NOTHING).value, units.relative_error, hint=metric)
+    return number(row.figures[metric].value, units.relative_error, hint=metric)
 
 
 def _how(row: _Row) -> Field:
