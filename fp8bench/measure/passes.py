@@ -128,7 +128,8 @@ class Passes:
                 self._worker.restart()
                 outcome.fail(why, cause)
                 continue
-            outcome.failure = _not_finite(errors)
+            wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+            outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
             found = (Measurement(name, unit_of(name), (value,)) for name, value in errors.items())
             outcome.note(measurements=(*outcome.draft.measurements, *found))
 
@@ -191,9 +192,3 @@ class Passes:
             if not exhausted(cause):
                 self._worker.restart()
             outcome.lacks(f"no {what}: {cause}")
-
-
-def _not_finite(errors: Mapping[str, float]) -> str:
-    """Why a case fails whose numbers are no numbers; '' if they are."""
-    wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-    return f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""

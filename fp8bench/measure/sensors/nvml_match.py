@@ -69,8 +69,10 @@ def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, s
     """Which device it is; raises NoReading where that cannot be said."""
     if not devices:
         raise NoReading("NVML lists no device")
-    found = _by_uuid(identity.uuid, devices) or _by_address(identity.pci, devices)
-    if found is None and (_digits(identity.uuid) or identity.pci):
+    uuid, address = _digits(identity.uuid), _address(identity.pci)
+    found = next((one for one in _all(devices) if uuid and _digits(one.uuid) == uuid), None)
+    found = found or next((Match(one) for one in devices if address and _address(one.pci) == address), None)
+    if found is None and (uuid or identity.pci):
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
     if found is None:
         found = _by_variable(identity.index, devices, environ)
@@ -87,11 +89,6 @@ def _digits(uuid: str) -> str:
     return plain if plain.strip("0-") else ""
 
 
-def _by_uuid(uuid: str, devices: Sequence[Listed]) -> Match | None:
-    wanted = _digits(uuid)
-    return next((one for one in _all(devices) if wanted and _digits(one.uuid) == wanted), None)
-
-
 def _all(devices: Sequence[Listed]) -> list[Match]:
     """Every device, and each of its instances."""
     return [Match(device, instance) for device in devices for instance in (None, *device.instances)]
@@ -105,13 +102,6 @@ def _address(pci: str) -> tuple[int, ...] | None:
     except ValueError:
         return None
     return tuple([0, *numbers][-3:]) if len(numbers) in (2, 3) else None
-
-
-def _by_address(pci: str, devices: Sequence[Listed]) -> Match | None:
-    wanted = _address(pci)
-    if wanted is None:
-        return None
-    return next((Match(device) for device in devices if _address(device.pci) == wanted), None)
 
 
 def _by_variable(index: int, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:

@@ -201,7 +201,10 @@ class Sampler:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
             tick = Tick(max(before, asked - self._oldest), seen, joules) if joules > last else None
             if tick is None and asked - changed > self._oldest:
-                self._start_again()
+                # The counter has become slower than its rhythm says: what was dated by it is worth nothing.
+                self.ticks.clear()
+                self._oldest = math.inf
+                self._polling = Polling(counts=True)
             if tick is not None:
                 last, changed = joules, seen
                 if not self._polling.blind:
@@ -209,12 +212,6 @@ class Sampler:
                     # Right after a tick nothing is missed while the state is looked at.
                     self._look_around(seen)
             self._noted(asked, seen)
-
-    def _start_again(self) -> None:
-        """The counter has become slower than its rhythm says: what was dated by it is worth nothing."""
-        self.ticks.clear()
-        self._oldest = math.inf
-        self._polling = Polling(counts=True)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
