@@ -17,7 +17,8 @@ from fp8bench.formats.recipes import Amax, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.numerics.factors import Factors, factors_of
 from fp8bench.numerics.figures import ScaleCourse, scale_course
-from fp8bench.protocols import Precision, Role, ScaleBook, ScaleState
+from fp8bench.protocols import Precision, Role, ScaleBook
+from fp8bench.protocols.arithmetic import ScaleState
 
 
 class DelayedScale:
@@ -95,7 +96,7 @@ def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment
         assert one.scaling is not None
         known = None if book.known is None else book.known.get((layer, role.value))
         found[role] = StaticScale(book, one.fmt, one.scaling.rounding, known)
-        book.keep(layer, role.value, found[role])
+        book.keep(layer, role.value, found[role].state)
     return found
 
 

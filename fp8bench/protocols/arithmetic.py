@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench.model import LayerScale, MemoryRole, StaticScales
 
@@ -23,13 +23,6 @@ class ScaleState(NamedTuple):
     renewals: int
 
 
-class KeptScale(Protocol):
-    """One scale of one layer, kept on its device. Reading it waits for the device."""
-
-    def state(self) -> ScaleState | None:
-        """None for one that nothing was ever cast with."""
-
-
 class ScaleBook:
     """The scales of all layers of one state.
 
@@ -42,7 +35,7 @@ class ScaleBook:
         self.known = known
         self.watching = known is None
         self._steps = 0
-        self._kept: dict[tuple[str, str], KeptScale] = {}
+        self._kept: dict[tuple[str, str], Callable[[], ScaleState | None]] = {}
 
     def begin_step(self) -> None:
         """A step begins: every `refresh`-th one watches."""
@@ -50,13 +43,16 @@ class ScaleBook:
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
-    def keep(self, layer: str, role: str, scale: KeptScale) -> None:
-        """Enter a scale; a model that is built again under the same book replaces what it had."""
-        self._kept[layer, role] = scale
+    def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
+        """Enter a scale by what tells its state: that waits for the device, and is None for one that cast nothing.
+
+        A model that is built again under the same book replaces what it had.
+        """
+        self._kept[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
         """All scales that something was cast with, in the order their layers were made."""
-        found = ((*key, kept.state()) for key, kept in self._kept.items())
+        found = ((*key, state()) for key, state in self._kept.items())
         return tuple(LayerScale(layer, role, *state) for layer, role, state in found if state is not None)
 
 
@@ -193,14 +189,3 @@ MEMORY_OF: Mapping[Role, MemoryRole] = {
     Role.WEIGHT: MemoryRole.WEIGHTS,
     Role.GRADIENT: MemoryRole.GRADIENTS,
 }
-
-
-class MemoryHolder(Protocol):
-    """A workload's state, or anything in it, that says what its tensors are for.
-
-    Nobody has to: parameters, their gradients and what torch's optimisers keep are known by themselves, and casts say
-    what they cast. What is said here goes before all of that.
-    """
-
-    def memory_roles(self) -> Mapping[MemoryRole, object]:
-        """Tensors, or whatever holds them, by what they are for."""

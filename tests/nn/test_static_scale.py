@@ -34,7 +34,7 @@ def scale_of(
     """A book with one scale of E4M3, whose amax is known; None: it calibrates."""
     book = ScaleBook(rule, None if known is None else {("one", "input"): known})
     scale = StaticScale(book, E4M3, rounding, known)
-    book.keep("one", "input", scale)
+    book.keep("one", "input", scale.state)
     return book, scale
 
 
