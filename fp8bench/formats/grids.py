@@ -103,5 +103,4 @@ FORMATS: dict[str, Format] = {
 # The formats whose range the data of a run are held against, widest first.
 RANGES = (BF16, FP16, E5M2, E4M3, E2M1)
 
-E8M0_BIAS = 127
 E8M0_LARGEST_CODE = 254
