@@ -61,21 +61,17 @@ def studied(question: Question, store: Path, observer: JobObserver) -> Study:
     check(question)
     corpus = prepare_corpus(question.data, store / "data", write=True)
     with worker_for(question.request, corpus) as worker:
-        return _studied(question, worker, corpus.identity, observer)
-
-
-def _studied(question: Question, worker: Worker, corpus: str, observer: JobObserver) -> Study:
-    study, bed = opened(question, worker.probe(), corpus)
-    environment = gather(worker.software(), __version__, question.threads, question.imports)
-    study = replace(study, started=now(), environment=environment)
-    try:
-        with observer.counting() as tell:
-            for further in run(study, bed, worker, tell):
-                study = further
-    except KeyboardInterrupt:
-        observer.note("interrupted; what was trained is shown")
-        return study
-    return replace(study, finished=not study.baseline.failure)
+        study, bed = opened(question, worker.probe(), corpus.identity)
+        environment = gather(worker.software(), __version__, question.threads, question.imports)
+        study = replace(study, started=now(), environment=environment)
+        try:
+            with observer.counting() as tell:
+                for further in run(study, bed, worker, tell):
+                    study = further
+        except KeyboardInterrupt:
+            observer.note("interrupted; what was trained is shown")
+            return study
+        return replace(study, finished=not study.baseline.failure)
 
 
 def kept(study: Study, store: Path) -> Study:

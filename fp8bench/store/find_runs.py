@@ -72,20 +72,17 @@ def _of_word(word: str, store: Path) -> Sequence[Path]:
             return kept
     commit = commit_named(word, Path())
     if commit is None:
-        return [_run_or_commit(word, store)]
+        try:
+            return [find_run(word, store)]
+        except RunNotFound as error:
+            why = str(error).rstrip(".")
+            raise RunNotFound(f"{why}, or a commit that was measured, or a store's folder.") from None
     kept = _of_commit(commit, files)
     if not kept:
         raise RunNotFound(
             f"{word!r:.80} is the commit {commit[:12]}, of which {store} has no run. Measure it, or name another."
         )
     return kept
-
-
-def _run_or_commit(word: str, store: Path) -> Path:
-    try:
-        return find_run(word, store)
-    except RunNotFound as error:
-        raise RunNotFound(f"{str(error).rstrip('.')}, or a commit that was measured, or a store's folder.") from None
 
 
 def _of_commit(commit: str, files: Sequence[Path]) -> list[Path]:

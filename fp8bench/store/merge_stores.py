@@ -77,7 +77,12 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
     if here is None:
-        merged.copied.append(_copy(content, ours / "runs" / path.parent.name / path.name))
+        target = ours / "runs" / path.parent.name / path.name
+        try:
+            write_whole(target, content)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and merge again.") from None
+        merged.copied.append(target)
         return
     own = here.read_bytes()
     if own.startswith(content):
@@ -99,15 +104,6 @@ def _whole(path: Path, merged: Merged) -> bytes:
     merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
-
-
-def _copy(content: bytes, target: Path) -> Path:
-    """Write a file that was not there, in one step."""
-    try:
-        write_whole(target, content)
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written ({error.strerror}). Make room, and merge again.") from None
-    return target
 
 
 def _extend(here: Path, content: bytes) -> None:

@@ -60,7 +60,12 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
             faults += found
         oldest_first = sorted(kept.values(), key=lambda one: one.order)
         lacking += [fault for members in by_place(oldest_first) for fault in _lacking(results, members, by_commit)]
-    across = [*_unknown(store, unknown), *_gone(store, runs.values(), folder), *_machines(store, runs.values())]
+    # Suites that nobody told us of, so that nothing can be said about their figures.
+    untold = [
+        Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
+        for why, count in unknown.items()
+    ]
+    across = [*untold, *_gone(store, runs.values(), folder), *_machines(store, runs.values())]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -69,14 +74,6 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across),
         {"run files": (count - broken, count), "asv's files": (sound, len(listed))},
     )
-
-
-def _unknown(store: Path, unknown: Counter[str]) -> list[Fault]:
-    """Suites that nobody told us of, so that nothing can be said about their figures."""
-    return [
-        Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
-        for why, count in unknown.items()
-    ]
 
 
 def _lacking(

@@ -112,7 +112,10 @@ def _measured(
     cases = [begin_case(case, started.pair) for case in started.cases]
     try:
         _check_origins(started)
-        _warn(started, observer, progress)
+        if started.sides.after.commit:  # that a revision cannot make a difference, as far as that is known by now
+            for note in (*(one for one in started.sides.notes if one == SAME), *_idle(started)):
+                progress.close()
+                observer.note(f"{note}. Ctrl-C ends the duel")
         for note in started.sides.notes:
             writer.note(note)
         _sessions(started, request, cases, writer, progress, start)
@@ -213,15 +216,6 @@ def _check_origins(started: StartedSides) -> None:
             f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
             "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
         )
-
-
-def _warn(started: StartedSides, observer: JobObserver, progress: DuelObserver) -> None:
-    """Say before anything is measured that a revision cannot make a difference, as far as that is known by then."""
-    if started.sides.after.commit:
-        same = [note for note in started.sides.notes if note == SAME]
-        for note in (*same, *_idle(started)):
-            progress.close()
-            observer.note(f"{note}. Ctrl-C ends the duel")
 
 
 def _idle(started: StartedSides) -> Iterator[str]:

@@ -152,9 +152,8 @@ def lines_of(tables: Sequence[Table], wanted: Callable[[str], bool]) -> Lines:
     if not reading.keys:
         nothing = np.zeros(0, np.int64)
         return Lines((), np.zeros(0, ROW), nothing, (), nothing)
-    by_date = sorted(
-        range(len(tables)), key=lambda place: _when(tables[place])
-    )  # of one moment the earlier commit first
+    dates = [one.said["date"] if one.said["date"] is not None else one.said["began"] for one in tables]
+    by_date = sorted(range(len(tables)), key=dates.__getitem__)  # of one moment the earlier commit first
     owners = np.concatenate([parts[place].lines for place in by_date])
     small = owners.astype(np.uint16) if len(reading.keys) <= _SMALL else owners  # which are sorted ten times as fast
     in_order = np.argsort(small, kind="stable")
@@ -191,11 +190,6 @@ def _lines(
             found.append((rank, Line(trend, first, end)))
     found.sort(key=lambda pair: order(pair[1].trend, pair[0]))
     yield from (line for _, line in found)
-
-
-def _when(table: Table) -> float:
-    date = table.said["date"]
-    return float(date if date is not None else table.said["began"])
 
 
 def _alike(rows: Rows, tables: Places, texts: Sequence[Texts]) -> Places:
