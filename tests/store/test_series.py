@@ -209,7 +209,26 @@ def test_the_reference_is_the_highest_precision() -> None:
     assert reference_of(tiny(dtypes=("nvfp4", "fp8", "bf16"))) == "bf16"
 
 
+class Many(Tiny):
+    """An axis with several defaults on a GPU: a cell is one case, whatever else an axis has."""
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        way = Axis("way", "a word", ("to", "from") if facts.accelerated else ("to",), one_of("to", "from"))
+        return (*super().axes(facts)[:1], way)
+
+
+class Doubled(Tiny):
+    """An axis that is called as the dtype is: one of the two would be lost among the parameters."""
+
+    history = Grid(cpu={"dtype": ("1",)}, gpu={"dtype": ("2",)})
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("dtype", "a number", ("1",), whole_number()), *super().axes(facts))
+
+
 FAULTS: dict[str, tuple[Workload, str]] = {
+    "several defaults": (Many(), "the axis 'way' has several defaults on a gpu, and the grid does not choose one."),
+    "an axis called as the dtype is": (Doubled(), "an axis is called 'dtype'"),
     "name with a dash": (tiny("my-own"), "asv takes the name for a module's"),
     "name of underscores": (tiny("___"), "asv takes the name for a module's"),
     "name that leaves a number": (tiny("_1"), "asv takes the name for a module's"),
@@ -257,29 +276,6 @@ def test_a_grid_that_cannot_be_followed_is_a_sentence(name: str) -> None:
     assert why_not(workload).startswith(sentence)
     with pytest.raises(UsageError):
         series_of(workload, None)
-
-
-def test_an_axis_with_several_defaults_needs_a_choice() -> None:
-    """A cell is one case, whatever else an axis has."""
-
-    class Many(Tiny):
-        def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-            way = Axis("way", "a word", ("to", "from") if facts.accelerated else ("to",), one_of("to", "from"))
-            return (*super().axes(facts)[:1], way)
-
-    assert why_not(Many()) == "the axis 'way' has several defaults on a gpu, and the grid does not choose one."
-
-
-def test_an_axis_cannot_be_called_as_the_dtype_is() -> None:
-    """One of the two would be lost among the parameters."""
-
-    class Doubled(Tiny):
-        history = Grid(cpu={"dtype": ("1",)}, gpu={"dtype": ("2",)})
-
-        def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-            return (Axis("dtype", "a number", ("1",), whole_number()), *super().axes(facts))
-
-    assert why_not(Doubled()).startswith("an axis is called 'dtype'")
 
 
 def test_what_a_users_workload_raises_is_a_sentence() -> None:

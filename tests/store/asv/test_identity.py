@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
+from tests.commands import git
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -338,20 +340,20 @@ def test_facts_of_this_machine() -> None:
     assert here.params == {**MACHINE, "gpu": "NVIDIA H200", "python": "/venv/bin/python3"}
 
 
-@pytest.mark.parametrize("name", ["asv_machine", "asv_python"])
-@pytest.mark.parametrize("value", [None, 7, True, ""])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *itertools.product(("asv_machine", "asv_python"), (None, 7, True, "")),
+        # The name becomes a folder of the store, and run files come from anywhere.
+        *(("asv_machine", path) for path in ("..", ".", "a/b", "/a", "../a", "a/", "a\0b")),
+    ],
+)
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
-    """Runs of before have neither."""
+    """Runs of before have neither; a machine whose name is a path is none."""
     facts = as_facts(Identity(MACHINE, "/venv/bin/python3"))
     assert from_facts({**facts, name: value}) is None
     assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
     assert from_facts({}) is None
-
-
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "../a", "a/", "a\0b"])
-def test_a_machine_whose_name_is_a_path_is_no_identity(name: str) -> None:
-    """The name becomes a folder of the store, and run files come from anywhere."""
-    assert from_facts({"asv_machine": name, "asv_python": "/venv/bin/python3"}) is None
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -369,10 +371,10 @@ def test_a_result_of_the_real_command_has_this_identity(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
 
-    run("git", "init", "-q", "-b", "main")
-    run("git", "add", ".")
-    run("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "-m", "first")
-    commit = run("git", "rev-parse", "HEAD")
+    git(project, "init", "-q", "-b", "main")
+    git(project, "add", ".")
+    git(project, "commit", "-q", "-m", "first")
+    commit = git(project, "rev-parse", "HEAD")
     # The script that pip made, if there is one: it names the interpreter in its own way.
     beside = Path(sys.executable).parent / "asv"
     asv = [str(beside)] if beside.exists() else [sys.executable, "-m", "asv"]
