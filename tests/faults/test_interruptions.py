@@ -43,7 +43,7 @@ def started(
     command = [sys.executable, "-m", "fp8bench"]
     if limit is not None:
         command = [sys.executable, "-c", LIMITED, str(limit)]
-    environment = {**os.environ, "PYTHONPATH": str(kill.ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(kill.ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
     return subprocess.Popen(
         [*command, *words], cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -183,7 +183,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
         "show last --json 2>&-",
     ):
         command = f"{sys.executable} -m fp8bench {closed}"
-        environment = {**os.environ, "PYTHONPATH": str(kill.ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(kill.ROOT), "COLUMNS": ""}  # sentences on stderr are a line each
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.main import main
-from tests.commands import git
+from tests.commands import git, unfolded
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = """
@@ -157,7 +157,7 @@ def duelled(project: Path, *words: str) -> tuple[int, str, str]:
     process = started(project, *words)
     out, err = process.communicate(timeout=400)
     left_nothing(project)
-    return process.returncode, out, err
+    return process.returncode, out, unfolded(err)
 
 
 def left_nothing(project: Path) -> None:
@@ -216,7 +216,7 @@ def shown(store: Path, name: str) -> None:
     done = subprocess.run(
         [*command, "show", "last", "--store", str(store)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and "The store has no runs yet" in done.stderr
+    assert done.returncode == 2 and "The store has no runs yet" in unfolded(done.stderr)
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_an_end_in_the_middle_leaves_nothing(
     process.send_signal(number)
     out, err = process.communicate(timeout=100)
     if number == signal.SIGINT:
-        assert process.returncode == 130 and "interrupted; what was finished is kept in" in err
+        assert process.returncode == 130 and "interrupted; what was finished is kept in" in unfolded(err)
         assert "1 of 1 cases were not measured" in out
     else:
         assert list((tmp_path / "temporary").glob("fp8bench-duel-*"))
@@ -289,7 +289,7 @@ def test_a_partner_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--python-b", str(tmp_path / "bare"), "--store", str(tmp_path / "store")]
     # Side A is started first, and would take its time: the one that cannot is put there as well.
     assert main(["duel", "--python-a", str(tmp_path / "bare"), *words, "suite", "gemm"]) == 2
-    err = capsys.readouterr().err
+    err = unfolded(capsys.readouterr().err)
     assert "cannot import torch (ModuleNotFoundError: No module named 'torch')" in err
     assert "give another --python-a, or install torch there" in err and len(err.splitlines()) == 1
 
@@ -317,6 +317,7 @@ def test_what_cannot_be_meant_is_one_sentence(
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert main(["duel", *words]) == 2
     out, err = capsys.readouterr()
+    err = unfolded(err)
     assert out == "" and sentence in err and len(err.splitlines()) == 1
 
 
@@ -328,6 +329,6 @@ def test_fp8bench_has_its_own_option_for_its_own_code(
         pytest.skip("needs a checkout of fp8bench")
     monkeypatch.chdir(ROOT)
     assert main(["duel", "suite", "gemm", "--against", "HEAD", "--store", str(tmp_path)]) == 2
-    assert "Use --against-self" in capsys.readouterr().err
+    assert "Use --against-self" in unfolded(capsys.readouterr().err)
     assert main(["duel", "suite", "gemm", "--against-self", "no-such-revision", "--store", str(tmp_path)]) == 2
-    assert "--against-self 'no-such-revision' is no commit" in capsys.readouterr().err
+    assert "--against-self 'no-such-revision' is no commit" in unfolded(capsys.readouterr().err)
