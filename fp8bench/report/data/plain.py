@@ -10,12 +10,19 @@ from typing import Any
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows under their column names (RFC 4180, but lines end as everywhere else); nothing for what is not known."""
+    """Rows under their column names (RFC 4180, but lines end as everywhere else); nothing for what is not known.
+
+    A text that a spreadsheet would run as a formula gets an apostrophe in front, as one types it there.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value[1:] and value[0] in "=+-@" else value
 
 
 def json_line(document: Any) -> str:
