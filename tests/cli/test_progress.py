@@ -147,23 +147,15 @@ def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
     assert re.search(r"measuring gemm.*\.\.\..*/fp32$", screen.shown())
 
 
-def test_close_erases_the_line_once(screen: Screen, clock: Clock) -> None:
+def test_close_erases_the_line_once_which_has_no_colour(screen: Screen, clock: Clock) -> None:
     observer = line(screen, clock)
     observer.close()
     assert screen.getvalue() == ""
     observer.working(CASES[0], "measuring", 0.5)
     observer.close()
     observer.close()
-    assert screen.shown() == ""
-    assert screen.draws() == 2
-
-
-def test_has_no_colour_and_no_newline(screen: Screen, clock: Clock) -> None:
-    observer = line(screen, clock)
-    observer.working(CASES[0], "measuring", 0.5)
-    observer.close()
-    assert "\n" not in screen.getvalue()
-    assert not re.search(r"\x1b\[[0-9;]*m", screen.getvalue())
+    assert screen.shown() == "" and screen.draws() == 2
+    assert not re.search(r"\n|\x1b\[[0-9;]*m", screen.getvalue())
 
 
 def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from fp8bench.model import Finding, Measurement, Record, Run
+from fp8bench.model import Finding, Measurement, Run
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.report.data.run import all_as_csv, as_csv, as_json
 from fp8bench.report.data.tidy import columns_of, rows, widened
@@ -75,17 +75,10 @@ def test_a_unit_that_a_metric_names_is_not_named_twice() -> None:
     assert {"sqnr_db", "underflow_percent", "slope", "peak_memory_B", "heat_%"} <= set(columns)
 
 
-def test_data_stand_with_the_reference_under_their_kind_and_role() -> None:
-    """'linear_input_amax'; the others have nothing there."""
-    run, findings = measured()
-    _, wide = widened(rows(run, findings))
+def test_a_row_has_what_there_is_of_its_case() -> None:
+    """What the data are made of stands with the reference ('linear_input_amax'); of a skipped case only the reason."""
+    _, wide = widened(rows(*measured()))
     assert wide[0]["linear_input_amax"] == 4.5 and wide[1]["linear_input_amax"] is None
-
-
-def test_a_case_without_figures_is_a_row_with_its_reason() -> None:
-    """Skipped and failed ones."""
-    run, findings = measured()
-    _, wide = widened(rows(run, findings))
     skipped = next(row for row in wide if row["status"] == "skipped")
     assert skipped["reason"] and skipped["time_best_s"] is None
 
@@ -113,7 +106,8 @@ def strict(text: str) -> Any:
 
 @pytest.mark.parametrize("make", [measured, gemm, transformer])
 def test_it_holds_the_whole_run(make: Any) -> None:
-    """Header, records with every raw sample, and beside each record its finding: they come back as they were."""
+    """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
+    as they were."""
     run, findings = make()
     text = as_json(run, findings)
     document = strict(text)
@@ -122,11 +116,11 @@ def test_it_holds_the_whole_run(make: Any) -> None:
     assert set(document) == {field.name for field in fields(Run)}
     assert decode(Run, document) == run
     for record, plain in zip(run.records, document["records"], strict=True):
-        found = findings.get(record.case.id)
-        assert (plain["finding"] is None) == (found is None)
+        found, said = findings.get(record.case.id), plain.pop("finding")
+        assert plain == encode(record) and (said is None) == (found is None)
         if found is not None:
-            assert "case" not in plain["finding"]
-            assert decode(Finding, {**plain["finding"], "case": plain["case"]}) == found
+            assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == found
+    assert {plain["finding"] for plain in strict(as_json(run, {}))["records"]} == {None}
 
 
 def test_what_json_has_no_word_for_is_text() -> None:
@@ -135,20 +129,6 @@ def test_what_json_has_no_word_for_is_text() -> None:
     run = replace(run, records=(replace(run.records[0], measurements=(measurement,)),))
     plain = strict(as_json(run, findings))["records"][0]
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
-
-
-def test_a_record_without_a_finding_has_none() -> None:
-    run, _ = measured()
-    assert {plain["finding"] for plain in strict(as_json(run, {}))["records"]} == {None}
-
-
-def test_a_record_is_as_in_the_run_s_file() -> None:
-    """With one key more."""
-    run, findings = measured()
-    for record, plain in zip(run.records, strict(as_json(run, findings))["records"], strict=True):
-        del plain["finding"]
-        assert plain == encode(record)
-        assert decode(Record, plain) == record
 
 
 @settings(max_examples=40)

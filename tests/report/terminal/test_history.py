@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8bench.model import Fault, Figure, Series, Status, Trend
+from fp8bench.report.elements import Page
 from fp8bench.report.terminal.history import (
     faults_page,
     joined_page,
@@ -222,13 +223,6 @@ one of them
     )
 
 
-def test_no_runs_are_a_line() -> None:
-    """And what was left out of it."""
-    assert render(runs_page([], "s", {"they cannot be read": 2})) == (
-        "s: 0 runs, newest first\n\nnot in it\n  2 runs: they cannot be read\n"
-    )
-
-
 def test_faults() -> None:
     """What is broken stands first; each is where, what, and what to do."""
     faults = [
@@ -250,19 +244,24 @@ sound: 3 of 4 run files, 2 of 2 asv's files
     )
 
 
-def test_nothing_is_broken() -> None:
-    """Said in the first line, whatever else is worth knowing."""
-    assert render(faults_page([], {"run files": (1, 1)}, "s")) == "s: nothing is broken\n\nsound: 1 of 1 run files\n"
-
-
-def test_what_was_made_and_taken() -> None:
-    """Counts, what is left out, and what counts as what."""
-    assert render(rebuilt_page("s", 1, 7, 2, {"dirty": 1})) == (
-        "s: made 1 file of asv's, 7 benchmarks, from 2 runs\n\nnot in it\n  1 run: dirty\n"
-    )
-    assert render(joined_page("s: took in t", {"runs that are new here": 2}, {"/a": "/b"})) == (
-        "s: took in t\n  runs that are new here: 2\n\nfrom now on\n  /a counts as /b\n"
-    )
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (runs_page([], "s", {"not read": 2}), "s: 0 runs, newest first\n\nnot in it\n  2 runs: not read\n"),
+        (faults_page([], {"run files": (1, 1)}, "s"), "s: nothing is broken\n\nsound: 1 of 1 run files\n"),
+        (
+            rebuilt_page("s", 1, 7, 2, {"dirty": 1}),
+            "s: made 1 file of asv's, 7 benchmarks, from 2 runs\n\nnot in it\n  1 run: dirty\n",
+        ),
+        (
+            joined_page("s: took in t", {"runs that are new here": 2}, {"/a": "/b"}),
+            "s: took in t\n  runs that are new here: 2\n\nfrom now on\n  /a counts as /b\n",
+        ),
+    ],
+)
+def test_pages_of_a_few_lines(page: Page, text: str) -> None:
+    """What there is none of, what was made and taken, what is left out, and what counts as what."""
+    assert render(page) == text
 
 
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=150)
