@@ -20,7 +20,7 @@ from fp8bench.model import Run
 from fp8bench.model.duel import Duel
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.elements import Page
-from fp8bench.report.terminal.layout import Look, render, wrap
+from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.read import store_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def tell(
         if given.get("csv") == "-":
             say(rows)
         else:
-            say(as_json() if given.get("json") else render(page(), **stdout_look(given.get("explain", False))))
+            say(as_json() if given.get("json") else render(page(), *stdout_look(given.get("explain", False))))
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.report.terminal.run import page_of
 
     found = findings(run)
-    page = partial(page_of, run, found, stdout_look()["width"], place_of_report(run))
+    page = partial(page_of, run, found, stdout_look()[0], place_of_report(run))
     rows = partial(as_csv, run, found, getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     its_own = argparse.Namespace(**{**vars(arguments), "md": None})  # that is the report's
@@ -157,7 +157,6 @@ def in_store(kept: Run | Path) -> str:
     """' --store DIR' for a store, or that of a run, that commands do not look into by themselves."""
     if isinstance(kept, Path):
         return "" if kept == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(kept))}"
-
     store = store_of(Path(kept.path))
     if store is None or store == Path(DEFAULT_STORE).resolve():
         return ""
@@ -169,17 +168,17 @@ def options_of(arguments: argparse.Namespace) -> str:
     return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
 
 
-def stdout_look(explain: bool = False) -> Look:
-    """How text is laid out on stdout: as wide as the terminal or COLUMNS says, coloured for a person."""
+def stdout_look(explain: bool = False) -> tuple[int, bool, bool]:
+    """How a page is laid out on stdout: as wide as the terminal or COLUMNS says, coloured for a person, explained."""
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     # Whether stdout is somebody's terminal, and they have not said that they want no colour.
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return {"width": width, "color": color, "explain": explain}
+    return width, color, explain
 
 
 def say_folded(lines: Iterable[str]) -> None:
     """Lines of plain text, each folded to the terminal."""
-    width = stdout_look()["width"]
+    width = stdout_look()[0]
     for line in lines:
         hang = "        " if line.startswith(" ") else "    "
         say("".join(f"{part}\n" for part in wrap(line, width, hang=hang)))

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged)),
         }):  # fmt: skip
             _summarise(summary)
-            say(render(page, **stdout_look(arguments.explain)))
+            say(render(page, *stdout_look(arguments.explain)))
     return verdict.exit_code
 
 

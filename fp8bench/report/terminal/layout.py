@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TypedDict, Unpack
 
 from fp8bench import units
 from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
@@ -45,18 +44,9 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     return lines or [indent.rstrip()]
 
 
-class Look(TypedDict, total=False):
-    """How wide lines may be (100), whether they are coloured (no), and whether a page's footer is shown (yes)."""
-
-    width: int
-    color: bool
-    explain: bool
-
-
-def render(page: Page, **look: Unpack[Look]) -> str:
+def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
     """A whole page, parts and paragraphs apart by blank lines. The footer, how to read it, is for who asks."""
-    width, paint = max(look.get("width", 100), MIN_WIDTH), painter(look.get("color", False))
-    explain = look.get("explain", True)
+    width, paint = max(width, MIN_WIDTH), painter(color)
     head = [paint(line, Tone.STRONG) for line in wrap(page.title, width, hang=INDENT)] if page.title else []
     head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []
     head += [line for name, what in page.facts for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]

@@ -30,7 +30,7 @@ def render(
     report: str = "",
 ) -> str:
     """The text of a run. Without colour it depends on nothing but its arguments."""
-    return layout.render(page_of(run, findings, width, report), width=width, color=color, explain=explain)
+    return layout.render(page_of(run, findings, width, report), width, color, explain)
 
 
 def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
