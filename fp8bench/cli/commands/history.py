@@ -185,11 +185,9 @@ def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
     """Write down that changes of a series are known and stay, or that they are not any more."""
     from fp8bench.jobs.history import acknowledge
 
-    lines = [f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}"]
     done = acknowledge(arguments.series, store, TERMINAL, arguments.until, arguments.because, arguments.undo)
-    for name, since, until in done:
-        lines.append(f"  {name}, after {since[:8]} and up to {until[:8]}")
-    say_folded(lines)
+    changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in done)
+    say_folded((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
 
 

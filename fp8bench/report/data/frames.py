@@ -91,14 +91,9 @@ def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:
     num_calls, num_cells = calls.shape
     rounds = [slot.round for slot in timing.slots for _ in slot.calls_ns]
     places = [place for slot in timing.slots for place in range(len(slot.calls_ns))]
-    columns = {
-        "case": record.case.id,
-        "mode": record.case.mode,
-        "arm": arm,
-        "round": np.repeat(rounds, num_cells),
-        "call": np.repeat(places, num_cells),
-        "block": np.tile(timing.segments.blocks, num_calls),
-        "phase": np.tile(np.array(timing.segments.phases, dtype=object), num_calls),
-        "nanoseconds": calls.reshape(-1),
-    }
-    return pd.DataFrame(columns, columns=list(SAMPLE_COLUMNS))
+    columns = (
+        record.case.id, record.case.mode, arm, np.repeat(rounds, num_cells), np.repeat(places, num_cells),
+        np.tile(timing.segments.blocks, num_calls),
+        np.tile(np.array(timing.segments.phases, dtype=object), num_calls), calls.reshape(-1),
+    )  # fmt: skip
+    return pd.DataFrame(dict(zip(SAMPLE_COLUMNS, columns, strict=True)))

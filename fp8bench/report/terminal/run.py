@@ -21,16 +21,9 @@ from fp8bench.report.words import legend, speed
 from fp8bench.report.words.run_facts import missing_of, notes_of
 
 
-def render(
-    run: Run,
-    findings: Mapping[str, Finding],
-    width: int = 100,
-    color: bool = False,
-    explain: bool = True,
-    report: str = "",
-) -> str:
+def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
     """The text of a run. Without colour it depends on nothing but its arguments."""
-    return layout.render(page_of(run, findings, width, report), width, color, explain)
+    return layout.render(page_of(run, findings, width), width, color)
 
 
 def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
@@ -208,6 +201,4 @@ def _ending(run: Run) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in notes_of(run))
     yield from map(Text, absences(run))
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)
-    missing = missing_of(run)
-    if missing:
-        yield Text(missing)
+    yield from map(Text, filter(None, [missing_of(run)]))

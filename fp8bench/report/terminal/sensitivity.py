@@ -46,20 +46,18 @@ def _reference(study: Study) -> str:
 
 
 def _probes(study: Study) -> Table:
+    by_kind = study.by is By.KIND  # then it has no column of its own
     columns = (
-        Column("low" if study.by is By.KIND else "low layer"), *([] if study.by is By.KIND else [Column("kind")]),
+        Column("low" if by_kind else "low layer"), *([] if by_kind else [Column("kind")]),
         Column("loss gap", number=True), Column("gradient error", number=True), Column("verdict"),
         Column("why", below=True),
     )  # fmt: skip
-    return Table("probes", "", columns, tuple(_row(study, one) for one in study.ranking))
-
-
-def _row(study: Study, one: Trial) -> tuple[Field, ...]:
-    suffers = study.suffers(one)
-    return (
-        Field(one.name), *([] if study.by is By.KIND else [Field(one.kind)]), Field(_gap(study, one)),
-        Field(units.percent(one.gradient_error)), Field(suffers.value, tone=_TONES[suffers]), Field(one.failure),
+    rows = tuple(
+        (Field(one.name), *([] if by_kind else [Field(one.kind)]), Field(_gap(study, one)),
+         Field(units.percent(one.gradient_error)), Field(suffers.value, tone=_TONES[suffers]), Field(one.failure))
+        for one in study.ranking for suffers in [study.suffers(one)]
     )  # fmt: skip
+    return Table("probes", "", columns, rows)
 
 
 def _groups(study: Study) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 
 from fp8bench import units
@@ -23,10 +24,7 @@ def devices_of(run: Run) -> tuple[str, ...]:
 
 def _cases(run: Run) -> list[Case]:
     """What was measured or planned."""
-    return [
-        *(record.case for record in run.records),
-        *(planned.case for group in run.plan for planned in group.cases),
-    ]
+    return [*(record.case for record in run.records), *(one.case for group in run.plan for one in group.cases)]
 
 
 def fact(run: Run, name: str) -> str:
@@ -52,11 +50,9 @@ def when(run: Run) -> str:
 
 def counts(run: Run) -> str:
     """'10 measured, 1 skipped, 1 failed'."""
-    statuses = [record.status for record in run.records]
+    number = Counter(record.status for record in run.records)
     words = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
-    return (
-        ", ".join(f"{statuses.count(status)} {word}" for status, word in words.items() if status in statuses) or "none"
-    )
+    return ", ".join(f"{number[status]} {word}" for status, word in words.items() if number[status]) or "none"
 
 
 def many(number: int, noun: str) -> str:
@@ -82,6 +78,5 @@ def missing_of(run: Run) -> str:
     if not missing:
         return ""
     none = f"{missing} of {len(planned)} cases have no record"
-    if run.finished:
-        return f"{none}: lines are broken or gone; --resume {run.id} measures them"
-    return f"stopped early: {none}; --resume {run.id} measures them"
+    words = f"{none}: lines are broken or gone" if run.finished else f"stopped early: {none}"
+    return f"{words}; --resume {run.id} measures them"
