@@ -118,26 +118,20 @@ def _table(known: Sequence[PastSeries]) -> Table:
     )  # fmt: skip
     told = [series for series in known if not series.metric.startswith(_PER_WORK)]
     places = together((series.suite, series.place) for series in told)
-    ordered = sorted(told, key=lambda series: (series.emulated, -abs(math.log(_change(series) or 1.0))))
+    ordered = sorted(told, key=lambda series: (series.emulated, -abs(math.log(_last_two(series)[2] or 1.0))))
     rows = tuple(_row(series, series.place if len({*places[series.suite]}) > 1 else "") for series in ordered)
     return Table("history-of-all", "The last two figures of every series, the largest changes first", columns, rows)
 
 
-def _ends(series: PastSeries) -> tuple[PastFigure | None, PastFigure]:
-    """The last figure, and the one before it."""
-    *before, last = _values(series)
-    return before[-1] if before else None, last
-
-
-def _change(series: PastSeries) -> float | None:
-    """The last figure over the one before; None where there is none, or no ratio."""
-    before, last = _ends(series)
-    return last.value / before.value if before is not None and before.value > 0 and last.value > 0 else None
+def _last_two(series: PastSeries) -> tuple[PastFigure | None, PastFigure, float | None]:
+    """The figure before the last one, the last one, and their ratio; None where there is none."""
+    before, last = [None, *_values(series)][-2:]
+    assert last is not None  # a series without a figure is not shown
+    return before, last, last.value / before.value if before and before.value > 0 and last.value > 0 else None
 
 
 def _row(series: PastSeries, place: str) -> tuple[Field, ...]:
-    before, last = _ends(series)
-    change = _change(series)
+    before, last, change = _last_two(series)
     rough = _rough(last) or (before is not None and _rough(before))
     words = " ".join(word for word in (series.suite, place, series.precision) if word)
     return (

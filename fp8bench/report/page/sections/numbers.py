@@ -52,15 +52,12 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     if not by_mode:
         return
     shown = main_error(panel)
-    marks = [
-        (case, value)
-        for case in named_cases(panel)
-        if (value := value_of(case.result.record.measurement(shown))) is not None
-    ]
-    if sum(0 < value < math.inf for _, value in marks) > 1:
+    found = ((case, case.result.record.measurement(shown)) for case in named_cases(panel))
+    marks = [(case, one, value) for case, one in found if one and (value := value_of(one)) is not None]
+    if sum(0 < value < math.inf for *_, value in marks) > 1:
         yield _bars(title, panel, shown, marks)
     yield _table(title, panel, by_mode)
-    strange = [f"{case.name} ({value})" for case, value in marks if not math.isfinite(value)]
+    strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
     if strange:
         yield Text(f"{title}: {shown} is no finite number in {listed(strange)}.", Tone.BAD)
 
@@ -76,23 +73,23 @@ def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
     return {mode: together(members) for mode, members in found.items()}
 
 
-def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase, float]]) -> Bars:
-    groups = grouped((case.place, Mark(case.result.mode, value, hint=_hint(case, metric))) for case, value in found)
-    finite = {case.result.mode: value for case, value in found if 0 < value < math.inf}
+def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
+    groups = grouped(
+        (
+            case.place,
+            Mark(case.result.mode, value, hint=f"{case.name}: {show_value(one)}, {case.result.record.support.level}"),
+        )
+        for case, one, value in found
+    )
+    finite = {case.result.mode: value for case, _, value in found if 0 < value < math.inf}
     ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
     best, worst = (f"{mode} ({units.relative_error(finite[mode])})" for mode in ends)
     description = f"Smallest in {best}, largest in {worst}."
-    exact = sum(value == 0 for _, value in found)
+    exact = sum(value == 0 for *_, value in found)
     if exact:
         description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
     axis = Axis(metric, log=True)
     return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
-
-
-def _hint(case: NamedCase, metric: str) -> str:
-    one = case.result.record.measurement(metric)
-    assert one is not None
-    return f"{case.name}: {show_value(one)}, {case.result.record.support.level}"
 
 
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
