@@ -94,7 +94,7 @@ class RunProgress(LiveLine):
 
     def finished(self, record: Record) -> None:
         self._done += 1
-        if record.status is not Status.SKIPPED:
+        if record.status is not Status.SKIPPED:  # a skip takes no time: it says nothing about the time left
             self._left[record.case.setting] = self._left.get(record.case.setting, 0) - 1
 
     def _share(self, setting: str, share: float) -> float:
