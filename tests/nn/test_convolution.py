@@ -59,7 +59,7 @@ def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) ->
         assert relative_frobenius(one, other) < 1e-3
 
 
-def test_batch_norm_is_torchs_convolution() -> None:
+def test_batch_norm_is_torchs_own() -> None:
     """Statistics of the batch, in fp32 for bf16 images too."""
     norm, own = BatchNorm(5), nn.BatchNorm2d(5, dtype=torch.float64)
     with torch.no_grad():

@@ -72,26 +72,30 @@ def test_the_page_has_every_figure_with_its_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scales", "amaxes", "drift", "lag"),
+    ("scales", "amaxes", "drift", "lag", "most"),
     [
         # A current scale uses the format to its largest value at each step, and drifts as the data do.
-        ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0)),
+        ((448.0, 112.0, 224.0, 224.0), (1.0, 4.0, 2.0, 2.0), (2.0, 1.0, 0.0), (0.0, 0.0, 0.0, 0.0), (2.0, 0.0)),
         # One of the step before: twice too large is an octave of overflow, a quarter two octaves that lie idle.
-        ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0)),
+        ((448.0, 448.0, 224.0), (1.0, 2.0, 0.5), (0.0, 1.0), (0.0, 1.0, -2.0), (1.0, 1.0)),
         # What never overflows has a negative lag: a margin of an octave.
-        ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0)),
+        ((224.0, 224.0), (1.0, 0.5), (0.0,), (-1.0, -2.0), (0.0, -1.0)),
         # What has no logarithm is left out: an amax of 0, and scales that are none.
-        ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,)),
+        ((1.0, 0.0, math.inf, 1.0), (0.0, 1.0, 1.0, 448.0), (), (0.0,), (0.0, 0.0)),
         # One step has no drift, and none no lag.
-        ((2.0,), (448.0,), (), (1.0,)),
-        ((), (), (), ()),
+        ((2.0,), (448.0,), (), (1.0,), (0.0, 1.0)),
+        ((), (), (), (), (0.0, 0.0)),
     ],
 )
 def test_drift_and_lag_of_scales(
-    scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...]
-) -> None:
+    scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...],
+    most: tuple[float, float],
+) -> None:  # fmt: skip
+    """Step by step, and the most of each as figures have it."""
     course = scale_course(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
+    found = figures(tensor_error(X, X), course)
+    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == most
 
 
 def test_steps_must_agree() -> None:

@@ -69,6 +69,7 @@ def test_columns_say_what_they_are() -> None:
     columns = {column.title: column for column in table(gemm()).columns}
     assert "above 1x is faster" in columns["speed-up"].hint
     assert columns["throughput"].unit == "FLOP/s" and columns["best"].unit == "s"
+    assert {column.unit for column in table(transformer()).columns if column.title == "throughput"} == {"tok/s"}
     assert columns["error"].hint == "product_error (gemm)"
     both = {column.title: column for column in table(gemm(), transformer()).columns}
     assert both["throughput"].unit == ""  # some count FLOP, others tokens
