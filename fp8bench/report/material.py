@@ -112,10 +112,6 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     return list(next((words for words in (*chosen, *pairs) if len(set(words)) == len(runs)), _numbered(ids)))
 
 
-def _precisions(run: Run) -> str:
-    return ",".join(dict.fromkeys(record.case.mode for record in run.records))
-
-
 def _suites(run: Run) -> str:
     found = suites_of(run)
     return ", ".join(found) if len(found) <= _MOST_SUITES else many(len(found), "suite")
@@ -127,7 +123,7 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
     lambda run: fact(run, "machine"),
     lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
     _suites,
-    _precisions,
+    lambda run: ",".join(dict.fromkeys(record.case.mode for record in run.records)),
 )
 
 

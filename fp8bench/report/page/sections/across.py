@@ -103,8 +103,7 @@ def _table(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> T
     for key, results in found.items():
         row = [Field(key.mode), Field(key.workload), Field(settings[key] or units.NONE, hint=show_params(key.params))]
         for number in range(len(titles)):
-            row.append(_time(results.get(number)))
-            row += [_faster(results, number)] if number else []
+            row += [_time(results.get(number)), *([_faster(results, number)] if number else [])]
         rows.append(tuple(row))
     return Table("across-table", "Best time of each case", tuple(columns), tuple(rows))
 
