@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -115,17 +114,12 @@ def _renamed(plain: Any) -> Any:
 
 def _sound(result: CaseResult) -> CaseResult:
     """The result, if its samples make sense."""
-    for why in _wrong(result):
-        raise Malformed(why)
-    return result
-
-
-def _wrong(result: CaseResult) -> Iterator[str]:
-    if result.before.case.id != result.after.case.id:
-        yield "its sides are of different cases"
-    yield from filter(None, (unsound(result.before), unsound(result.after)))
+    same = result.before.case.id == result.after.case.id
+    whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
-            if not timings:
-                yield "a session has no times of a side"
-            yield from filter(None, (unsound(replace(record, timing=timing)) for timing in timings))
+            whys += [] if timings else ["a session has no times of a side"]
+            whys += [unsound(replace(record, timing=timing)) for timing in timings]
+    for why in filter(None, whys):
+        raise Malformed(why)
+    return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fp8bench.errors import UsageError
 from fp8bench.interrupts import ignored
 from fp8bench.measure.limits import HANG_SECONDS
-from fp8bench.measure.other_interpreter import Handshake, PartnerWorker, Start
+from fp8bench.measure.other_interpreter import PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import DeviceFacts, Plan, PlannedCase, Request
 from fp8bench.model.raw import Settings
@@ -34,11 +34,6 @@ class SideWorkers:
     @property
     def name(self) -> str:
         return self.start.name
-
-    @property
-    def handshake(self) -> Handshake:
-        """What the first worker said of itself."""
-        return self.workers[0].handshake
 
     @property
     def facts(self) -> dict[str, DeviceFacts]:

@@ -5,7 +5,7 @@ A run or a duel that was cut off is not green for its first half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench.analysis.gate.judging import Outcome, SecondLook, Verdict, first_look, second_look
@@ -14,7 +14,6 @@ from fp8bench.analysis.metric import TIME
 from fp8bench.errors import EXIT_OK
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Run
-from fp8bench.model.duel import Duel
 
 Confirm = Callable[[Sequence[Comparison]], SecondLook]
 
@@ -48,14 +47,6 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
                 there.add(planned.case.id)
                 why = f"run {run.id} was interrupted before it was measured"
                 yield failed(planned.case.id, planned.case.workload, evidence, why)
-
-
-def cut_off_cases(duel: Duel, known: Collection[str]) -> Iterator[Comparison]:
-    """The cases that a duel lacks."""
-    for case in duel.cases:
-        if case not in known:
-            why = "the duel was interrupted before it was measured"
-            yield failed(case, case.partition("[")[0], Evidence.PAIRED, why)
 
 
 def judged(source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobObserver) -> Verdict:

@@ -18,7 +18,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound
 from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.jobs.duel.sides import OWN, PACKAGE, Question
 from fp8bench.jobs.gate.remeasure import duel_with, duelled, measured_again
-from fp8bench.jobs.gate.source import Source, cut_off_cases, unmeasured
+from fp8bench.jobs.gate.source import Source, failed, unmeasured
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Evidence, Run
 from fp8bench.model.duel import Duel
@@ -53,8 +53,8 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Sou
 def _problem(compared: Compared) -> tuple[str, int]:
     """Why nothing can be judged, and the exit code of that."""
     if not compared.after.measured:
-        failed = any(one.failed for one in compared.comparisons)
-        return ("" if failed else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
+        lost = any(one.failed for one in compared.comparisons)
+        return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
     if compared.hardware:
         words = "; ".join(f"{one.name} was {one.before} and is {one.after}" for one in compared.hardware)
         return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
@@ -124,7 +124,10 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> Source:
         return duelled(question, duel.request, store, suspects, observer)
 
     found = comparisons(duel)
-    return Source(title, (*found, *cut_off_cases(duel, {one.case for one in found})), confirm, notes)
+    known = {one.case for one in found}
+    why = "the duel was interrupted before it was measured"
+    cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
+    return Source(title, (*found, *cut_off), confirm, notes)
 
 
 def _moved_on(duel: Duel) -> str:

@@ -18,7 +18,7 @@ from fp8bench.store.index.tables import (
     Rows,
     Table,
     Texts,
-    figures_of,
+    figure_at,
     has_number,
     home_of,
     is_whole,
@@ -94,7 +94,8 @@ class Lines:
         return found
 
     def _figures(self, places: Places) -> tuple[Figure, ...]:
-        return figures_of(self.rows[places], [self.texts[table] for table in self.tables[places].tolist()])
+        texts = (self.texts[table] for table in self.tables[places].tolist())
+        return tuple(map(figure_at, self.rows[places].tolist(), texts))
 
 
 class _Part(NamedTuple):

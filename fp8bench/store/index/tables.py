@@ -179,12 +179,8 @@ def read_texts(said: dict[str, Any]) -> Texts:
     return Texts(said["commit"], said["date"], tuple(said["versions"]), unders, tuple(said["reasons"]))
 
 
-def figures_of(rows: Rows, texts: Sequence[Texts]) -> tuple[Figure, ...]:
-    """The figures that rows stand for; each has texts of its own."""
-    return tuple(map(_figure, rows.tolist(), texts))
-
-
-def _figure(row: Sequence[Any], texts: Texts) -> Figure:
+def figure_at(row: Sequence[Any], texts: Texts) -> Figure:
+    """The figure that a row stands for."""
     value, low, high, runs, samples, version, under, reason, flags = row
     known = flags & _INTERVAL
     return Figure(
