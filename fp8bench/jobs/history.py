@@ -133,9 +133,13 @@ def _nearest(word: str, store: Path, names: Collection[str], left: Collection[st
 
 
 def acknowledge(
-    series: str, store: Path, observer: JobObserver, until: str | None = None, because: str | None = None,
+    series: str,
+    store: Path,
+    observer: JobObserver,
+    until: str | None = None,
+    because: str | None = None,
     undo: bool = False,
-) -> list[tuple[str, str, str]]:  # fmt: skip
+) -> list[tuple[str, str, str]]:
     """Acknowledge changes of a series, up to a commit, or with `undo` not any more.
 
     Returns the names of the trends and the commits around each change.

@@ -227,9 +227,11 @@ def modes_of(words: Sequence[str], devices: Sequence[DeviceClass]) -> list[Recip
 
 
 def examine(
-    shapes: Sequence[LinearShape], kinds: Sequence[str], modes: Sequence[RecipePrecision],
+    shapes: Sequence[LinearShape],
+    kinds: Sequence[str],
+    modes: Sequence[RecipePrecision],
     devices: Sequence[DeviceClass],
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
     return [
         Finding(shape, kind, mode, device, product, judge(product, device), judge_by_te(product, device))
