@@ -59,11 +59,7 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
 def whole(rule: Rule) -> Callable[[str], int]:
     """A whole number that a rule holds for."""
 
-    def parse(text: str) -> int:
-        is_whole = text.isascii() and text.isdigit() and len(text) < 11
-        return int(_held(rule, text, int(text) if is_whole else math.nan))
-
-    return parse
+    return lambda text: int(_held(rule, text, int(text) if re.fullmatch("[0-9]{1,10}", text) else math.nan))
 
 
 def number(rule: Rule) -> Callable[[str], float]:

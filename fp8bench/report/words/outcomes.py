@@ -77,18 +77,16 @@ def emulations(found: Sequence[Outcome], name_devices: bool = False) -> list[str
     emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
     by_mode = together(((one.result.mode, one.result.record.case.device), one) for one in emulated).values()
     by_place = together((_place(alike, found, name_devices), alike) for alike in by_mode)
-    return [text for place, modes in by_place.items() for text in _emulations(place, modes)]
-
-
-def _emulations(place: str, modes: Sequence[Sequence[Outcome]]) -> list[str]:
-    """A sentence for each of a few modes, one for all of many."""
-    if len(modes) <= _MOST_ALONE or not all(_finite(alike) for alike in modes):
-        return [
-            f"{alike[0].result.mode} is emulated {place}: {_numbers(alike)}, its time says nothing about speed"
-            for alike in modes
-        ]
-    named = listed([alike[0].result.mode for alike in modes])
-    return [f"{named} are emulated {place}: their numbers are right, their times say nothing about speed"]
+    told = []
+    for place, modes in by_place.items():
+        names = [alike[0].result.mode for alike in modes]
+        if len(modes) > _MOST_ALONE and all(map(_finite, modes)):  # one sentence for all of many
+            named = f"{listed(names)} are emulated {place}"
+            told.append(f"{named}: their numbers are right, their times say nothing about speed")
+        else:
+            numbers = zip(names, map(_numbers, modes), strict=True)
+            told += [f"{mode} is emulated {place}: {say}, its time says nothing about speed" for mode, say in numbers]
+    return told
 
 
 def _place(alike: Sequence[Outcome], found: Sequence[Outcome], name_devices: bool) -> str:

@@ -37,17 +37,12 @@ def phase_clauses(own: Finding, base: Finding) -> str:
     names: dict[Change, list[str]] = {change: [] for change in Change}
     for name in (one for one in CELL_PHASES if one in large):
         names[change_of(seconds.get(name, 0.0), before.get(name, 0.0))].append(name)
-    gains = [
-        f"{_subject([name], 'gain')} {units.speed_up(before[name] / seconds[name])}" for name in names[Change.GAINS]
-    ]
-    losses = [
-        f"{_subject([name], 'take')} {units.speed_up(seconds[name] / before[name])} as long"
-        for name in names[Change.LOSES]
-    ]
+    times = {name: units.speed_up(before[name] / seconds[name]) for name in names[Change.GAINS]}
+    times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[Change.LOSES]}
     clauses = [
-        listed(gains, len(CELL_PHASES)),
+        listed([f"{_subject([name], 'gain')} {times[name]}" for name in names[Change.GAINS]], len(CELL_PHASES)),
         _taking(names[Change.SAME], own, "do not gain", "does not gain"),
-        listed(losses, len(CELL_PHASES)),
+        listed([f"{_subject([name], 'take')} {times[name]} as long" for name in names[Change.LOSES]], len(CELL_PHASES)),
         _taking(names[Change.NEW], own, "come on top", "comes on top"),
         _subject(names[Change.GONE], "fall") + " away" if names[Change.GONE] else "",
     ]
