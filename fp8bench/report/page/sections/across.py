@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from fp8bench.model import Params
 from fp8bench.report.case_status import doubts, emulated
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Mark, Table, Text, Tone
 from fp8bench.report.material import Material
+from fp8bench.report.page.charts import lasting
 from fp8bench.report.page.section import Section, sections
 from fp8bench.report.panels import Result, shared_params, show_params
 from fp8bench.report.words.naming import listed
@@ -76,7 +76,7 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
                 case = result.record.case
                 same = frozenset((name, repr(value)) for name, value in case.params)
                 key = _Key(case.workload, case.version, same, case.mode, case.params)
-                if result.best is not None and math.isfinite(result.best) and result.best > 0:
+                if lasting(result):
                     found.setdefault(key, {})[first + devices.index(case.device)] = result
     return titles, found
 
