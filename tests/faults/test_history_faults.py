@@ -458,7 +458,7 @@ def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) ->
     """What asv would measure otherwise, too, and what is in no series; the run is kept all the same."""
     run, why = NOT_FILED[number]
     before = contents(store / "asv")
-    assert update_view(run, store) == f"history: {why}{STAYS}"
+    assert update_view(keep(run, store), store) == f"history: {why}{STAYS}"
     assert contents(store / "asv") == before
 
 
