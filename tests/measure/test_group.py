@@ -212,18 +212,19 @@ def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:
         assert worker.restarts == restarts
 
 
-def test_whatever_a_case_lacks_is_told() -> None:
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_whatever_a_case_lacks_is_told(mode: str) -> None:
     """Errors, statistics, memory and trace, all for want of room: no reason hides another, and times are left alone.
 
-    A reference in fp64 may not fit where the step does.
+    A reference in fp64 may not fit where the step does. Only the group's reference is asked for statistics.
     """
     error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
     lacking = Script(faults=[Fault(name, error) for name in ("error", "statistics", "memory", "trace")])
-    records, worker = measure({"fp32": lacking}, *native("fp32", "bf16"), traces=TRACES)
+    records, worker = measure({mode: lacking}, *native("fp32", "bf16"), traces=TRACES)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == 0
-    assert records["fp32"].timing is not None and records["fp32"].measurements == ()
-    lacks = ("numerical error", "statistics of the data", "peak memory", "trace")
-    assert records["fp32"].detail == "; ".join(f"no {what}: {error}" for what in lacks)
+    assert records[mode].timing is not None and records[mode].measurements == ()
+    lacks = ("numerical error", *["statistics of the data"] * (mode == "fp32"), "peak memory", "trace")
+    assert records[mode].detail == "; ".join(f"no {what}: {error}" for what in lacks)
 
 
 @pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
