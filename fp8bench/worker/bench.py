@@ -100,7 +100,7 @@ class Bench:
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = threads()
         fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
-        with unchanged(), aside(), precision.scope():
+        with precision.scope(), unchanged(), aside():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
             step(workload, state, setup.scales, SilentPhases())
@@ -133,7 +133,7 @@ class Bench:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
         prepared = self._selected(key)
         before = threads()
-        with unchanged(), aside(), prepared.precision.scope():
+        with prepared.precision.scope(), unchanged(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
@@ -265,7 +265,7 @@ class Bench:
         """
         device, workload = devices.get(facts.kind), workloads.get(case.workload)
         device.select(facts.index)
-        with unchanged(), apart(), precisions.get(case.precision).scope():
+        with precisions.get(case.precision).scope(), unchanged(), apart():
             yield workload, device, partial(self._setup, case, facts)
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:

@@ -50,7 +50,7 @@ class Prepared:
         clock, begin, timed, state = self.clock, self.begin, self.workload.step, self.state
         marks = []
         eager, fused = fusing.calls()
-        with collected_by_hand(), unchanged(), silent_step(), self.precision.scope():
+        with self.precision.scope(), collected_by_hand(), unchanged(), silent_step():
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
             for _ in range(discard):
                 begin()
@@ -86,7 +86,7 @@ class Prepared:
     def loop(self, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
         silent = SilentPhases()
-        with unchanged(), silent_step(), self.precision.scope():
+        with self.precision.scope(), unchanged(), silent_step():
             for _ in range(steps):
                 if self.scales is not None:
                     self.scales.begin_step()

@@ -1,7 +1,8 @@
-"""Switches of the process that one case could leave to the next: torch's, and the working directory.
+"""Switches of the process that one case could leave to the next: torch's, the interpreter's and the system's.
 
 All cases of a group share a process. One that sets the default dtype and goes would have the others measured under it.
-The random states are not among these: a step may draw.
+The random states are not among these: a step may draw. A precision's own switches are set around the watch, not within
+it: their being put back would hide that a step had changed them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import functools
 import gc
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -68,31 +71,45 @@ def _put_back(before: tuple[Any, ...]) -> list[str]:
     after = _now()
     if after == before:
         return []
-    changed = []
-    for switch, old, new in zip(_switches(), before, after, strict=True):
-        if old != new:
-            changed.append(f"{switch.name} at {new} (it was {old})")
-            if switch.write is not None:
-                with contextlib.suppress(OSError):  # the folder may be gone
-                    switch.write(old)
-    return changed
+    found = list(zip(_switches(), before, after, strict=True))
+    for switch, old, _ in found:  # each is read again: one of torch's older switches writes several of the newer ones
+        if switch.write is not None and switch.read() != old:
+            # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
+            with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
+                switch.write(old)
+    return [f"{switch.name} at {new!s:.200} (it was {old!s:.200})" for switch, old, new in found if old != new]
 
 
 @functools.cache
 def _switches() -> tuple[Switch, ...]:
+    return (*_of_torch(), *_of_products(), *_of_the_process())
+
+
+def _of_torch() -> Iterator[Switch]:
     import torch
 
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return (
+    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
+    yield from (
         # First: while it holds, gradients are off too.
         Switch("inference mode", torch.is_inference_mode_enabled, None),
         Switch("gradients", torch.is_grad_enabled, torch.set_grad_enabled),
         Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
         Switch("the default device", _default_device, torch.set_default_device),
         Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
-        Switch("float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        _attribute("cuDNN's TF32", cudnn, "allow_tf32"),
+        Switch(
+            "float32 products", lambda: _unmixed(torch.get_float32_matmul_precision),
+            torch.set_float32_matmul_precision,
+        ),
+        Switch("cuDNN's TF32", lambda: _unmixed(lambda: cudnn.allow_tf32), lambda on: setattr(cudnn, "allow_tf32", on)),
         _attribute("cuDNN's benchmark", cudnn, "benchmark"),
+        _attribute("cuDNN's deterministic algorithms", cudnn, "deterministic"),
+        _attribute("oneDNN", mkldnn, "enabled"),
+        _attribute("oneDNN's deterministic algorithms", mkldnn, "deterministic"),
+        Switch("flash attention", cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        Switch("memory-efficient attention", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        Switch("attention in plain products", cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        Switch("cuDNN's attention", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         _attribute("cuDNN", cudnn, "enabled"),
         Switch("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         _attribute("bf16's reduced-precision sums", matmul, "allow_bf16_reduced_precision_reduction"),
@@ -108,8 +125,71 @@ def _switches() -> tuple[Switch, ...]:
         Switch("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
         # torch does not say; the processor's unit is the same.
         Switch("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
-        Switch("the working directory", _folder, os.chdir),
+    )  # fmt: skip
+
+
+def _of_products() -> Iterator[Switch]:
+    """How float32 is multiplied, backend by backend. After the switches of older days, which write these too."""
+    import torch
+
+    backends = torch.backends
+    for name, place in (
+        ("float32 of all backends", backends), ("CUDA's float32 products", backends.cuda.matmul),
+        ("cuDNN's float32 convolutions", getattr(backends.cudnn, "conv", None)),
+        ("cuDNN's float32 recurrences", getattr(backends.cudnn, "rnn", None)),
+        ("oneDNN's float32 products", getattr(backends.mkldnn, "matmul", None)),
+        ("oneDNN's float32 convolutions", getattr(backends.mkldnn, "conv", None)),
+        ("oneDNN's float32 recurrences", getattr(backends.mkldnn, "rnn", None)),
+    ):  # fmt: skip
+        if hasattr(place, "fp32_precision"):
+            yield _attribute(name, place, "fp32_precision")
+
+
+# What torch and the libraries below it read.
+_READ_BY_TORCH = ("TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "DNNL_", "ONEDNN_", "CUDA_", "CUBLAS_", "NVIDIA_")
+_CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "process_time", "thread_time", "sleep")
+_HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "USR1", "USR2", "CHLD"))
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+
+
+def _of_the_process() -> Iterator[Switch]:
+    yield Switch("the working directory", _folder, os.chdir)
+    yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+    if hasattr(os, "sched_getaffinity"):
+        own = 0
+        yield Switch("the processors", lambda: os.sched_getaffinity(own), lambda old: os.sched_setaffinity(own, old))
+    yield Switch(
+        "niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda old: os.setpriority(os.PRIO_PROCESS, 0, old)
     )
+    yield Switch("the environment", _environment, _set_environment)
+    for name in _CLOCKS:
+        yield _attribute(f"time.{name}", time, name)
+    for number in _HANDLED:
+        yield Switch(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
+    for timer in _TIMERS:  # one that runs counts down, so that its reading changes by itself
+        yield Switch(f"timer {timer}", partial(_runs, timer), partial(signal.setitimer, timer))
+
+
+def _runs(timer: int) -> bool:
+    return any(signal.getitimer(timer))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_TORCH)}
+
+
+def _set_environment(old: dict[str, str]) -> None:
+    for name in _environment().keys() - old.keys():
+        del os.environ[name]
+    os.environ.update(old)
+
+
+def _unmixed(read: Callable[[], Any]) -> Any:
+    """torch refuses to say what newer settings, backend by backend, have made of an older one."""
+    try:
+        return read()
+    except RuntimeError:
+        return "mixed"
 
 
 def _attribute(name: str, module: Any, attribute: str) -> Switch:
