@@ -114,4 +114,5 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whol
         shown += 1
         assert all(outputs) and isinstance(run.environment, Environment)
         json.loads(outputs[1])
-    assert refused > count / 200 and shown > count / 2, (refused, shown)
+    # One in a hundred or so hits what a run cannot do without: of a few hundred there may be none.
+    assert shown > count / 2 and (count < 2000 or refused > count / 200), (refused, shown)
