@@ -19,12 +19,12 @@ from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import NotKept, StoreError, UsageError
 from fp8bench.files import check_folder
-from fp8bench.interrupts import held_back, ignored
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for

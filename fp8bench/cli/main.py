@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8bench.cli.grammar import COMMANDS, build_parser, command_module, commands_of, meant_by, parse
 from fp8bench.cli.streams import complain, make_usable, say, silence
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UnknownName
-from fp8bench.interrupts import ends_are_interrupts
+from fp8bench.measure.interrupts import ends_are_interrupts
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.user_code import import_user_modules
 

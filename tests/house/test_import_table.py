@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fp8bench"
 
-FLOOR = frozenset({"errors", "files", "interrupts", "model", "units"})
+FLOOR = frozenset({"errors", "files", "model", "units"})
 ANYONE = frozenset({"*"})
 TENSORS = frozenset({"formats", "nn", "numerics"})
 NAMES = frozenset({"protocols", "registry"})
@@ -25,7 +25,6 @@ PARENT = FLOOR | NAMES | {"analysis", "measure", "plan", "report", "store", "use
 TABLE: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "units": frozenset(),
-    "interrupts": frozenset({"errors"}),
     "model": frozenset({"errors", "units"}),
     "files": frozenset({"errors", "model"}),
     "protocols": FLOOR,
@@ -70,7 +69,7 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
 LEAVES = frozenset({"precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
-OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "interrupts", "units"})
+OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites", "user_code"}
 MOST_ROOMS = 17
 

@@ -10,8 +10,8 @@ from fp8bench.cli.grammar import request_of, shared
 from fp8bench.cli.outputs import check_outputs, print_duel
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.interrupts import only_once
 from fp8bench.jobs.duel.sides import Question
+from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Direction
 from fp8bench.model.duel import Duel
 from fp8bench.model.request import whole_number

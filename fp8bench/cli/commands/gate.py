@@ -14,7 +14,7 @@ from fp8bench.cli.outputs import check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import UsageError
-from fp8bench.interrupts import only_once
+from fp8bench.measure.interrupts import only_once
 from fp8bench.report.terminal.layout import render
 
 if TYPE_CHECKING:

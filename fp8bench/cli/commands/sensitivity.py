@@ -11,7 +11,7 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from fp8bench.interrupts import only_once
+from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.report.data.sensitivity import as_csv, as_json
 from fp8bench.report.terminal.sensitivity import page_of

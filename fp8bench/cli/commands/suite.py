@@ -14,8 +14,8 @@ from fp8bench.cli.outputs import check_outputs, how_to_resume, print_run, tell, 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
-from fp8bench.interrupts import only_once
 from fp8bench.measure.environment import command_line
+from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from fp8bench.analysis.compare.duel_interval import LEAST_ROUNDS
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.interrupts import held_back, ignored
 from fp8bench.jobs.duel.sessions import CaseProgress, CaseRunner, begin_case
 from fp8bench.jobs.duel.side_workers import SideWorkers, refresh, side_workers
 from fp8bench.jobs.duel.sides import SAME, Question, Ready, Sides, opened
 from fp8bench.jobs.observer import DuelObserver, JobObserver
 from fp8bench.measure.environment import command_line, gather
+from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.model import Environment, Request

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fp8bench.errors import UsageError
-from fp8bench.interrupts import ignored
+from fp8bench.measure.interrupts import ignored
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.other_interpreter import PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import is_locked, lock
-from fp8bench.interrupts import ignored
+from fp8bench.measure.interrupts import ignored
 from fp8bench.store.find_runs import commit_named
 
 PREFIX = "fp8bench-duel-"
