@@ -36,12 +36,18 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """A sentence on stderr, if anybody takes it: as wide as COLUMNS or its terminal says; in a file it is one line."""
+    """A sentence on stderr, if anybody takes it: as wide as COLUMNS or its terminal says; in a file it is one line.
+
+    A line that begins with blanks is to be copied, and stays as it is.
+    """
     wanted = os.environ.get("COLUMNS", "")
     width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
     lines = f"fp8bench: {text}".splitlines()
     if width:
-        lines = [part for line in lines for part in wrap(line, max(width, MIN_WIDTH), hang=INDENT * 2)]
+        wide = max(width, MIN_WIDTH)
+        lines = [
+            part for line in lines for part in ([line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2))
+        ]  # fmt: skip
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

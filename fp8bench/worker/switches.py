@@ -145,17 +145,25 @@ def _of_products() -> Iterator[Switch]:
             yield _attribute(name, place, "fp32_precision")
 
 
-# What torch and the libraries below it read.
-_READ_BY_TORCH = ("TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "DNNL_", "ONEDNN_", "CUDA_", "CUBLAS_", "NVIDIA_")
+# What torch and the libraries below it read while they run. Others are written by themselves: inductor names its cache
+# there, CUDA how it loads.
+_READ_BY_TORCH = (
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "MKL_NUM_THREADS",
+    "MKL_DYNAMIC", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+_BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "process_time", "thread_time", "sleep")
-_HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "USR1", "USR2", "CHLD"))
+_HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "USR1", "USR2"))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 def _of_the_process() -> Iterator[Switch]:
     yield Switch("the working directory", _folder, os.chdir)
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    if hasattr(os, "sched_getaffinity"):
+    bound = _BINDS & os.environ.keys()  # OpenMP binds the thread itself, at its first loop
+    if hasattr(os, "sched_getaffinity") and not bound:
         own = 0
         yield Switch("the processors", lambda: os.sched_getaffinity(own), lambda old: os.sched_setaffinity(own, old))
     yield Switch(
@@ -175,7 +183,7 @@ def _runs(timer: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_TORCH)}
+    return {name: os.environ[name] for name in _READ_BY_TORCH if name in os.environ}
 
 
 def _set_environment(old: dict[str, str]) -> None:

@@ -476,7 +476,7 @@ EMPTY = Run(
         (
             EMPTY,
             130,
-            "fp8bench: interrupted; what was finished is kept in kept.jsonl. To do the rest: fp8bench suite -",
+            "fp8bench: interrupted; what was finished is kept in kept.jsonl.\n  To do the rest: fp8bench suite -",
         ),
         (WorkerLost("the worker crashed during 'probe': it exited with status 1"), 3, "fp8bench: the worker crashed"),
     ],

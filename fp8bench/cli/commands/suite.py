@@ -170,7 +170,7 @@ def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
 def _tell_how_to_go_on(run: Run) -> None:
     """Said before the table, which may be cut off by another interrupt."""
     if not run.finished:
-        complain(f"interrupted; what was finished is kept in {run.path}. To do the rest: {how_to_resume(run)}")
+        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {how_to_resume(run)}")
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
