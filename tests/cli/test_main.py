@@ -21,6 +21,7 @@ from fp8bench import pipeline
 from fp8bench.cli import main as cli
 from fp8bench.cli.grammar import build_parser, commands_of
 from fp8bench.cli.main import main
+from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.jobs import doctor
 from fp8bench.jobs.selftest import checks, power
@@ -467,6 +468,19 @@ def executing(run: Run | BaseException) -> Callable[..., Run]:
 EMPTY = Run(
     "abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl"
 )
+
+
+def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However narrow the terminal is; the sentence before it is."""
+    monkeypatch.setenv("COLUMNS", "40")
+    complain(
+        "interrupted; what was finished is kept in kept.jsonl.\n  To do the rest: fp8bench suite --resume 12345678"
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "fp8bench: interrupted; what was finished",
+        "    is kept in kept.jsonl.",
+        "  To do the rest: fp8bench suite --resume 12345678",
+    ]
 
 
 @pytest.mark.parametrize(

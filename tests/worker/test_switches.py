@@ -90,6 +90,13 @@ def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert Path.cwd() == tmp_path
 
 
+def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor says there where its cache lies, CUDA how it loads; no worker's first step may fail for that."""
+    with unchanged():
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
+        monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+
+
 def test_several_are_all_named() -> None:
     """In one sentence."""
 
