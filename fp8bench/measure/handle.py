@@ -20,7 +20,7 @@ from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
-from fp8bench.worker.bench import Bench, described, recovered
+from fp8bench.worker.bench import Bench, described
 
 START_SECONDS = 300.0
 # A bench as it looks from here: called, it is asked.
@@ -104,7 +104,8 @@ class LocalWorker(Worker):
         except BaseException as error:
             fault = WorkerFault(*described(error, self._bench))
         # Out of the except block, so that the exception no longer holds the frames and their tensors.
-        recovered(self._bench)
+        if self._bench is not None:
+            self._bench.recover()
         raise fault
 
     def close(self) -> None:

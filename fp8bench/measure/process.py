@@ -77,16 +77,12 @@ class WorkerProcess:
     def close(self) -> None:
         """Let it end by itself, for a while; then end it."""
         self._connection.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_POLITE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return
-        self._kill_all()
-        self._let_go()
+        self.kill()
 
     def kill(self) -> None:
-        """End it now, whatever it does."""
+        """End it now, whatever it does, and what it has left behind."""
         self._kill_all()
         self._popen.wait()
         self._let_go()

@@ -247,10 +247,11 @@ class Bench:
             self.release(key)
 
     def recover(self) -> None:
-        """Give back what an aborted request may have left behind."""
-        gc.collect()
-        for kind in {prepared.device.kind for prepared in self._prepared.values()}:
-            devices.get(kind).empty_cache()
+        """Give back what an aborted request holds. It may fail where the request has (a GPU after an assert)."""
+        with contextlib.suppress(Exception):
+            gc.collect()
+            for kind in {prepared.device.kind for prepared in self._prepared.values()}:
+                devices.get(kind).empty_cache()
 
     def _selected(self, key: str) -> Prepared:
         prepared = self._prepared[key]
@@ -290,10 +291,3 @@ def described(error: BaseException, bench: Bench | None) -> tuple[str, str, str,
         said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
     )
     return type(error).__name__, text, trace, exhausted
-
-
-def recovered(bench: Bench | None) -> None:
-    """Give back what the aborted request holds. It may fail where the request has (a GPU after an assert)."""
-    with contextlib.suppress(Exception):
-        if bench is not None:
-            bench.recover()

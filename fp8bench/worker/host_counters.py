@@ -1,10 +1,9 @@
-"""What the operating system counts of this process and of the machine: processor time, memory, who took the core."""
+"""What the operating system counts of this process and of the machine: memory, and who took the core."""
 
 from __future__ import annotations
 
 import os
 import resource
-import time
 from pathlib import Path
 
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt
@@ -19,17 +18,12 @@ _RESET_HIGH_WATER = "5"
 def counters(proc: Path = PROC) -> Readings:
     """Counts that only grow; `readings.grown` gives those of a stretch.
 
-    Processor time of the process (all its threads) and of the calling thread; how often the system took the core away
-    from the process although it had work (`preemptions`); and how long a hypervisor ran something else while this
-    machine wanted to work, summed over its processors (`steal`). `waited` is how long the calling thread had work
-    and no core: a step that sleeps does not wait.
+    How often the system took the core away from the process although it had work (`preemptions`); and how long a
+    hypervisor ran something else while this machine wanted to work, summed over its processors (`steal`). `waited` is
+    how long the calling thread had work and no core: a step that sleeps does not wait.
     """
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "wall": Reading(time.perf_counter(), "s", "monotonic clock"),
-        "process_cpu": Reading(time.process_time(), "s", "process clock"),
-        "thread_cpu": Reading(time.thread_time(), "s", "thread clock"),
-        "preemptions": Reading(usage.ru_nivcsw, "", "getrusage"),
+        "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
         "steal": attempt(lambda: _steal(proc)),
         "waited": attempt(lambda: _waited(proc)),
     }

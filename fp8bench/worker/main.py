@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from fp8bench import __version__
 from fp8bench.model import Scalar
 from fp8bench.model.raw import PROTOCOL
-from fp8bench.worker.bench import Bench, described, recovered
+from fp8bench.worker.bench import Bench, described
 from fp8bench.worker.clock import PhaseClock
 
 
@@ -103,7 +103,8 @@ def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[
     except BaseException as error:  # sys.exit() in a step too: whether to end is not the workload's to say
         reply = ("fault", *described(error, bench))
     # Out of the except block, so that the exception no longer holds the frames and their tensors.
-    recovered(bench)
+    if bench is not None:
+        bench.recover()
     return bench, reply
 
 

@@ -95,7 +95,12 @@ def _of_torch() -> Iterator[Switch]:
         Switch("inference mode", torch.is_inference_mode_enabled, None),
         Switch("gradients", torch.is_grad_enabled, torch.set_grad_enabled),
         Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-        Switch("the default device", _default_device, torch.set_default_device),
+        # None if none was set: one that was, be it the processor, stands in the way of every call.
+        Switch(
+            "the default device",
+            lambda: torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+            torch.set_default_device,
+        ),
         Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
         Switch(
             "float32 products", lambda: _unmixed(torch.get_float32_matmul_precision),
@@ -202,13 +207,6 @@ def _unmixed(read: Callable[[], Any]) -> Any:
 
 def _attribute(name: str, module: Any, attribute: str) -> Switch:
     return Switch(name, lambda: getattr(module, attribute), lambda value: setattr(module, attribute, value))
-
-
-def _default_device() -> Any:
-    """None if none was set: one that was, be it the processor, stands in the way of every call."""
-    import torch
-
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def _folder() -> str:

@@ -159,7 +159,7 @@ class _Timeline:
 
 
 class _Tally:
-    """Calls and nanoseconds by phase and name."""
+    """Calls and nanoseconds by phase and name; nobody asks for those of no phase, outside of the steps."""
 
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
@@ -196,12 +196,10 @@ def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
     for operators in by_thread.values():
         operators.sort(key=lambda one: (one.start, -one.end))
         for one in operators:
-            if phases.at(one.start) != _NOWHERE:
-                tally.add(phases.at(one.start), one.name, 1, 0)
+            tally.add(phases.at(one.start), one.name, 1, 0)
         for one, start, end in _innermost(operators):
             phase = phases.at(one.start)
-            if phase != _NOWHERE:
-                tally.add(phase, one.name, 0, phases.within(phase, start, end))
+            tally.add(phase, one.name, 0, phases.within(phase, start, end))
     return tally
 
 
@@ -235,8 +233,7 @@ def _device(events: Sequence[Event], phases: _Timeline) -> _Tally:
         if event.get("cat") in _ON_DEVICE:
             one = _stretch(event)
             phase = phases.at(launched.get(_correlation(event), one.start))
-            if phase != _NOWHERE:
-                tally.add(phase, one.name, 1, one.end - one.start)
+            tally.add(phase, one.name, 1, one.end - one.start)
     return tally
 
 

@@ -7,6 +7,7 @@ bytes. None is not known; '<key> unknown' says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 from fp8bench import units
@@ -88,15 +89,11 @@ def driver_state(library: Library = LIBRARY) -> str:
     """Whether NVIDIA's driver is there and what it lists, whatever torch sees of it."""
     try:
         library.open()
+        with closing(library):
+            driver = library.bounded(lambda: library.call("nvmlSystemGetDriverVersion"))
+            devices, reasons = library.bounded(lambda: listed(library.call))
     except NoReading as failure:
         return f"NVML says: {failure.reason}"
-    try:
-        driver = library.bounded(lambda: library.call("nvmlSystemGetDriverVersion"))
-        devices, reasons = library.bounded(lambda: listed(library.call))
-    except NoReading as failure:
-        return f"NVML says: {failure.reason}"
-    finally:
-        library.close()
     return "; ".join([f"driver {driver}, {len(devices)} device(s)", *reasons])
 
 
