@@ -137,17 +137,12 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
     """All results of a run, in the order they were measured."""
     planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
-    groups = [
-        ResultGroup(tuple(results), _reference(results, planned.get(setting, "")))
-        for setting, results in by_setting.items()
-    ]
+    groups = []
+    for setting, results in by_setting.items():  # where nothing was measured the planned reference is the one
+        leads = (result.mode for result in results if result.record.is_reference)
+        groups.append(ResultGroup(tuple(results), next(leads, planned.get(setting, ""))))
     alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
     return tuple(Panel(tuple(members)) for _, members in alike)
-
-
-def _reference(results: Sequence[Result], planned: str) -> str:
-    """The mode the others were held against; the planned one where nothing was measured."""
-    return next((result.mode for result in results if result.record.is_reference), planned)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:

@@ -36,8 +36,7 @@ from fp8bench.report.page.drawing import limits
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.labels import escaped, shortened, width
 from fp8bench.report.page.drawing.rows import chosen
-from fp8bench.report.page.drawing.scale import Scale, shown
-from fp8bench.report.page.drawing.scale import limits as ends_of
+from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from tests.pages import SPEED, TIME, charts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -587,8 +586,7 @@ def test_ticks_read_as_a_person_writes_them() -> None:
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
     """And every value stands between its ends."""
-    low, high = ends_of(values, log, unit)
-    scale = Scale(low, high, 10, 90, log, unit)
+    scale = fitted(values, 10, 90, log, unit)
     found = scale.ticks(6)
     assert 1 <= len(found) <= 20
     assert [scale.at(value) for value, _ in found] == sorted(scale.at(value) for value, _ in found)

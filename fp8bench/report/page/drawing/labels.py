@@ -10,6 +10,7 @@ import math
 import re
 import unicodedata
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fp8bench.report.elements import Mark
 from fp8bench.report.page.drawing.limits import drawable
@@ -73,12 +74,7 @@ def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
 
 def _fitting(text: str, room: float, size: float, bold: bool) -> int:
     """How many letters from the start fit into `room`."""
-    used = 0.0
-    for count, letter in enumerate(text):
-        used += width(letter, size, bold)
-        if used > room:
-            return count
-    return len(text)
+    return sum(used <= room for used in accumulate(width(letter, size, bold) for letter in text))
 
 
 def escaped(text: str) -> str:

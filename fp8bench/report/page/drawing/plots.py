@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 
 from fp8bench.report.elements import Axis, Lines, Mark, Point, Scatter, Tone
 from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
@@ -270,11 +270,8 @@ def _labels(
 
 def _by_importance(points: Sequence[Point]) -> list[int]:
     """The strong ones, then the first of each series, then the second of each."""
-    turns: Counter[str] = Counter()
-    order = []
-    for number, point in enumerate(points):
-        order.append((point.tone is not Tone.STRONG, turns[point.series], number))
-        turns[point.series] += 1
+    turns: dict[str, count[int]] = defaultdict(count)
+    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number) for number, point in enumerate(points)]
     return [number for _, _, number in sorted(order)]
 
 

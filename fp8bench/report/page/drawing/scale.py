@@ -57,25 +57,21 @@ class Scale:
         return list(zip(values, _texts(values, self.unit, self.log), strict=True))
 
 
-def limits(values: Iterable[float], log: bool, unit: str = "", pad: float = 0.0) -> tuple[float, float]:
-    """The ends of an axis for these values; `pad` is what is added on either side, as a share of the whole."""
+def fitted(
+    values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
+) -> Scale:
+    """A scale with room for these values; `pad` is what is added on either side, as a share of the whole."""
     found = sorted(values)
     low, high = (found[0], found[-1]) if found else (1.0, 1.0)
     if log:
         middle, half = (math.log(high) + math.log(low)) / 2, (math.log(high) - math.log(low)) / 2
         half = max(half, math.log(_LEAST_RATIO) if unit == "x" else 1e-6) * (1 + 2 * pad)
-        return _bounded(middle - half), _bounded(middle + half)
-    size = max(abs(low), abs(high))
-    if high - low <= max(_ALIKE * size, 1e-290):
-        return (low - size / 10, high + size / 10) if size > 1e-289 else (0.0, 1.0)
-    return low - pad * (high - low), high + pad * (high - low)
-
-
-def fitted(
-    values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
-) -> Scale:
-    """A scale with room for these values, and some more on either side."""
-    return Scale(*limits(values, log, unit, pad), start, end, log, unit)
+        low, high = _bounded(middle - half), _bounded(middle + half)
+    elif high - low <= max(_ALIKE * (size := max(abs(low), abs(high))), 1e-290):
+        low, high = (low - size / 10, high + size / 10) if size > 1e-289 else (0.0, 1.0)
+    else:
+        low, high = low - pad * (high - low), high + pad * (high - low)
+    return Scale(low, high, start, end, log, unit)
 
 
 def _bounded(logarithm: float) -> float:

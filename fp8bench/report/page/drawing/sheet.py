@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import count, takewhile
 
 from matplotlib.markers import MarkerStyle
 from matplotlib.transforms import Affine2D
@@ -66,12 +67,9 @@ class Sheet:
 
     def hatch(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
         """Slanted lines that fill a rectangle."""
-        gap, lines = 6.0, []
-        offset = gap / 2
-        while offset < wide + high:
-            right, left = min(offset, wide), max(0.0, offset - high)
-            lines.append([(x + right, y + offset - right), (x + left, y + offset - left)])
-            offset += gap
+        offsets = takewhile(lambda offset: offset < wide + high, count(3.0, 6.0))
+        ends = ((offset, min(offset, wide), max(0.0, offset - high)) for offset in offsets)
+        lines = [[(x + right, y + offset - right), (x + left, y + offset - left)] for offset, right, left in ends]
         if lines:
             self.lines(style, lines, layer)
 

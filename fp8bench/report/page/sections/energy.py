@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.energy import Demand, EnergyFigures
+from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
@@ -26,13 +26,12 @@ from fp8bench.report.page.charts import grouped, phase_parts, stacked
 from fp8bench.report.page.section import MOST_ROWS, PRECISION, Columns, Section, case_field, number, sections, table_of
 from fp8bench.report.panels import Panel, merge_notes
 from fp8bench.report.tensor_panels import timed_panels
-from fp8bench.report.words.energy import energy_sentences
+from fp8bench.report.words.energy import DEMANDS, energy_sentences
 from fp8bench.report.words.naming import NamedCase, listed, named_cases
 
 # A step of one phase and little else has no parts worth a chart.
 _LEAST_PHASES = 2
 _NET, _IDLE, _WHOLE = "beyond idling", "idling", "not split"
-_TONES = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
 _ESTIMATE = (
     "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
     "short for any counter."
@@ -166,7 +165,7 @@ def _mark(case: NamedCase) -> Mark | None:
     of_time = f", {units.ratio(1 / speed.point)} of its time" if speed else ""
     why = f"; not clear: {ratio.why}" if ratio.why else ""
     hint = f"{case.result.mode} {show_ratio(ratio)} of {case.group.reference}'s energy{of_time}{why}"
-    return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, _TONES[ratio.demand], hint)
+    return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, DEMANDS[ratio.demand], hint)
 
 
 def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Stacks]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from fp8bench import units
@@ -101,7 +100,11 @@ def _used(run: Run) -> list[DeviceFacts]:
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     """What the device is, and what its driver said that it was set to."""
-    key, told = facts.key, partial(_told, run, facts.key)
+    key = facts.key
+
+    def told(name: str) -> str:
+        return fact(run, f"{key} {name}")
+
     capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
     driver, newest = told("driver"), told("cuda_driver")
@@ -117,10 +120,6 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     if (source := told("energy_source")) not in ("", NO_SOURCE):  # that there is none the energies themselves tell
         often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
         yield f"energy {key}", f"{source}{often}"
-
-
-def _told(run: Run, key: str, name: str) -> str:
-    return fact(run, f"{key} {name}")
 
 
 def _with(text: str, word: str, more: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fp8bench import units
@@ -16,7 +15,7 @@ from fp8bench.report.elements import Axis, Bars, Column, Element, Field, Items, 
 from fp8bench.report.material import Material
 from fp8bench.report.memories import PEAK, highest_in, peak_of, roles_of, sentences, share_of, use_of
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Section, case_field, sections, told
+from fp8bench.report.page.section import PRECISION, Section, case_field, number, sections, told
 from fp8bench.report.panels import Panel
 from fp8bench.report.tensor_panels import timed_panels
 from fp8bench.report.words.legend import MEMORY_WORDS
@@ -50,8 +49,8 @@ class Memory(Section):
         parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
         for title, panel, cases in panels:
             yield from _panel(title, panel, cases, parts) if cases else ()
-        for number, (title, panel) in enumerate(titled_panels(material)):
-            yield from _largest(title, panel, number)
+        for place, (title, panel) in enumerate(titled_panels(material)):
+            yield from _largest(title, panel, place)
 
     def lead_of(self, material: Material) -> str:
         """With the words of the device's own count."""
@@ -117,20 +116,17 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
           for phase in phases),
         *(Column(name, number=True, unit="B", hint=hint) for name, hint, _ in counted),
     ]  # fmt: skip
-    rows = []
-    for case, use in uses:
-        by_phase = {one.phase: one.allocated for one in use.phases}
-        share = share_of(case.group, case.result)
-        rows.append(
-            (
-                case_field(case),
-                _size(use.peak),
-                Field(units.ratio(share), share if share is not None and math.isfinite(share) else None),
-                Field(phase_words(next(iter(highest_in(use)), units.NONE))),
-                *(_size(by_phase.get(phase)) for phase in phases),
-                *(_size(count(use), use.why) for _, _, count in counted),
-            )
+    rows = [
+        (
+            case_field(case),
+            _size(use.peak),
+            number(share_of(case.group, case.result), units.ratio),
+            Field(phase_words(next(iter(highest_in(use)), units.NONE))),
+            *(_size({one.phase: one.allocated for one in use.phases}.get(phase)) for phase in phases),
+            *(_size(count(use), use.why) for _, _, count in counted),
         )
+        for case, use in uses
+    ]
     name = f"memory-phases-{cases[0].result.record.case.workload}"
     caption = f"{title}: the most that was held in each phase"
     return Table(name, caption, tuple(columns), tuple(rows), folded=len(rows) > _MOST_OPEN)
@@ -140,7 +136,7 @@ def _size(value: int | None, why: str = "") -> Field:
     return Field(units.size(value), None if value is None else float(value), hint=why if value is None else "")
 
 
-def _largest(name: str, panel: Panel, number: int) -> Iterator[Element]:
+def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
     found = list(searched(panel))
     if not found:
         return
@@ -162,5 +158,5 @@ def _largest(name: str, panel: Panel, number: int) -> Iterator[Element]:
             Field(units.size(capacity.peak), capacity.peak, tone),
             Field(why_no_larger(capacity)),
         ))  # fmt: skip
-    yield Table(f"capacity-{panel.case.workload}-{number}", f"{name}: {room_of(found[0][2])}", columns, tuple(rows))
+    yield Table(f"capacity-{panel.case.workload}-{place}", f"{name}: {room_of(found[0][2])}", columns, tuple(rows))
     yield from (Text(text) for text in largest(panel))

@@ -134,7 +134,8 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("throughput", number=True, unit=rates.pop() if len(rates) == 1 else "", hint="at the median"),
          lambda row: row.figure(row.figures.rate)),
         (Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
-         _how),
+         lambda row: Field(row.result.record.support.level.value, hint=row.result.record.support.reason,
+                           tone=Tone.DOUBT if emulated(row.result) else Tone.PLAIN)),
         (Column("labels", hint="reasons for doubt, and what else one should know"),
          lambda row: Field(", ".join(named_labels(row.result)),
                            hint="; ".join(meaning(label, row.result) for label in row.result.labels))),
@@ -155,11 +156,6 @@ def _error(row: _Row) -> Field:
     """Right even where it is emulated."""
     metric = main_error(row.panel)
     return number(row.figures[metric].value, units.relative_error, hint=metric)
-
-
-def _how(row: _Row) -> Field:
-    support = row.result.record.support
-    return Field(support.level.value, tone=Tone.DOUBT if emulated(row.result) else Tone.PLAIN, hint=support.reason)
 
 
 def _why(result: Result) -> str:
