@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -30,16 +29,13 @@ _LARGEST = 100.0
 
 def read_rules(file: Path) -> tuple[Rule, ...]:
     """The rules of a file, in its order. Raises UsageError with file and line."""
-    return tuple(_rules(str(file), read_mapping(file, _KIND)))
-
-
-def _rules(file: str, tree: yaml.MappingNode) -> Iterator[Rule]:
-    for case, key, node in items(file, tree, _KIND):
+    rules: list[Rule] = []
+    for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if not case:
             raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
         figures = _mapping(place(file, node), case, "a mapping of figures", node)
-        for metric, name, one in items(file, figures, _KIND):
-            yield _rule(file, case, metric, name, one)
+        rules += [_rule(file, case, metric, name, one) for metric, name, one in items(file, figures, _KIND)]
+    return tuple(rules)
 
 
 def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.MappingNode:
@@ -50,7 +46,7 @@ def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.Mapp
     raise UsageError(f"{where}: {name}: expected {expected}, got {got}. {_FORM}")
 
 
-def _rule(file: str, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> Rule:
+def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> Rule:
     where = place(file, key)
     if not metric:
         raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
@@ -70,7 +66,7 @@ def _rule(file: str, case: str, metric: str, key: yaml.Node, node: yaml.Node) ->
     return Rule(case, metric, relative, smallest, unit, place=where)
 
 
-def _share(file: str, node: yaml.Node) -> float:
+def _share(file: Path, node: yaml.Node) -> float:
     """'5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
     number, unit = _parsed(file, node, "a share, like 5% or 0.05")
     value = number / 100 if unit == "%" else number
@@ -82,7 +78,7 @@ def _share(file: str, node: yaml.Node) -> float:
     return value
 
 
-def _amount(file: str, node: yaml.Node) -> tuple[float, str]:
+def _amount(file: Path, node: yaml.Node) -> tuple[float, str]:
     number, unit = _parsed(file, node, "a number, with a unit or in the figure's own")
     if unit not in _UNITS:
         known = ", ".join(name for name in _UNITS if name)
@@ -91,7 +87,7 @@ def _amount(file: str, node: yaml.Node) -> tuple[float, str]:
     return number * factor, base
 
 
-def _parsed(file: str, node: yaml.Node, expected: str) -> tuple[float, str]:
+def _parsed(file: Path, node: yaml.Node, expected: str) -> tuple[float, str]:
     text = scalar(file, node) if isinstance(node, yaml.ScalarNode) else ""
     found = _NUMBER.fullmatch(text.strip())
     if found is None or not math.isfinite(float(found[1])):

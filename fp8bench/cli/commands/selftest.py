@@ -55,11 +55,6 @@ def _checks() -> int:
     return EXIT_FAILED if failed else EXIT_OK
 
 
-def _injected(row: PowerRow) -> str:
-    """The operation and what was injected: '5.0%', or in which order some calls were slower."""
-    return f"{row.operation:<22}{row.order if row.uneven else percent(row.planted):>9}"
-
-
 def _of_uneven(rows: Sequence[PowerRow]) -> list[str]:
     uneven = [row for row in rows if row.uneven]
     too_few = sum(row.too_few for row in uneven)
@@ -82,9 +77,11 @@ def power_table(power: Power) -> str:
         heading + f"{'time a verdict':>24}",
     ]
     for row in rows:
+        # What was injected: '5.0%', or in which order some calls were slower.
+        planted = row.order if row.uneven else percent(row.planted)
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
         lines.append(
-            f"{_injected(row)}{percent(row.found):>8}{row.trials:>8}"
+            f"{row.operation:<22}{planted:>9}{percent(row.found):>8}{row.trials:>8}"
             f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
             f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
             f"{f'{typical} (at most {longest})':>24}"

@@ -11,9 +11,10 @@ from fp8bench.analysis.steps.change_points import BY_CHANCE
 from fp8bench.analysis.steps.changes import Change, Found, State
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
-from fp8bench.report.elements import Code, Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
+from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import signed
 
 _COLUMNS = (
@@ -41,10 +42,9 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
         for title, changes in _sections(found, everything)
         if changes
     ]
-    if found.left:
-        reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
-        words = tuple(Text(f"{count_of(count, 'series', 'series')}: {why}") for why, count in reasons)
-        parts.append(Part("left", "not looked at", (Items(words),)))
+    reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
+    left = (f"{count_of(count, 'series', 'series')}: {why}" for why, count in reasons)
+    parts += list_of("left", "not looked at", left)
     alarming = next((change for change in found.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))

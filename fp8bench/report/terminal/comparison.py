@@ -11,6 +11,7 @@ from fp8bench.analysis.compare.sides import Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import (
     TIMES,
     TONES,
@@ -85,10 +86,9 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
 
 
-def _listed(title: str, words: Sequence[str]) -> Iterator[Part]:
-    if words:
-        more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
-        yield Part(title.replace(" ", "-"), title, (Items(tuple(map(Text, [*words[:_MOST_CASES], *more]))),))
+def _listed(title: str, words: Sequence[str]) -> list[Part]:
+    more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
+    return list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:

@@ -11,8 +11,9 @@ from fp8bench.analysis.metric import TIME
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.duel import CaseResult, Duel, Side
-from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import show_params, together
+from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import TONES, counted, direction, label_legend, signed, value
 from fp8bench.report.words.run_facts import many
 
@@ -43,9 +44,8 @@ def page_of(duel: Duel) -> Page:
     """The sides, a table of times, the values that differ, and what else one should know."""
     found = [(result, list(compared(result))) for result in duel.results]
     times: Element = Table("times", "", _TIMES, tuple(_times(found))) if found else Text("Nothing was measured.")
-    notes = _notes(found)
     parts = [Part("times", "", (times,)), Part("values", "", tuple(_values(found)))]
-    parts += [Part("notes", "notes", (Items(tuple(map(Text, notes))),))] if notes else []
+    parts += list_of("notes", "notes", _notes(found))
     sessions = many(duel.sessions, "session")
     legend = [*_LEGEND, *label_legend(one for _, comparisons in found for one in comparisons)]
     title = f"duel {duel.request.suite}: B against A, {sessions} of two processes a side"

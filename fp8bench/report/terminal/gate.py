@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
-from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.comparisons import label_legend, limit, setting_of, signed, value
 
 # GitHub shows a mebibyte of a step's summary at most.
@@ -29,11 +30,8 @@ def page_of(verdict: Verdict) -> Page:
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     unsure = Counter(one.why for one in verdict.of(Outcome.UNSURE) if one.why)
-    if unsure:
-        texts = tuple(Text(f"{why} ({count})") for why, count in unsure.items())
-        parts.append(Part("unsure", "Unsure, because", (Items(texts),)))
-    if verdict.notes:
-        parts.append(Part("notes", "Notes", (Items(tuple(Text(f"- {one}") for one in verdict.notes[:MOST_ROWS])),)))
+    parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
+    parts += list_of("notes", "Notes", (f"- {one}" for one in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [one for name in _TITLES for one in verdict.of(name)]

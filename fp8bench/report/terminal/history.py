@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
-from fp8bench.report.elements import Code, Column, Field, Items, Page, Part, Table, Text
+from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
+from fp8bench.report.terminal.layout import list_of
 
 _HASTY = "~"
 _MOST_WORDS = 20
@@ -80,8 +81,8 @@ def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str])
     words = [INTERVAL.format(_samples(trends))] if any(one.low is not None for one in figures) else []
     words += [VERSUS] if any(len(one.measured) > 1 for one in trends) else []
     words += [HASTY] if any(one.hasty for one in figures) else []
-    what = Part("what", "", (Items((Text(f"{description}; lower is better"),)),))
-    return Page(trends[0].name, "", (what, *parts), words)
+    what = list_of("what", "", [f"{description}; lower is better"])
+    return Page(trends[0].name, "", (*what, *parts), words)
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
@@ -117,8 +118,9 @@ def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], s
     head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
     parts = []
     for title, kind in (("broken", True), ("worth knowing", False)):
-        found = [Text(f"{one.path}: {one.what}. {one.remedy}.") for one in faults if one.broken is kind]
-        parts += [Part(title, title, (Items(tuple(found)),))] if found else []
+        parts += list_of(
+            title, title, (f"{one.path}: {one.what}. {one.remedy}." for one in faults if one.broken is kind)
+        )
     counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
     return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {counted}"),))))
 
@@ -132,9 +134,8 @@ def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[s
 def joined_page(title: str, counts: Mapping[str, int], renamed: Mapping[str, str]) -> Page:
     """What was taken from another store, and which interpreters count as others from now on."""
     facts = tuple((what, str(count)) for what, count in counts.items())
-    now = tuple(Text(f"{old} counts as {new}") for old, new in renamed.items())
-    parts = (Part("renamed", "from now on", (Items(now),)),) if now else ()
-    return Page(title, "", parts, facts=facts)
+    now = list_of("renamed", "from now on", (f"{old} counts as {new}" for old, new in renamed.items()))
+    return Page(title, "", tuple(now), facts=facts)
 
 
 def _next(words: str, command: str) -> Part:
@@ -237,10 +238,7 @@ def _samples(trends: Sequence[Trend]) -> str:
     return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
 
 
-def _left_out(left: Mapping[str, int]) -> Iterable[Part]:
+def _left_out(left: Mapping[str, int]) -> list[Part]:
     """Runs that are in no line, and why, the most frequent reason first."""
-    if left:
-        reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
-        yield Part(
-            "left", "not in it", (Items(tuple(Text(f"{count_of(count, 'run')}: {why}") for why, count in reasons)),)
-        )
+    reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
+    return list_of("left", "not in it", (f"{count_of(count, 'run')}: {why}" for why, count in reasons))

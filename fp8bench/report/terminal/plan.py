@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from fp8bench.model import DeviceFacts, Group, Plan
-from fp8bench.report.elements import Column, Field, Items, Page, Part, Table, Text
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text
 from fp8bench.report.panels import heading, merge_notes, shared_params, show_params
+from fp8bench.report.terminal.layout import list_of
 
 
 def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
@@ -36,7 +37,7 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     lines += merge_notes(skipped, len(groups))
     title = heading(case.workload, shared, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))
-    yield Part("groups", "", (Items(tuple(map(Text, lines))),))
+    yield from list_of("groups", "", lines)
 
 
 def _support_table(groups: Sequence[Group]) -> Table:

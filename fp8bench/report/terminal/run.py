@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fp8bench import units
 from fp8bench.model import Finding, Label, Run, Status, Verdict
 from fp8bench.report.case_status import emulated
-from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
+from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
 from fp8bench.report.memories import PEAK
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
@@ -50,9 +50,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     numbers = [] if of_tensors else _numbers(panel)
     if numbers:
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
-    notes = merge_notes(_notes(panel), len(panel.groups))
-    if notes:
-        yield Part("notes", "notes", (Items(tuple(map(Text, notes))),))
+    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel), len(panel.groups)))
 
 
 def _reference_line(panel: Panel) -> str:
@@ -115,20 +113,14 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
     of_data = [legend.DATA] if looked_at else []
     if not any(result.best for result in results):
         return [*of_tensors, *of_data] if of_tensors else []
-    lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES]
-    if any(result.finding and result.finding.below_floor for result in results):
-        lines.append(legend.BELOW_FLOOR)
-    if any(result.finding and result.finding.hard for result in results):
-        lines.append(legend.HARD)
-    if any(emulated(result) and result.best for result in results):
-        lines.append(legend.EMULATED)
-    lines += [
-        *_error_legends(timed),
-        legend.ERRORS,
-        *_number_legends(timed),
-        *_energy_legends(timed),
-        *_memory_legends(timed),
-    ]
+    found = [result.finding for result in results if result.finding]
+    occurs = {
+        legend.BELOW_FLOOR: any(finding.below_floor for finding in found),
+        legend.HARD: any(finding.hard for finding in found),
+        legend.EMULATED: any(emulated(result) and result.best for result in results),
+    }
+    lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES, *filter(occurs.get, occurs), *_error_legends(timed)]
+    lines += [legend.ERRORS, *_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)]
     seen = {label for result in results for label in result.labels}
     return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
 

@@ -19,11 +19,13 @@ _MOST_NAMES = 4
 
 def page_of(title: str, findings: Sequence[Finding]) -> Page:
     """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
+    by_outcome = {outcome: [one for one in findings if one.torch.outcome is outcome] for outcome in Outcome}
+    refused = _by_reason(by_outcome[Outcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
-        "refused, and no padding helps": _items(_unpadded(findings)),
-        "refused unless they are padded, and what that costs more": _padded(findings),
-        "why there is no such product": _items(_missing(findings)),
+        "refused, and no padding helps": _items(refused),
+        "refused unless they are padded, and what that costs more": _padded(by_outcome[Outcome.PAD]),
+        "why there is no such product": _items(_reasons(by_outcome[Outcome.MISSING])),
         "Transformer Engine, where it says more than torch": _items(_of_te(findings)),
         "what these products need besides their shape": _items(_needs(findings)),
     }
@@ -68,15 +70,8 @@ def _count(fits: Sequence[bool] | None) -> Field:
     return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
 
 
-def _unpadded(findings: Sequence[Finding]) -> Iterator[str]:
-    """What no padding mends, by its reasons."""
-    wrong = [one for one in findings if one.torch.outcome is Outcome.REFUSED]
-    return _by_reason(wrong, lambda one: _why(one.torch, mended=False), findings)
-
-
-def _padded(findings: Sequence[Finding]) -> list[Element]:
+def _padded(wrong: Sequence[Finding]) -> list[Element]:
     """A row for every product and what padding would make of it; under it who objects, and where."""
-    wrong = [one for one in findings if one.torch.outcome is Outcome.PAD]
     rows = []
     grouped = together(((_name(one), one.product.sides, one.torch.padded), one) for one in wrong)
     for (name, sides, padded), same in grouped.items():
@@ -91,11 +86,6 @@ def _padded(findings: Sequence[Finding]) -> list[Element]:
 def _more(shares: Sequence[float]) -> str:
     decimals = 2 if max(shares) < 0.1 else 1 if max(shares) < 1 else 0
     return units.span(shares, lambda share: f"+{units.percent(share, decimals)}")
-
-
-def _missing(findings: Sequence[Finding]) -> Iterator[str]:
-    """Modes and devices by the reason why there is none."""
-    return _reasons(one for one in findings if one.torch.outcome is Outcome.MISSING)
 
 
 def _of_te(findings: Sequence[Finding]) -> Iterator[str]:

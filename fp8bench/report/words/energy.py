@@ -25,7 +25,7 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
     if not clear:
         return ""
     where = "" if len(clear) == len(pairs) else f" in {len(clear)} of {len(pairs)}"
-    return f"; it takes {_span([one.point for one in clear])} of the energy{where}"
+    return f"; it takes {units.span((one.point for one in clear), units.ratio)} of the energy{where}"
 
 
 def energy_sentences(panel: Panel) -> list[Text]:
@@ -88,9 +88,5 @@ def _several(mode: str, reference: str, ratios: Sequence[EnergyRatio]) -> str:
     counts = {demand: sum(one.demand is demand for one in ratios) for demand in Demand}
     words = {Demand.LESS: "less", Demand.MORE: "more", Demand.UNCLEAR: "not clear"}
     told = ", ".join(f"{words[demand]} in {number}" for demand, number in counts.items() if number)
-    points = _span([one.point for one in ratios])
+    points = units.span((one.point for one in ratios), units.ratio)
     return f"{mode} takes {points} of {reference}'s energy in {len(ratios)} cases: {told}"
-
-
-def _span(points: Sequence[float]) -> str:
-    return units.span(points, units.ratio)

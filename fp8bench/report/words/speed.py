@@ -119,19 +119,15 @@ def _single(
 
 def _claim(kind: Kind, result: Result, reference: str, subject: str) -> str:
     """The sentence without reasons."""
-    mode, speed = result.mode, show_speed_up(result)
-    if kind.standing is Standing.UNTIMED:
-        return f"{mode} was not timed on {subject}"
+    speed = show_speed_up(result)
+    if speed and kind.verdict is Verdict.FASTER:
+        perhaps = "perhaps " if kind.standing is Standing.DOUBTED else ""
+        return f"{result.mode} is {perhaps}{speed} faster than {reference} on {subject}"
+    claim = f"{_opening(kind, result.mode, reference)} on {subject}"
     if kind.standing is Standing.UNSURE:
-        shown = f" ({speed} its speed)" if speed else ""
-        return f"it is not clear whether {mode} is faster than {reference} on {subject}{shown}"
-    perhaps = "perhaps " if kind.standing is Standing.DOUBTED else ""
-    if kind.verdict is Verdict.FASTER:
-        return f"{mode} is {perhaps}{speed}{' ' if speed else ''}faster than {reference} on {subject}"
+        return f"{claim} ({speed} its speed)" if speed else claim
     shown = f": {speed} its speed" if speed else ""
-    if kind.verdict is Verdict.SAME:
-        return f"{mode} is {perhaps}as fast as {reference} on {subject}{shown}, {_WITHIN}"
-    return f"{mode} is {perhaps}slower than {reference} on {subject}{shown}"
+    return f"{claim}{shown}{f', {_WITHIN}' if kind.verdict is Verdict.SAME else ''}"
 
 
 def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label]) -> str:

@@ -36,13 +36,12 @@ def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
 
 def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> str:
     winners = [max(one, key=lambda words: one[words]) for one in found]
-    best = sorted(one[words] for one, words in zip(found, winners, strict=True))
+    best = [one[words] for one, words in zip(found, winners, strict=True)]
+    low, high = units.decibels(min(best)), units.decibels(max(best))
+    span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
     (first, number), *others = Counter(winners).most_common()
     named = "".join(f", {words} in {times}" for words, times in others[:_MOST_NAMED])
-    return (
-        f"with {bits} bits {first} has the highest SQNR {_share(number, len(found), suite)}{named}: "
-        f"{_span(best[0], best[-1])}"
-    )
+    return f"with {bits} bits {first} has the highest SQNR {_share(number, len(found), suite)}{named}: {span}"
 
 
 def _share(number: int, total: int, suite: str) -> str:
@@ -50,8 +49,3 @@ def _share(number: int, total: int, suite: str) -> str:
     if total == 1:
         return f"on {suite}"
     return f"in {f'{number} of ' if number < total else 'all '}{total} tensors of {suite}"
-
-
-def _span(low: float, high: float) -> str:
-    one, other = units.decibels(low), units.decibels(high)
-    return one if one == other else f"{one.removesuffix(' dB')} to {other}"
