@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from fp8bench.errors import WorkerError
 from fp8bench.jobs.duel.side_workers import PROCESSES, SideWorkers
 from fp8bench.jobs.duel.turns import Entry, Turns
 from fp8bench.measure.limits import Limits
@@ -101,7 +100,11 @@ class CaseRunner:
                 one.processes -= 1
                 continue
             if failed is not None:
-                _fail(one, turns.entry_of(failed.arm), failed.cause)
+                entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
+                if not full:
+                    entry.worker.restart()
+                outcome = one.before if entry.side == BEFORE else one.after
+                outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
             elif session is not None:
                 one.sessions.append(session)
             return
@@ -127,10 +130,3 @@ class CaseRunner:
         quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
         arm = Arm(case.id, planned, side.facts[case.device], self.limits)
         return Entry(side.name, side.workers[place], arm, quantisers)
-
-
-def _fail(one: CaseProgress, entry: Entry, cause: WorkerError) -> None:
-    outcome = one.before if entry.side == BEFORE else one.after
-    if not exhausted(cause):
-        entry.worker.restart()
-    outcome.fail("out of memory beside the other side" if exhausted(cause) else str(cause), cause)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import UsageError
-from fp8bench.jobs.duel.worktree import package_beside, repository_of, revision_of, scratch, worktree
+from fp8bench.jobs.duel.worktree import is_dirty, package_beside, repository_of, revision_of, scratch, worktree
 from fp8bench.measure.other_interpreter import Start
 from fp8bench.model.duel import AFTER, BEFORE
+from fp8bench.store.find_runs import commit_named
 
 OLDEST = (3, 11)
 _SECONDS = 60.0
@@ -144,29 +145,29 @@ def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...
     option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
     assert word is not None
     repository = repository_of(PACKAGE if own else Path.cwd(), option)
-    if not own and PACKAGE.parent == repository.top:
+    if not own and PACKAGE.parent == repository:
         raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
-    if own and PACKAGE.parent != repository.top:
+    if own and PACKAGE.parent != repository:
         raise UsageError(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
-    commit = revision_of(repository, word, option)
-    changed = " with uncommitted changes" if repository.dirty else ""
+    commit, checked_out = revision_of(repository, word, option), commit_named("HEAD", repository) or ""
+    changed = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
-    here = f"this tree ({repository.commit[:8]}{changed})"
-    same = commit == repository.commit and not changed and pythons[0] == pythons[1]
+    here = f"this tree ({checked_out[:8]}{changed})"
+    same = commit == checked_out and not changed and pythons[0] == pythons[1]
     notes = (SAME,) if same else ()
     paths = _own_paths(imports)
     with worktree(repository, commit, folder, option) as tree:
         if not own:
             package = str(package_beside(folder / "package", PACKAGE))
-            paths = [*_paths_in(repository.top), *paths]
-            there = [_moved(path, repository.top, tree) for path in paths]
-            moved, moving = _moved_imports(imports, repository.top, tree, word)
+            paths = [*_paths_in(repository), *paths]
+            there = [_moved(path, repository, tree) for path in paths]
+            moved, moving = _moved_imports(imports, repository, tree, word)
             yield Sides(
                 Ready(_start(BEFORE, pythons[0], package, there), title, moved, commit, tree),
-                Ready(_start(AFTER, pythons[1], package, paths), here, imports, repository.commit, repository.top),
+                Ready(_start(AFTER, pythons[1], package, paths), here, imports, checked_out, repository),
                 (*moving, *notes),
             )
             return
@@ -178,7 +179,7 @@ def _against(question: Question, pythons: Sequence[str], imports: tuple[str, ...
         after = _start(AFTER, pythons[1], str(package_beside(folder / "after", PACKAGE)), paths)
         yield Sides(
             Ready(before, f"{OWN}{title}", imports, commit),
-            Ready(after, f"fp8bench: {here}", imports, repository.commit),
+            Ready(after, f"fp8bench: {here}", imports, checked_out),
             notes,
         )
 

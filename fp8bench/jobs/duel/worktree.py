@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
@@ -75,49 +74,37 @@ _SECONDS = 600.0
 _WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 
-@dataclass(frozen=True)
-class Repository:
-    """The working tree that a folder lies in."""
-
-    top: Path
-
-    @property
-    def commit(self) -> str:
-        """What is checked out."""
-        return commit_named("HEAD", self.top) or ""
-
-    @property
-    def dirty(self) -> bool:
-        """Whether files that git knows differ from what is checked out."""
-        return bool(_git(self.top, "status", "--porcelain", "--untracked-files=no").stdout.strip())
-
-
-def repository_of(folder: Path, option: str) -> Repository:
-    """The repository a folder lies in; raises UsageError where there is none."""
+def repository_of(folder: Path, option: str) -> Path:
+    """The top of the working tree that a folder lies in; raises UsageError where there is none."""
     done = _git(folder, "rev-parse", "--show-toplevel")
     if done.returncode:
         raise UsageError(
             f"{option} wants a git repository, and {folder} is in none: {_words(done)}. Run it in a working tree."
         )
-    return Repository(Path(done.stdout.rstrip("\n")).resolve())
+    return Path(done.stdout.rstrip("\n")).resolve()
 
 
-def revision_of(repository: Repository, word: str, option: str) -> str:
+def is_dirty(repository: Path) -> bool:
+    """Whether files that git knows differ from what is checked out."""
+    return bool(_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
+
+
+def revision_of(repository: Path, word: str, option: str) -> str:
     """The commit a word means; raises UsageError where it means none."""
-    commit = commit_named(word, repository.top)
+    commit = commit_named(word, repository)
     if commit is not None:
         return commit
-    shallow = _git(repository.top, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
+    shallow = _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
     hint = (
         "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
         if shallow
         else "Give a commit, a branch or a tag; `git fetch` gets those of others."
     )
-    raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository.top}. {hint}")
+    raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository}. {hint}")
 
 
 @contextmanager
-def worktree(repository: Repository, commit: str, folder: Path, option: str) -> Iterator[Path]:
+def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
     """That commit checked out below a scratch folder, and gone afterwards, whatever happens.
 
     Hooks do not run: one that installs something would change this tree too.
@@ -125,9 +112,7 @@ def worktree(repository: Repository, commit: str, folder: Path, option: str) -> 
     forget_lost(repository)
     tree = folder / "tree"
     try:
-        done = _git(
-            repository.top, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree), commit
-        )
+        done = _git(repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree), commit)
         if done.returncode:
             raise UsageError(
                 f"{option}: no working tree of {commit[:8]} could be made: {_words(done)}. Make room, or see "
@@ -136,15 +121,15 @@ def worktree(repository: Repository, commit: str, folder: Path, option: str) -> 
         yield tree
     finally:
         with ignored():
-            _git(repository.top, "worktree", "remove", "--force", str(tree))
+            _git(repository, "worktree", "remove", "--force", str(tree))
 
 
-def forget_lost(repository: Repository) -> None:
+def forget_lost(repository: Path) -> None:
     """Have git forget the trees of duels that were killed; their folders have been swept away."""
-    for line in _git(repository.top, "worktree", "list", "--porcelain").stdout.splitlines():
+    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
-            _git(repository.top, "worktree", "remove", "--force", str(path))
+            _git(repository, "worktree", "remove", "--force", str(path))
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

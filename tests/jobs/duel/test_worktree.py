@@ -14,7 +14,7 @@ import pytest
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.duel import worktree as scratches
-from fp8bench.jobs.duel.worktree import package_beside, repository_of, revision_of, scratch, sweep, worktree
+from fp8bench.jobs.duel.worktree import is_dirty, package_beside, repository_of, revision_of, scratch, sweep, worktree
 from tests.commands import git
 
 OPTION = "--against"
@@ -25,7 +25,7 @@ from pathlib import Path
 from fp8bench.jobs.duel.worktree import scratch
 from fp8bench.jobs.duel.worktree import repository_of, worktree
 repository = repository_of(Path.cwd(), "--against")
-with scratch() as folder, worktree(repository, repository.commit, folder, "--against") as tree:
+with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
     print(tree, flush=True)
     sys.stdin.read()
 """
@@ -66,7 +66,7 @@ def test_a_tree_holds_the_revision_and_goes(project: Path, temporary: Path) -> N
     (project / "below").mkdir()
     (project / "file").write_text("three")
     repository = repository_of(project / "below", OPTION)
-    assert repository.top == project.resolve() and repository.dirty
+    assert repository == project.resolve() and is_dirty(repository)
     commit = revision_of(repository, "v1", OPTION)
     with scratch() as folder, worktree(repository, commit, folder, OPTION) as tree:
         assert (tree / "file").read_text() == "one" and len(trees(project)) == 1
@@ -80,7 +80,7 @@ def test_it_goes_however_the_body_ends(error: type[BaseException], project: Path
     repository = repository_of(project, OPTION)
 
     def body() -> None:
-        with scratch() as folder, worktree(repository, repository.commit, folder, OPTION) as tree:
+        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
             (tree / "made").write_text("by a build")
             (tree / "file").write_text("changed")
             raise error
@@ -107,7 +107,7 @@ def test_what_a_killed_duel_left_goes_with_the_next(project: Path, temporary: Pa
         dead.wait()
         assert lost.is_dir() and len(trees(project)) == 2
         repository = repository_of(project, OPTION)
-        with scratch() as folder, worktree(repository, repository.commit, folder, OPTION):
+        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION):
             assert not lost.exists() and kept.is_dir()
             assert len(trees(project)) == 2  # that of the living one, and this one
         living.communicate("", timeout=60)
@@ -133,7 +133,7 @@ def test_hooks_do_not_run(project: Path) -> None:
     hook.write_text("#!/bin/sh\ntouch ran\nexit 1\n")
     hook.chmod(0o755)
     repository = repository_of(project, OPTION)
-    with scratch() as folder, worktree(repository, repository.commit, folder, OPTION) as tree:
+    with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         assert not (tree / "ran").exists()
 
 
@@ -143,7 +143,7 @@ def test_in_a_hook_the_folder_counts(project: Path, tmp_path: Path, monkeypatch:
     other.mkdir()
     git(other, "init", "-q")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert repository_of(project, OPTION).top == project.resolve()
+    assert repository_of(project, OPTION) == project.resolve()
 
 
 @pytest.mark.parametrize("word", ["nope", "", "--help", "v1:file", "0" * 40])
@@ -179,8 +179,8 @@ def test_a_tree_that_cannot_be_made(project: Path, temporary: Path) -> None:
     with scratch() as folder:
         (folder / "tree").mkdir()
         (folder / "tree" / "there").write_text("already")
-        with pytest.raises(UsageError, match=r"no working tree of .{8} could be made: .*already exists"):
-            worktree(repository, repository.commit, folder, OPTION).__enter__()
+        with pytest.raises(UsageError, match=r"no working tree of HEAD could be made: .*already exists"):
+            worktree(repository, "HEAD", folder, OPTION).__enter__()
     assert trees(project) == [] and not list(temporary.iterdir())
 
 
