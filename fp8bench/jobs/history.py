@@ -184,15 +184,12 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
         chosen = [change for change in still if change.is_worse] or still
     else:
         known = [change for change in found.changes if change.state is State.ACKNOWLEDGED]
-        why = " What it has is acknowledged already." if known else _why_none(found)
+        left = f" Not looked at: {'; '.join(found.left)}." if found.left and not found.looked_at else ""
+        why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
     if len({change.comparison.until for change in chosen}) > 1:
         raise UsageError(f"{word!r:.80} has several open changes. Give one of:{listed(chosen)}")
     return chosen
-
-
-def _why_none(found: Found) -> str:
-    return "" if found.looked_at or not found.left else f" Not looked at: {'; '.join(found.left)}."
 
 
 def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. A series has
     its newest commits only; `fp8bench history show` has them all.
     """
-    tracked = [one for one in map(_tracked, runs) if one is not None]
+    tracked: list[TrackedRun] = []
+    for run in runs:
+        with contextlib.suppress(Fp8benchError):  # of a suite that cannot be asked
+            tracked += filter(None, [tracked_run(run)])
     wanted = {(point.series, point.cell) for one in tracked for point in one.content.points}
     if not wanted:
         return ()
@@ -32,14 +36,6 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     trends = history.trends(names.__contains__).trends
     series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
     return tuple(one for one in series if one is not None and one.figures)
-
-
-def _tracked(run: Run) -> TrackedRun | None:
-    """What a run says of its cases; None for one without a machine, or of a suite that cannot be asked."""
-    try:
-        return tracked_run(run)
-    except Fp8benchError:
-        return None
 
 
 def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:

@@ -23,13 +23,13 @@ from fp8bench.model import (
     DeviceFacts,
     Environment,
     Level,
+    Params,
     Phase,
     Plan,
     PlannedCase,
     Request,
     Run,
     Support,
-    Timing,
     Verdict,
     Work,
 )  # fmt: skip
@@ -102,18 +102,22 @@ def switches() -> Check:
     return Check("the TF32 switch is set and put back after an error", (inside, after) == ("high", before), after)
 
 
-def _product(side: int, extra: int) -> Case:
-    params = (
-        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side), ("base.product", "forward"),
-        ("base.operands", "cast"), ("extra", extra),
+def product(side: int) -> Params:
+    """What work is planted into."""
+    return (
+        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
+        ("base.product", "forward"), ("base.operands", "cast"),
     )  # fmt: skip
-    return Case("_planted", params, "fp32", "cpu")
+
+
+def _planted(side: int, extra: int) -> Case:
+    return Case("_planted", (*product(side), ("extra", extra)), "fp32", "cpu")
 
 
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
     """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
     arms = [
-        Arm(key, PlannedCase(_product(256, extra), NATIVE, Work()), facts)
+        Arm(key, PlannedCase(_planted(256, extra), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
     session = Session(arms[0], arms[1], arms[2:])
@@ -125,15 +129,11 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
     ):
-        yield _judged(name, timing, timings[0], timings[1], allowed)
-
-
-def _judged(name: str, timing: Timing, reference: Timing, control: Timing, allowed: tuple[Verdict, ...]) -> Check:
-    concluded = conclude(timing, reference, control)
-    assert concluded is not None
-    verdict, interval = concluded.verdict, concluded.ratio
-    seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-    return Check(name, verdict in allowed, seen)
+        concluded = conclude(timing, timings[0], timings[1])
+        assert concluded is not None
+        verdict, interval = concluded.verdict, concluded.ratio
+        seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+        yield Check(name, verdict in allowed, seen)
 
 
 def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
@@ -166,7 +166,7 @@ def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     try:
-        worker.within(60.0).prepare("crash", _product(64, 0), facts)
+        worker.within(60.0).prepare("crash", _planted(64, 0), facts)
     except WorkerLost as lost:
         return Check("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
     return Check("a killed worker is noticed and replaced", False, "the loss went unnoticed")

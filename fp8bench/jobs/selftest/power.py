@@ -28,10 +28,11 @@ from fp8bench.analysis.verdicts import best_phases, conclude, decided
 from fp8bench.errors import StoreError, UnknownName
 from fp8bench.files import write_whole
 from fp8bench.jobs.observer import JobObserver
+from fp8bench.jobs.selftest.checks import NATIVE, product
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
 from fp8bench.measure.rounds import Arm, Session
-from fp8bench.model import Case, DeviceFacts, Level, Params, PlannedCase, Support, Timing, Verdict, Work
+from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdict, Work
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
@@ -67,8 +68,8 @@ class Operation:
 def operations(corpus: str) -> tuple[Operation, ...]:
     """A product of about 0.3 ms, one of about 2 ms, and the nano transformer's step; times of one core of 2023."""
     return (
-        Operation("small", "product of 0.3 ms", "fp32", _product(256), 2.0),
-        Operation("medium", "product of 2 ms", "fp32", _product(480), 2.0),
+        Operation("small", "product of 0.3 ms", "fp32", product(256), 2.0),
+        Operation("medium", "product of 2 ms", "fp32", product(480), 2.0),
         Operation(
             "step", "nano transformer step", "bf16",
             (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
@@ -76,13 +77,6 @@ def operations(corpus: str) -> tuple[Operation, ...]:
              ("base.attention", "auto"), ("base.data", corpus)),
             10.0,
         ),
-    )  # fmt: skip
-
-
-def _product(side: int) -> Params:
-    return (
-        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
-        ("base.product", "forward"), ("base.operands", "cast"),
     )  # fmt: skip
 
 
@@ -236,7 +230,7 @@ def _arm(
     order = ORDERS[0] if plant.order == EVERY else plant.order
     planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
     case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
-    return Arm(key, PlannedCase(case, Support(Level.NATIVE, "self-test"), Work()), facts)
+    return Arm(key, PlannedCase(case, NATIVE, Work()), facts)
 
 
 def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
