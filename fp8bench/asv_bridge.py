@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,8 +76,9 @@ class Suite:
         from fp8bench.jobs.asv import Asked, measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
-        request = Request(self.workload, quick=asked_to_be_quick(words), imports=_from_root(type(self)), grid=True)
-        asked = Asked(asked_to_append(words), commit_to_save(words))
+        quick, appending, commit = options_of(words)
+        request = Request(self.workload, quick=quick, imports=_from_root(type(self)), grid=True)
+        asked = Asked(appending, commit)
         return measured_by_asv(request, store_of_project(root), root, SilentObserver(), asked)
 
 
@@ -118,23 +119,17 @@ def words_of_asv() -> tuple[str, ...]:
     return ()
 
 
-def asked_to_be_quick(words: Iterable[str]) -> bool:
-    """Whether asv was given --quick."""
-    return any(_QUICK.fullmatch(word) for word in words)
+def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
+    """Whether asv was given --quick and --append-samples, and the commit that it was told to save results under.
 
-
-def asked_to_append(words: Iterable[str]) -> bool:
-    """Whether asv was given --append-samples: then it puts the samples that it has before those it gets."""
-    return any(_APPEND.fullmatch(word) for word in words)
-
-
-def commit_to_save(words: Sequence[str]) -> str:
-    """The commit that asv was told to save results under, in the user's word; '' if it was told none."""
+    When it appends, it puts the samples it has before those it gets. The commit is in the user's word, '' for none.
+    """
+    quick, append = (any(map(option.fullmatch, words)) for option in (_QUICK, _APPEND))
     for place, word in enumerate(words):
         found = _COMMIT.fullmatch(word)
         if found is not None:
-            return found[1] if found[1] is not None else "".join(words[place + 1 : place + 2])
-    return ""
+            return quick, append, found[1] if found[1] is not None else "".join(words[place + 1 : place + 2])
+    return quick, append, ""
 
 
 def _process(pid: int) -> tuple[list[str], int]:

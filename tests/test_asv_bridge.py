@@ -19,14 +19,7 @@ import pytest
 from asv import util
 
 from fp8bench import asv_bridge
-from fp8bench.asv_bridge import (
-    CaseFailed,
-    asked_to_append,
-    asked_to_be_quick,
-    commit_to_save,
-    root_of,
-    store_of_project,
-)
+from fp8bench.asv_bridge import CaseFailed, options_of, root_of, store_of_project
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.jobs import asv as asv_measuring
 from fp8bench.jobs.asv import Asked, measured_by_asv
@@ -262,35 +255,25 @@ def test_a_configuration_with_a_c_is_one(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "quick", "append"),
+    ("words", "quick", "append", "commit"),
     [
-        ("run --quick", True, False), ("run -q", True, False), ("run --qui", True, False),
-        ("run -nq -E x", True, False), ("run -qe", True, False), ("run", False, False),
-        ("run --bench quick", False, False), ("run -b q", False, False), ("run -bgemm_q", False, False),
-        ("run --no-pull", False, False),
-        ("run --append-samples", False, True), ("run --append -q", True, True), ("run -a rounds=2", False, False),
-        ("run --attribute x=1", False, False), ("", False, False),
+        ("run --quick", True, False, ""), ("run -q", True, False, ""), ("run --qui", True, False, ""),
+        ("run -nq -E x", True, False, ""), ("run -qe", True, False, ""), ("run", False, False, ""),
+        ("run --bench quick", False, False, ""), ("run -b q", False, False, ""), ("run -bgemm_q", False, False, ""),
+        ("run --no-pull", False, False, ""), ("run -E existing", False, False, ""), ("", False, False, ""),
+        ("run --append-samples", False, True, ""), ("run --append -q", True, True, ""),
+        ("run -a rounds=2", False, False, ""), ("run --attribute x=1", False, False, ""),
+        ("run --set-commit-hash 0123", False, False, "0123"), ("run --set 0123", False, False, "0123"),
+        ("run --set-commit-hash=0123 -q", True, False, "0123"), ("run --set-commit-hash", False, False, ""),
     ],
 )  # fmt: skip
-def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool) -> None:
+def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool, commit: str) -> None:
     """Shortened, and several in one word."""
     given = ["/venv/bin/python3", "/venv/bin/asv", *words.split()]
-    assert (asked_to_be_quick(given), asked_to_append(given)) == (quick, append)
+    assert options_of(given) == (quick, append, commit)
 
 
-@pytest.mark.parametrize(
-    ("words", "commit"),
-    [
-        ("run --set-commit-hash 0123", "0123"), ("run --set-commit-hash=0123 -q", "0123"), ("run --set 0123", "0123"),
-        ("run -E existing", ""), ("run --set-commit-hash", ""), ("", ""),
-    ],
-)  # fmt: skip
-def test_the_commit_that_asv_saves_under(words: str, commit: str) -> None:
-    """As its parser takes it."""
-    assert commit_to_save(["/venv/bin/asv", *words.split()]) == commit
-
-
-ASK = "from fp8bench.asv_bridge import asked_to_be_quick, words_of_asv; print(asked_to_be_quick(words_of_asv()))"
+ASK = "from fp8bench.asv_bridge import options_of, words_of_asv; print(options_of(words_of_asv())[0])"
 START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {program!r}]))"
 
 
