@@ -17,6 +17,7 @@ from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.results import Taken, merge_folders
 from fp8bench.store.asv.view import define, results_of, write_place
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
+from fp8bench.store.index.figure_files import Fingerprints
 from fp8bench.store.index.history import read_and_keep
 from fp8bench.store.interpreters import (
     Renamings,
@@ -88,7 +89,12 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
     if own.startswith(content):
         merged.same += 1
     elif content.startswith(own):
-        _extend(here, content)
+        with here.open("ab") as file:  # a kill leaves a beginning of theirs, which merges again
+            lock_run(file, here)
+            own = here.read_bytes()
+            if not content.startswith(own):
+                raise StoreError(f"the run {here.stem} has just been resumed. Merge again.")
+            append(file, content[len(own) :])
         merged.extended.append(here)
     else:
         merged.failed.append(
@@ -104,16 +110,6 @@ def _whole(path: Path, merged: Merged) -> bytes:
     merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
-
-
-def _extend(here: Path, content: bytes) -> None:
-    """Append what ours lacks, under its writer's lock; a kill leaves a beginning of theirs, which merges again."""
-    with here.open("ab") as file:
-        lock_run(file, here)
-        own = here.read_bytes()
-        if not content.startswith(own):
-            raise StoreError(f"the run {here.stem} has just been resumed. Merge again.")
-        append(file, content[len(own) :])
 
 
 @dataclass
@@ -137,14 +133,14 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     It goes in the order of the commits' first runs, because the first one decides under which name a machine's results
     lie. What asv alone measured stays.
     """
-    made = Rebuilt()
+    made, known = Rebuilt(), Fingerprints()
     series: dict[str, Series] = {}
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
         # Read under the lock, too: a writer that knew fewer runs must not come after one that knew more.
         with locked(store / "asv"):
-            read = read_and_keep(store, commit, paths)
+            read, _, _ = read_and_keep(store, commit, paths, known)
             for tracked in by_place(read.runs):
                 try:
                     made.files.append(write_place(results_of(store), tracked, made.aside))

@@ -69,7 +69,7 @@ def version_of(version: str, data: str | None) -> str:
 def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     """The dtype, and every axis of which the grid has more than one value, whatever the device."""
     grid = _grid(workload)
-    axes = {axis.name: axis for axis in _axes(workload, "cpu")}
+    axes = {axis.name: axis for axis in workload.axes(_CLASSES["cpu"])}
     found: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
@@ -94,11 +94,10 @@ def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
     """The grid's cells on one device, by the parameters of their cases; without the dtype, which all share."""
-    kind = "gpu" if facts.accelerated else "cpu"
     wanted = [name for name in parameters(workload) if name != "dtype"]
     found = {}
     with answering(workload):
-        for shown, params in _combinations(workload, kind, facts):
+        for shown, params in _combinations(workload, facts):
             sound = sound_params(workload, params)
             key = (*sound, ("data", data)) if data and workload.uses_corpus else sound
             found[key] = tuple(shown[name] for name in wanted)
@@ -166,7 +165,7 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
     grid = _grid(workload)
     if set(grid.cpu) != set(grid.gpu):
         yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
-    axes = {axis.name: axis for axis in _axes(workload, "cpu")}
+    axes = {axis.name: axis for axis in workload.axes(_CLASSES["cpu"])}
     for name in grid.cpu:
         if name not in axes:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
@@ -194,19 +193,19 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
 def _ambiguous(workload: Workload) -> Iterator[str]:
     """Every cell must be one case."""
     for kind, facts in _CLASSES.items():
-        for axis in _axes(workload, kind):
-            if axis.name not in _values(workload, kind) and len(axis.values(axis.default)) != 1:
+        for axis in workload.axes(facts):
+            if axis.name not in _values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         seen: set[Params] = set()
-        for shown, params in _combinations(workload, kind, facts):
+        for shown, params in _combinations(workload, facts):
             if params in seen:
                 yield f"two cells are the same case on a {kind} ({shown})"
             seen.add(params)
 
 
-def _combinations(workload: Workload, kind: str, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
-    """Every cell of a class of devices: its values as they are shown, and its case's parameters."""
-    chosen = _values(workload, kind)
+def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
+    """Every cell of a device's class: its values as they are shown, and its case's parameters."""
+    chosen = _values(workload, facts)
     axes = workload.axes(facts)
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
@@ -227,13 +226,9 @@ def _texts(axis: Axis, values: Iterable[str]) -> set[Scalar]:
     return {_shown(axis, text) for text in values}
 
 
-def _axes(workload: Workload, kind: str) -> tuple[Axis, ...]:
-    return workload.axes(_CLASSES[kind])
-
-
-def _values(workload: Workload, kind: str) -> Mapping[str, tuple[str, ...]]:
+def _values(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, ...]]:
     grid = _grid(workload)
-    return grid.gpu if kind == "gpu" else grid.cpu
+    return grid.gpu if facts.accelerated else grid.cpu
 
 
 def _grid(workload: Workload) -> Grid:

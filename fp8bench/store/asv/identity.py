@@ -223,15 +223,10 @@ def _started_by(script: Path) -> str | None:
     if Path(words[0]).name == "env":
         return next((shutil.which(word) for word in words[1:] if not word.startswith("-")), None)
     if Path(words[0]).name == "sh":
-        return _executed(lines[1] if len(lines) > 1 else "", script)
+        own_folder = shlex.quote(str(script.resolve().parent))
+        try:
+            words = shlex.split(_OWN_FOLDER.sub(lambda _: own_folder, lines[1] if len(lines) > 1 else ""))
+        except ValueError:
+            return None
+        return words[1] if len(words) > 1 and words[0] == "exec" else None
     return words[0]
-
-
-def _executed(line: str, script: Path) -> str | None:
-    """The program in a launcher's line of shell."""
-    own_folder = shlex.quote(str(script.resolve().parent))
-    try:
-        words = shlex.split(_OWN_FOLDER.sub(lambda _: own_folder, line))
-    except ValueError:
-        return None
-    return words[1] if len(words) > 1 and words[0] == "exec" else None

@@ -147,25 +147,23 @@ def keep_figures(store: Path, run: Path) -> None:
         paths = files_by_commit(store).get(commit, [])
         found = load_figures(store, commit, paths, load_renamings(store), known)
         if paths and found in (Unfit.STALE, Unfit.TORN, Unfit.ABSENT):
-            _read_runs(store, commit, paths, known)
-
-
-def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
-    """Read the runs of a commit, and write down what they come to, whatever was written down before."""
-    return _read_runs(store, commit, paths, Fingerprints())[0]
+            read_and_keep(store, commit, paths, known)
 
 
 def _figures(store: Path, known: Fingerprints, job: tuple[str, Sequence[Path], bool]) -> tuple[CommitFigures, str]:
     """What the runs of a commit come to, for another process: what they tell stays in the one that reads them."""
     commit, paths, keep = job
-    _, figures, unkept = _read_runs(store, commit, paths, known, keep)
+    _, figures, unkept = read_and_keep(store, commit, paths, known, keep)
     return figures, unkept
 
 
-def _read_runs(
+def read_and_keep(
     store: Path, commit: str, paths: Sequence[Path], known: Fingerprints, keep: bool = True
 ) -> tuple[CommitRuns, CommitFigures, str]:
-    """What the runs of a commit tell, what they come to, and why that could not be written down, '' if it was."""
+    """Read the runs of a commit, and write down what they come to, whatever was written down before.
+
+    Returns what they tell, what they come to, and why that could not be written down, '' if it was.
+    """
     before = stamps(store, paths) if keep else None
     read = read_runs(paths)
     figures, unkept = figures_of_runs(read), ""

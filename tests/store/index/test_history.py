@@ -20,7 +20,7 @@ from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import read_runs
 from fp8bench.store.index import figure_files
-from fp8bench.store.index.figure_files import VERSION, figures_file, figures_of_runs
+from fp8bench.store.index.figure_files import VERSION, Fingerprints, figures_file, figures_of_runs
 from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
 from fp8bench.store.index.tables import Trends
 from fp8bench.store.interpreters import Renamings, save_renamings
@@ -364,7 +364,7 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
     slow = opened(tmp_path).trends(every)
     shutil.copy(figures_file(tmp_path, commit(0)[:8]), tmp_path / "kept")
     content = (tmp_path / "kept").read_bytes()
-    heard = read_and_keep(tmp_path, commit(0)[:8], [])
+    heard, *_ = read_and_keep(tmp_path, commit(0)[:8], [], Fingerprints())
     assert not heard.runs
     rebuild(tmp_path)
     assert figures_file(tmp_path, commit(0)[:8]).read_bytes() == content
