@@ -19,7 +19,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
-from tests.materials import Made, shapes
+from tests.materials import Made, recased, shapes
 from tests.runs import EMULATED, NATIVE, error, phases, run_of
 
 GPU = DeviceFacts("cuda", 0, "Fictional G100", 80 << 30, "2.13.0", (9, 0), "12.8")
@@ -103,12 +103,8 @@ def squares(*shares: float) -> Made:
 
 def unmeasured(why: str = VIRTUAL) -> Made:
     """The same on a processor whose energy nobody can tell."""
-    run, findings = energetic()
-    records = [
-        replace(one, case=replace(one.case, device="cpu"), energy=EnergyUse("none", why=why)) for one in run.records
-    ]
-    named = [replace(one, case=replace(one.case, device="cpu")) for one in findings.values()]
-    return run_of(records), {one.case.id: one for one in named}
+    run, findings = recased(energetic(), lambda case: replace(case, device="cpu"))
+    return run_of([replace(one, energy=EnergyUse("none", why=why)) for one in run.records]), findings
 
 
 def without_energy() -> Made:

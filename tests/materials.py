@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from fp8bench.model import Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
+from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
 from fp8bench.report.material import Material, PastSeries, material_of
 from fp8bench.report.page.section import sections
@@ -54,6 +54,15 @@ def with_errors(made: Made, *errors: float) -> Made:
         for place, one in enumerate(run.records)
     )
     return replace(run, records=records), findings
+
+
+def recased(made: Made, changed: Callable[[Case], Case]) -> Made:
+    """The same run with other cases, and its findings with them."""
+    run, findings = made
+    cases = {one.case.id: changed(one.case) for one in run.records}
+    records = tuple(replace(one, case=cases[one.case.id]) for one in run.records)
+    moved = {cases[key].id: replace(found, case=cases[key]) for key, found in findings.items()}
+    return replace(run, records=records), moved
 
 
 def emulated_with_a_ratio() -> Made:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import DeviceFacts, Finding, Label, Level, Run, Support, Verdict
+from fp8bench.model import DeviceFacts, Label, Level, Support, Verdict
 from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.sections.across import NO_VERDICT
-from tests.materials import Made, nothing, of_kind, part
+from tests.materials import Made, nothing, of_kind, part, recased
 from tests.runs import gemm, judged, run_of, transformer
 
 FASTER = (Verdict.FASTER, 0.5)
@@ -15,18 +15,12 @@ FASTER = (Verdict.FASTER, 0.5)
 
 def elsewhere(made: Made, name: str = "NVIDIA H200", slower: float = 1.0) -> Made:
     """The same run on another device, every time so many times as long."""
-    run, findings = made
-    moved: dict[str, Finding] = {}
-    records = []
-    for record in run.records:
-        case = replace(record.case, device="cuda:0")
-        records.append(replace(record, case=case))
-        found = findings.get(record.case.id)
-        if found is not None:
-            best = None if found.best_seconds is None else found.best_seconds * slower
-            moved[case.id] = replace(found, case=case, best_seconds=best)
+    run, findings = recased(made, lambda case: replace(case, device="cuda:0"))
+    moved = {
+        key: replace(one, best_seconds=one.best_seconds and one.best_seconds * slower) for key, one in findings.items()
+    }
     gpu = DeviceFacts("cuda", 0, name, 139 << 30, "2.13.0")
-    return run_of(records, id="other", devices=(gpu,)), moved
+    return run_of([*run.records], id="other", devices=(gpu,)), moved
 
 
 def rows(*made: Made) -> list[list[str]]:
@@ -79,11 +73,8 @@ def test_an_emulation_has_a_cost_and_no_ratio() -> None:
 
 def test_only_like_with_like() -> None:
     """Another version of a workload, or another parameter, is another case."""
-    run, findings = judged(FASTER)
-    newer = [replace(record, case=replace(record.case, version="2")) for record in run.records]
-    renewed = {one.case.id: replace(found, case=one.case) for one, found in zip(newer, findings.values(), strict=True)}
-    other: tuple[Run, dict[str, Finding]] = replace(run, id="2", records=tuple(newer)), renewed
-    assert part("across", (run, findings), other).elements == (
+    run, findings = recased(judged(FASTER), lambda case: replace(case, version="2"))
+    assert part("across", judged(FASTER), (replace(run, id="2"), findings)).elements == (
         Text("No case was timed in more than one of these runs."),
     )
     found = part("across", judged(FASTER, FASTER), elsewhere(judged(FASTER)))
@@ -91,14 +82,8 @@ def test_only_like_with_like() -> None:
 
 
 def test_the_order_of_parameters_does_not_matter() -> None:
-    run, findings = judged(FASTER)
-    turned = []
-    renamed = {}
-    for record in run.records:
-        case = replace(record.case, params=tuple(reversed(record.case.params)))
-        turned.append(replace(record, case=case))
-        renamed[case.id] = replace(findings[record.case.id], case=case)
-    assert len(rows((run, findings), (replace(run, id="2", records=tuple(turned)), renamed))) == 2
+    run, findings = recased(judged(FASTER), lambda case: replace(case, params=case.params[::-1]))
+    assert len(rows(judged(FASTER), (replace(run, id="2"), findings))) == 2
 
 
 def test_three_runs_are_held_against_the_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Environment, Label, Record, Resumption, Scalar, Status, Verdict
 from fp8bench.report.elements import Code, Facts, Items, Table, Text, Tone
 from fp8bench.report.words import legend
-from tests.materials import Made, nothing, of_kind, part
+from tests.materials import Made, nothing, of_kind, part, recased
 from tests.runs import NATIVE, case, gemm, judged, measured, run_of, transformer
 
 
@@ -59,10 +59,9 @@ def test_what_is_known_has_a_line_and_nothing_else() -> None:
 
 
 def test_a_gpu_says_what_it_can_do() -> None:
-    run, findings = judged((Verdict.FASTER, 0.5))
-    records = tuple(replace(one, case=replace(one.case, device="cuda:0")) for one in run.records)
+    run, findings = recased(judged((Verdict.FASTER, 0.5)), lambda case: replace(case, device="cuda:0"))
     gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0), cuda="13.0")
-    found = facts((replace(run, records=records, devices=(*run.devices, gpu)), findings))
+    found = facts((replace(run, devices=(*run.devices, gpu)), findings))
     assert found["device cuda:0"] == "NVIDIA H200, 139 GiB, compute capability 9.0" and found["CUDA"] == "13.0"
     assert "device cpu" not in found  # nothing was measured there
 

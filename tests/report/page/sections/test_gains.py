@@ -8,8 +8,7 @@ import pytest
 
 from fp8bench.model import Finding, Level, Record, Status, Verdict
 from fp8bench.report.elements import Table, Text, Tone, Waterfall
-from fp8bench.report.page.section import sections
-from tests.materials import Made, built, many, material, of_kind, part
+from tests.materials import Made, built, many, of_kind, part
 from tests.runs import EMULATED, NATIVE, case, run_of, transformer
 
 BEFORE = (("data_load", 1e-6), ("gemm", 8e-3), ("attention", 1e-3), ("elementwise", 1e-3), ("unattributed", 1e-5))
@@ -103,5 +102,5 @@ def test_of_many_cases_some_are_drawn_and_the_others_are_counted() -> None:
 
 
 def test_the_plain_ratio_of_a_step_names_the_paired_one() -> None:
-    (table,) = of_kind(sections.get("gains").build(material(transformer())) or part("gains"), Table)
+    (table,) = of_kind(part("gains", transformer()), Table)
     assert table.rows[-1][3].text == "0.976x" and table.rows[-1][3].hint.endswith("it is 0.976x")

@@ -9,24 +9,12 @@ import pytest
 from fp8bench.model import Label
 from fp8bench.report.elements import Axis, Stacks, Text, Tone
 from fp8bench.report.page.sections.phases import COMPILED
-from tests.materials import Made, of_kind, part, shapes
+from tests.materials import of_kind, part, recased, shapes
 from tests.runs import gemm, transformer
 
 PARTS = (
     "data load", "cast", "gemm", "attention", "accumulate", "optimizer step", "elementwise", "unattributed",
 )  # fmt: skip
-
-
-def compiled() -> Made:
-    """A step of one compiled graph, of which nothing is attributed."""
-    run, findings = transformer()
-    records = tuple(
-        replace(one, case=replace(one.case, params=(*one.case.params, ("compile", "yes")))) for one in run.records
-    )
-    return replace(run, records=records), {
-        one.case.id: replace(findings[old.case.id], case=one.case)
-        for one, old in zip(records, run.records, strict=True)
-    }
 
 
 def test_native_cases_and_emulations_have_charts_of_their_own() -> None:
@@ -76,7 +64,8 @@ def test_many_cases_are_counted_not_named() -> None:
 
 
 def test_a_compiled_step_says_why_so_much_is_unattributed() -> None:
-    assert COMPILED in [one.text for one in of_kind(part("phases", compiled()), Text)]
+    compiled = recased(transformer(), lambda case: replace(case, params=(*case.params, ("compile", "yes"))))
+    assert COMPILED in [one.text for one in of_kind(part("phases", compiled), Text)]
     assert COMPILED not in [one.text for one in of_kind(part("phases", transformer()), Text)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.model import Label, Verdict
 from fp8bench.report.elements import Point, Scatter, Tone
-from tests.materials import Made, emulated_with_a_ratio, of_kind, part, with_errors
+from tests.materials import Made, emulated_with_a_ratio, of_kind, part, recased, with_errors
 from tests.runs import gemm, judged, transformer
 
 
@@ -37,11 +37,8 @@ def test_labels_say_the_suite_where_several_share_a_chart() -> None:
     alone = with_errors(judged((Verdict.FASTER, 0.5)), 1e-7, 1e-3)
     assert [point.label for point in charts(alone)[0].points] == ["fp32", "bf16"]
     run, findings = alone
-    other = [replace(one, case=replace(one.case, workload="mlp")) for one in run.records]
-    both = {
-        one.case.id: replace(findings[old.case.id], case=one.case) for one, old in zip(other, run.records, strict=True)
-    }
-    (chart,) = charts((replace(run, records=(*run.records, *other)), findings | both))
+    other, more = recased(alone, lambda case: replace(case, workload="mlp"))
+    (chart,) = charts((replace(run, records=(*run.records, *other.records)), findings | more))
     assert [point.label for point in chart.points] == ["gemm", "gemm", "mlp", "mlp"]
 
 

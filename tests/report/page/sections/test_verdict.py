@@ -11,7 +11,7 @@ from fp8bench.model import Label, Record, Status, Verdict
 from fp8bench.report.elements import Items, Text, Tone, Verdicts
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words.legend import ERRORS, error_word
-from tests.materials import Made, built, nothing, of_kind, part, skipped
+from tests.materials import Made, built, nothing, of_kind, part, recased, skipped
 from tests.runs import NATIVE, case, error, gemm, judged, run_of, transformer
 
 FEW = Label.FEW_SAMPLES
@@ -106,9 +106,8 @@ def test_runs_side_by_side_have_their_labels() -> None:
 
 def test_devices_are_named_where_there_are_several() -> None:
     run, findings = judged((Verdict.FASTER, 0.5))
-    other = [replace(record, case=replace(record.case, device="cuda:0")) for record in run.records]
-    moved = {one.case.id: replace(found, case=one.case) for one, found in zip(other, findings.values(), strict=True)}
-    said = texts((run_of([*run.records, *other]), findings | moved))
+    other, moved = recased((run, findings), lambda case: replace(case, device="cuda:0"))
+    said = texts((run_of([*run.records, *other.records]), findings | moved))
     assert said == [
         "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64 on cpu",
         "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64 on cuda:0",
