@@ -23,7 +23,7 @@ from fp8bench.asv_bridge import CaseFailed, options_of, root_of, store_of_projec
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.jobs import asv as asv_measuring
 from fp8bench.jobs.asv import Asked, measured_by_asv
-from fp8bench.model import DeviceFacts, Environment, Record, Request, Run, Scalar, Status
+from fp8bench.model import Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.asv.results import ResultsFile, save_results
@@ -31,6 +31,7 @@ from fp8bench.store.asv.rows import Row
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import tracked_run
 from fp8bench.store.series import series_of
+from tests.facts import CPU
 from tests.fakes import steady
 from tests.kept import keep
 from tests.own_suites import adding_up, forgotten
@@ -318,7 +319,6 @@ def test_a_suite_file_is_light(record_property: Callable[[str, object], None]) -
     assert heavy == "[]"
 
 
-HERE = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SHAPE: dict[str, Scalar] = {"m": 512, "n": 512, "k": 512, "product": "forward", "operands": "cast"}
 TIME = "gemm.Gemm.track_time"
 
@@ -334,7 +334,7 @@ def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run
     environment = Environment({"machine": "box", "commit": COMMIT, "dirty": False, **MACHINE, **facts})
     return run_of(
         list(records), id=name, started=f"2026-01-0{name[-1]}T12:00:00.000+00:00", environment=environment,
-        devices=(HERE,), request=Request("gemm", quick=quick, grid=True), origin="asv",
+        devices=(CPU,), request=Request("gemm", quick=quick, grid=True), origin="asv",
     )  # fmt: skip
 
 

@@ -26,14 +26,14 @@ from fp8bench.errors import WorkerLost
 from fp8bench.jobs import doctor
 from fp8bench.jobs.selftest import checks, power
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Environment, Plan, Request, Run, Status
+from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.read import load_run, run_files
 from fp8bench.store.runs.write import start_run
 from tests.commands import Say, unfolded, unfolding
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 QUICK = ("--set", "shape=64", "--quick")
 DRY = ("suite", "gemm", "--dry-run", "--no-isolation")
 NO_HISTORY = (

@@ -7,15 +7,15 @@ import math
 import pytest
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Level, Request
+from fp8bench.model import CELL_PHASES, Case, Level, Request
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.workloads import optimizer
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 # Sizes that fill neither blocks nor the matrices that operands are rotated by.
 SMALL = {
     "accumulate": {"width": "40", "tensors": "3", "micro_batches": "3"},

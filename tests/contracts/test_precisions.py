@@ -11,8 +11,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
-
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
+from tests.facts import CPU
 
 
 def gpu(name: str, capability: tuple[int, int] | None, hip: str | None = None) -> DeviceFacts:

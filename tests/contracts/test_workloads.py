@@ -28,9 +28,8 @@ from fp8bench.store.series import check_grid, series_of
 from fp8bench.units import unit_of
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
+from tests.facts import CPU, H200
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 # Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
 SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),

@@ -19,9 +19,9 @@ from fp8bench.plan import corpus
 from fp8bench.registry import precisions, workloads
 from fp8bench.store.runs.write import RunWriter
 from tests.counts import counts
+from tests.facts import H200
 from tests.fakes import CPU, FakeWorker
 
-H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 NONSENSE = (
     "", " ", "-", "--", "-1", "0", "1", "3", "1e3", "nan", "inf", "1e400", "9" * 5000, "٣", "²", "x", "=", "a=", "=b",
     "a=b", ",", ",,", "a,", "é", "🙂", "\udcff", "\n", "\t", "a\nb", "a\0b", "%s", "{}", "../..", "/", ".", "~", "*",

@@ -12,10 +12,10 @@ from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.facts import CPU
 
 pytestmark = pytest.mark.gpu
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 MODES = (
     "fp8", "fp8:scale=pow2:gw=bf16", "fp8-delayed:history=2", "fp8-delayed:margin=1:interval=2", "fp8-rowwise",
     "fp8-rowwise:formats=hybrid:scale=exact", "fp8-block", "fp8-block:accumulator=promoted", "fp8-e4m3", "fp8-e5m2",

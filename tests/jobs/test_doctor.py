@@ -14,9 +14,9 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions, workloads
+from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
+from tests.facts import CPU
 
 Told = list[tuple[int, int, str, str]]
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 LAYERS = workloads.get("transformer").layers({"size": "nano"})
 LOST = WorkerLost("the worker crashed during 'losses'")
 

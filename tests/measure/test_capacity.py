@@ -16,8 +16,8 @@ from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
 from fp8bench.model import Capacity, Case, DeviceFacts, Group, Plan, PlannedCase, Request
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 NO_MEMORY = WorkerFault("OutOfMemoryError", "CUDA out of memory.\nTried to allocate", "trace", out_of_memory=True)
 LIMIT = 1000

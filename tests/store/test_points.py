@@ -37,13 +37,12 @@ from fp8bench.registry import workloads
 from fp8bench.store import points
 from fp8bench.store.points import followed, merged
 from fp8bench.store.series import METHOD, tracked_by
+from tests.facts import CPU, H200
 from tests.fakes import MS
 from tests.runs import EMULATED, NATIVE, REFUSED, error, run_of
 
 PARAMS: Params = (("m", 512), ("n", 512), ("k", 512), ("product", "forward"), ("operands", "cast"))
 WORK = Work(flops=5e11)
-GPU = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
-HERE = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 TEXT = "python-3.11.7:1a2b3c4d"
 
 
@@ -80,7 +79,7 @@ RECORDS = [FP32, BF16, FP8]
 
 def run(records: list[Record] = RECORDS, **request: Any) -> Run:
     """A run of these records on one processor, as asv would measure it but for the words of its request."""
-    return run_of(records, devices=(HERE,), request=Request("gemm", **request))
+    return run_of(records, devices=(CPU,), request=Request("gemm", **request))
 
 
 def samples(found: Run, precision: str) -> dict[str, tuple[float, ...]]:
@@ -203,12 +202,12 @@ def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     """Its processor, and its other GPUs, are in no series of theirs: asv measures one device."""
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
-    both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(HERE, GPU))
+    both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
     found = followed(both)
     assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "4096")}
-    second = replace(GPU, index=1)
+    second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert followed(replace(other, devices=(HERE, GPU, second))) == points.RunPoints(others=1)
+    assert followed(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
     assert followed(replace(run(), devices=())) == points.RunPoints(others=3)
 
 
@@ -398,8 +397,8 @@ def test_the_variable_that_turns_compiling_off_is_no_condition_of_its_own() -> N
 
 def test_the_device_is_a_condition() -> None:
     """CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine."""
-    assert under(run()) != under(replace(run(), devices=(replace(HERE, name="another"),)))
-    assert under(run()) == under(replace(run(), devices=(replace(HERE, memory_bytes=1),)))
+    assert under(run()) != under(replace(run(), devices=(replace(CPU, name="another"),)))
+    assert under(run()) == under(replace(run(), devices=(replace(CPU, memory_bytes=1),)))
 
 
 def test_the_code_of_a_users_suite_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from fp8bench.api import load
 from fp8bench.cli.main import main
 from fp8bench.formats import fused, operators
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.model import Case, DeviceFacts, Record, Status
+from fp8bench.model import Case, Record, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentPhases
 from fp8bench.worker import fusing
 from fp8bench.worker.bench import Bench
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 GEMM = (("m", 16), ("n", 16), ("k", 16), ("product", "forward"), ("operands", "cast"))
 # Elements alone: one kernel, the smallest that there is.
 MODE = "custom:scaling=none"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.model import Case, DeviceFacts, MemoryRole
+from fp8bench.model import Case, MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import listening
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 R = MemoryRole
 
 

@@ -14,9 +14,9 @@ from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
 from fp8bench.model import DeviceFacts, MemoryUse
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver
+from tests.facts import CPU
 from tests.fakes import FakeWorker, Fault, Script, planned
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fp8bench.model import Case, DeviceFacts, LayerScale, Request, StaticScales, Status
+from fp8bench.model import Case, LayerScale, Request, StaticScales, Status
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
+from tests.facts import CPU
 from tests.fakes import FakeWorker, Script, arm, broken, planned
 from tests.measure.test_group import measure
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL = (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("16",)))
 SCALES = (LayerScale("one", "input", 2.0, 224.0, 3),)
 

@@ -25,8 +25,8 @@ from fp8bench.measure.handle import Worker
 from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts, Run
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.corpus import Corpus
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
 GEMM = CELL_PHASES.index("gemm")
 

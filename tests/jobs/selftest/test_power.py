@@ -35,8 +35,8 @@ from fp8bench.registry import workloads
 from fp8bench.workloads import planted
 from fp8bench.workloads.planted import ORDERS
 from tests.commands import unfolded
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL = ("selftest", "--power", "--trials", "1", "--operation", "small")
 GEMM = CELL_PHASES.index("gemm")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fp8bench.measure.passes import TraceFolder
-from fp8bench.model import Case, DeviceFacts, Request
+from fp8bench.model import Case, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan
 from fp8bench.worker.bench import Bench
+from tests.facts import CPU
 
-CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 SMALL = (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",)))
 
 # In a process of its own: the plugin starts threads and others, and is not written for warnings that are errors.
