@@ -102,7 +102,8 @@ def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | N
     use, windows = record.energy, _sound(record.energy)
     if use is None or not windows:
         return None
-    gross = _range(energy_samples(use))
+    joules = energy_samples(use)
+    gross = Range(statistics.median(joules), min(joules), max(joules))
     known = [one.uncertainty for one in windows if one.uncertainty is not None and 0 <= one.uncertainty < 1]
     uncertainty = max(known) if len(known) == len(windows) else None
     idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
@@ -165,10 +166,6 @@ def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
     return tuple(
         one for one in found if one.steps > 0 and all(1e-30 < number < 1e30 for number in (one.seconds, one.joules))
     )
-
-
-def _range(values: Sequence[float]) -> Range:
-    return Range(statistics.median(values), min(values), max(values))
 
 
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:

@@ -137,13 +137,9 @@ class Study:
     def together(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
         """The first gradients' errors of the probes of each group, put together as errors that know nothing of each
         other: the root of the sum of their squares. Groups without any are left out."""
-        by_name = {one.name: one.gradient_error for one in self.probes}
-        found = {}
-        for group, names in groups.items():
-            errors = [error for name in names if (error := by_name.get(name)) is not None]
-            if errors:
-                found[group] = math.hypot(*errors)
-        return found
+        errors = {one.name: one.gradient_error for one in self.probes if one.gradient_error is not None}
+        known = {group: [errors[name] for name in names if name in errors] for group, names in groups.items()}
+        return {group: math.hypot(*found) for group, found in known.items() if found}
 
 
 def last_of(steps: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from fp8bench.errors import UnknownName
 from fp8bench.formats.grids import E4M3, E5M2
@@ -80,16 +81,8 @@ def is_amd(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.hip is not None
 
 
-def native(reason: str) -> Support:
-    return Support(Level.NATIVE, reason)
-
-
-def emulated(reason: str) -> Support:
-    return Support(Level.EMULATED, reason)
-
-
-def refused(reason: str) -> Support:
-    return Support(Level.REFUSED, reason)
+# A support of that level, from its reason.
+native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE, Level.EMULATED, Level.REFUSED))
 
 
 def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:

@@ -104,10 +104,7 @@ class Case:
 
     def param(self, name: str) -> Scalar:
         """The value of one axis."""
-        for key, value in self.params:
-            if key == name:
-                return value
-        raise KeyError(name)
+        return dict(self.params)[name]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,10 @@ class RecipeArithmetic(Arithmetic):
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
-        self.scales = self._delayed() if scales is None else scales
+        if scales is None:
+            delayed = recipe.delayed
+            scales = {role: DelayedScale(delayed, one.fmt) for role, one in self.treatments.items()} if delayed else {}
+        self.scales = scales
         self._draws = {role: _Draws(f"{name}/{role}") for role, one in self.treatments.items() if one.stochastic}
         self._signs = _number(f"{name}/signs")
 
@@ -97,10 +100,6 @@ class RecipeArithmetic(Arithmetic):
     def transposed(self, operand: Operand) -> Operand:
         """The operand turned without another cast."""
         return Operand(operand.data.t(), operand.scale, operand.gradient)
-
-    def _delayed(self) -> Mapping[Role, NextScale]:
-        delayed = self.recipe.delayed
-        return {role: DelayedScale(delayed, one.fmt) for role, one in self.treatments.items()} if delayed else {}
 
 
 class _Draws:

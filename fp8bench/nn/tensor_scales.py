@@ -26,25 +26,17 @@ class DelayedScale:
 
     As in Transformer Engine a cast takes the scale that stands, then enters its own largest magnitude. The scale starts
     at 1; a history of zeros leaves it as it is, and so does a cast with infinities or NaN, which enters a 0.
+    `scale` is what the next cast will be multiplied by, `history` a ring of largest magnitudes that is filled from its
+    front; both are float32 on the device, and None before the first cast.
     """
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
         self._delayed = delayed
         self._fmt = fmt
         self._casts = 0
-        self._scale: Tensor | None = None
-        self._history: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.history: Tensor | None = None
         self._used: Tensor | None = None
-
-    @property
-    def scale(self) -> Tensor | None:
-        """What the next cast will be multiplied by, float32 on the device; None before the first."""
-        return self._scale
-
-    @property
-    def history(self) -> Tensor | None:
-        """Largest magnitudes, a ring that is filled from its front; None before the first cast."""
-        return self._history
 
     def next(self, x: Tensor, again: bool = False) -> Tensor:
         """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
@@ -54,11 +46,11 @@ class DelayedScale:
         """
         if again and self._used is not None:
             return self._used
-        if self._scale is None or self._history is None:
-            self._scale = torch.ones((), dtype=torch.float32, device=x.device)
-            self._history = torch.zeros(self._delayed.history, dtype=torch.float32, device=x.device)
-        self._used = self._scale
-        self._enter(largest_magnitude(x), self._scale, self._history)
+        if self.scale is None or self.history is None:
+            self.scale = torch.ones((), dtype=torch.float32, device=x.device)
+            self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=x.device)
+        self._used = self.scale
+        self._enter(largest_magnitude(x), self.scale, self.history)
         return self._used
 
     def _enter(self, amax: Tensor, scale: Tensor, history: Tensor) -> None:
@@ -69,7 +61,7 @@ class DelayedScale:
             return
         found = history.amax() if self._delayed.algorithm is Amax.MAX else entry
         wanted = float_factor(found, self._fmt, ScaleRounding.EXACT) / 2.0**self._delayed.margin
-        self._scale = torch.where(amax.isfinite() & (found > 0), wanted, scale)
+        self.scale = torch.where(amax.isfinite() & (found > 0), wanted, scale)
 
 
 def backward_is_running() -> bool:

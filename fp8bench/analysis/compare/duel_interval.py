@@ -173,22 +173,21 @@ class _Deals:
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """The ratio of B to A; without bounds where dealing cannot tell chance at this level."""
-        low, high = self.bounds(self.shift, 1 - level) if self.finest <= 1 - level else (-math.inf, math.inf)
-        return Interval(math.exp(self.shift), math.exp(low), math.exp(high), level)
+        """The ratio of B to A; without bounds where dealing cannot tell chance at this level.
+
+        They are the least and the greatest shift for which chance would do as much. They are looked for from outside,
+        in halves: further in there may be shifts that it would not do as much for.
+        """
+        shift, low, high = self.shift, -math.inf, math.inf
+        if self.finest <= 1 - level:
+            reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
+            low, high = (self._bound(shift, outside, 1 - level) for outside in (-reach, reach))
+        return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
         """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
         apart, own = self._apart(shift)
         return float((np.abs(apart) >= abs(own) - 1e-12).mean())
-
-    def bounds(self, shift: float, chance: float) -> tuple[float, float]:
-        """The least and the greatest shift for which chance would do as much.
-
-        Looked for from outside, in halves: further in there may be shifts that it would not do as much for.
-        """
-        reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
-        return self._bound(shift, -reach, chance), self._bound(shift, reach, chance)
 
     def _bound(self, shift: float, outside: float, chance: float) -> float:
         if self.chance(shift + outside) > chance:

@@ -52,9 +52,7 @@ class Difference:
         return self.p_value is None
 
 
-def across(
-    before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = (), level: float = FINAL_LEVEL
-) -> Difference:
+def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = ()) -> Difference:
     """Hold the mean of one side's runs against that of the other's.
 
     Runs `beside` them are of neither, and say no more than how far runs lie apart.
@@ -63,7 +61,7 @@ def across(
     within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
-        return Difference(_of_few(before, after, point, level), None)
+        return Difference(_of_few(before, after, point), None)
     means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
     sides = zip((before, after, beside), means, strict=True)
     pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
@@ -71,8 +69,8 @@ def across(
     # Few runs may agree by chance, and are never surer than each of them is.
     error = max(between, within)
     statistic = abs(point) / error if error else math.inf if point else 0.0
-    reach = quantile(level, freedom) * error
-    return Difference(_interval(point, point - reach, point + reach, level), p_value(statistic, freedom))
+    reach = quantile(FINAL_LEVEL, freedom) * error
+    return Difference(_interval(point, point - reach, point + reach), p_value(statistic, freedom))
 
 
 def direction(difference: Difference) -> tuple[Direction, str]:
@@ -125,19 +123,17 @@ def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
     return Change(where, Interval(ratio, ratio, ratio, 1.0))
 
 
-def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float, level: float) -> Interval:
+def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float) -> Interval:
     """From the least that a run of one side over one of the other may be to the most, by the noise within runs."""
-    reach = NormalDist().inv_cdf((1 + level) / 2)
+    reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     pairs = [(new.log - old.log, reach * math.hypot(new.error, old.error)) for new in after for old in before]
-    return _interval(point, min(log - error for log, error in pairs), max(log + error for log, error in pairs), level)
+    return _interval(point, min(log - error for log, error in pairs), max(log + error for log, error in pairs))
 
 
-def _interval(point: float, low: float, high: float, level: float) -> Interval:
-    return Interval(_exp(point), _exp(low), _exp(high), level)
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
+def _interval(*logs: float) -> Interval:
+    """Of the logarithms of its point and ends; math.exp refuses what is beyond a float's range."""
+    point, low, high = (math.exp(min(one, 700.0)) for one in logs)
+    return Interval(point, low, high, FINAL_LEVEL)
 
 
 def p_value(statistic: float, freedom: float) -> float:

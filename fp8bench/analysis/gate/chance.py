@@ -20,11 +20,8 @@ def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
     Where all are chance, it picks any at all with a probability of `share`.
     """
     ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
-    last = 0
-    for rank, place in enumerate(ranked, 1):
-        if p_values[place] <= share * rank / len(p_values):
-            last = rank
-    chosen = set(ranked[:last])
+    passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
+    chosen = set(ranked[: max(passing, default=0)])
     return [place in chosen for place in range(len(p_values))]
 
 

@@ -166,12 +166,7 @@ def _again_worse(one: Judged, again: Comparison, rules: tuple[Rule, ...]) -> boo
     if again.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
         return again.direction is Direction.WORSE
-    if (
-        one.spread is not None
-        and is_alone(again)
-        and again.ratio is not None
-        and not one.spread.beyond(again.ratio.point)
-    ):
+    if one.spread and again.ratio and is_alone(again) and not one.spread.beyond(again.ratio.point):
         return False
     # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
     same = again.metric == one.comparison.metric

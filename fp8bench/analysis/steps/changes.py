@@ -120,22 +120,16 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
 
 def _stretches(trend: Trend) -> list[Stretch]:
     """The figures of a trend by version and conditions."""
-    alike: dict[tuple[str, Conditions], list[int]] = {}
+    alike: dict[tuple[str, Conditions], dict[int, float]] = {}
     for place, figure in enumerate(trend.figures):
-        if _counts(figure):
-            alike.setdefault((figure.version, figure.under), []).append(place)
-    return [
-        Stretch(lambda: trend, places, [_value(trend.figures[place]) for place in places]) for places in alike.values()
-    ]
+        if (value := _counted(figure)) is not None:
+            alike.setdefault((figure.version, figure.under), {})[place] = value
+    return [Stretch(lambda: trend, list(found), list(found.values())) for found in alike.values()]
 
 
-def _counts(figure: Figure) -> bool:
-    return figure.value is not None and math.isfinite(figure.value) and not figure.hasty
-
-
-def _value(figure: Figure) -> float:
-    assert figure.value is not None
-    return figure.value
+def _counted(figure: Figure) -> float | None:
+    """The value of a figure that compares with others."""
+    return None if figure.value is None or not math.isfinite(figure.value) or figure.hasty else figure.value
 
 
 def _above_zero(values: Sequence[float]) -> Sequence[float]:
@@ -173,7 +167,7 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
     )  # fmt: skip
     unmeasured = sum(place not in stretch.places for place in inside)
     version = figures[first].version
-    newest = next(place for place in reversed(range(len(figures))) if _counts(figures[place]))
+    newest = next(place for place in reversed(range(len(figures))) if _counted(figures[place]) is not None)
     return Change(
         trend, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
         current=newest in stretch.places,
