@@ -143,7 +143,9 @@ class CapacityPass:
         attempts: list[Attempt] = []
         grain = 1
         try:
-            start = _start(planned, axis)
+            start = dict(planned.case.params).get(axis)
+            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
             grain = self._grain(planned, facts)
             top = self._top(planned, facts, grain)
             search = Search(min(max(1, start // grain), top), top, limit or facts.memory_bytes, attempts)
@@ -200,13 +202,6 @@ class CapacityPass:
         if low == 0:
             raise NoSearch("the suite takes no batch of those that were tried")
         return low
-
-
-def _start(planned: PlannedCase, axis: str) -> int:
-    value = dict(planned.case.params).get(axis)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise NoSearch(f"its {axis} is {value!r}, and must be a whole number from 1 to search from")
-    return value
 
 
 def _first_line(cause: WorkerError) -> str:

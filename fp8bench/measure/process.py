@@ -100,7 +100,8 @@ class WorkerProcess:
             return f"it closed its socket and went on{self._last_words()}"
         if status >= 0:
             return f"it exited with status {status}{self._last_words()}"
-        how = f"it was ended by {signal_name(-status)}"
+        known = {one.value: one.name for one in signal.Signals}  # real-time signals have numbers only
+        how = f"it was ended by {known.get(-status, f'signal {-status}')}"
         if -status == signal.SIGKILL:
             how += " (the system ends processes so when memory runs out)"
         return how + self._last_words()
@@ -133,11 +134,3 @@ class _PlainUnpickler(pickle.Unpickler):
         if module.startswith("fp8bench.model.") or module == "fp8bench.model.raw":
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
-
-
-def signal_name(number: int) -> str:
-    """SIGSEGV and its like by name; real-time signals have numbers only."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -16,9 +16,6 @@ from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv.identity import from_facts, identify
 from tests.commands import git
 
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-
-
 UNKNOWN = (None, None, None)
 
 
@@ -31,6 +28,8 @@ def told(folder: Path | None = None) -> tuple[Scalar | None, ...]:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with one commit, and the working directory in it."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")
@@ -39,7 +38,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@needs_git
 def test_a_clean_checkout_gives_its_commit(repository: Path) -> None:
     """Files git does not know make no difference."""
     (repository / "untracked").write_text("x")
@@ -48,14 +46,12 @@ def test_a_clean_checkout_gives_its_commit(repository: Path) -> None:
     assert facts.get("dirty") is False
 
 
-@needs_git
 def test_a_changed_file_makes_it_dirty(repository: Path) -> None:
     """The commit alone does not say what ran."""
     (repository / "file").write_text("two")
     assert gather({}, "0", 1).get("dirty") is True
 
 
-@needs_git
 def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository: Path) -> None:
     """What is installed may be another working tree's: such numbers are not this commit's."""
     package = Path(environment.__file__).parents[1]
@@ -68,7 +64,6 @@ def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository:
     assert gather({}, "0", 1).get("dirty") is True
 
 
-@needs_git
 def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """asv orders a history by it; a rebase changes the committer's. A user's settings change nothing."""
     monkeypatch.setenv("GIT_COMMITTER_DATE", "2001-01-01T00:00:00Z")
@@ -78,7 +73,6 @@ def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPat
     assert told() == (git(repository, "rev-parse", "HEAD").strip(), 1580695506000, False)
 
 
-@needs_git
 def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A view is made of the project's repository, wherever the command was typed."""
     here = told()
@@ -91,7 +85,6 @@ def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.Tem
     assert told(repository / "nowhere") == told(repository / "file") == UNKNOWN
 
 
-@needs_git
 def test_a_linked_worktree_and_a_detached_head_have_commits(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -105,7 +98,6 @@ def test_a_linked_worktree_and_a_detached_head_have_commits(
     assert told() == first
 
 
-@needs_git
 def test_without_a_commit_or_a_working_tree_all_are_unknown(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -116,7 +108,6 @@ def test_without_a_commit_or_a_working_tree_all_are_unknown(
     assert told(empty) == told(bare) == told(repository / ".git") == UNKNOWN
 
 
-@needs_git
 def test_why_git_names_no_commit_in_a_repository_is_told(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +128,6 @@ def test_why_git_names_no_commit_in_a_repository_is_told(
     assert why(outside) is None
 
 
-@needs_git
 def test_links_that_editors_leave_in_a_repository_of_fp8benchs_are_no_code(repository: Path) -> None:
     """They lead nowhere."""
     (repository / "fp8bench").mkdir()
@@ -146,7 +136,7 @@ def test_links_that_editors_leave_in_a_repository_of_fp8benchs_are_no_code(repos
     assert told()[2] is True
 
 
-@needs_git
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_outside_a_repository_all_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, not an error and not a guess."""
     monkeypatch.chdir(tmp_path)

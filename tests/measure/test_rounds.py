@@ -95,13 +95,18 @@ def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
     assert worker.log == [("slot", "fp32", 80_000, 1)]
 
 
-def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first() -> None:
-    """A slow first call and a disturbed one do not count."""
-    worker = FakeWorker({"fp32": Script(gemm_steps(900 * MS, 7 * MS, 2 * MS, 5 * MS))})
-    one = arm("fp32")
+@pytest.mark.parametrize(
+    ("milliseconds", "more", "sized"),
+    [((900, 7, 2, 5), [("slot", "fp32", 3, 0)], (0.002, 4, 1)), ((10_000,), [], (10.0, 1, 0))],
+)
+def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
+    milliseconds: tuple[int, ...], more: list[object], sized: tuple[float, int, int]
+) -> None:
+    """A slow first call and a disturbed one do not count; a step of ten seconds is not run three more times."""
+    worker, one = FakeWorker({"fp32": Script(gemm_steps(*(MS * each for each in milliseconds)))}), arm("fp32")
     one.prepare(worker)
-    assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), ("slot", "fp32", 3, 0)]
-    assert (one.step_seconds, one.calls, one.discard) == (0.002, 4, 1)
+    assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), *more]
+    assert (one.step_seconds, one.calls, one.discard) == sized
 
 
 def test_limits_follow_what_is_known_of_a_step() -> None:
@@ -320,15 +325,6 @@ def test_releasing_gives_every_state_back() -> None:
     released = [entry for entry in worker.log if entry[0] == "release"]
     assert released == [("release", "fp32"), ("release", "?"), ("release", "?")]
     assert worker.held == []
-
-
-def test_a_very_long_step_is_sized_by_its_first_call() -> None:
-    """A step of ten seconds is not run three more times before anything is measured."""
-    worker = FakeWorker({"fp32": steady(10_000 * MS)})
-    one = arm("fp32")
-    one.prepare(worker)
-    assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0)]
-    assert (one.calls, one.step_seconds) == (1, 10.0)
 
 
 def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:

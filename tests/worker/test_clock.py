@@ -35,21 +35,25 @@ class CountingStamper(Stamper):
         return HostStamper().intervals_ns(stamps)
 
 
+@pytest.fixture
+def clock() -> PhaseClock:
+    """A clock in a step that has begun, at 0 ns."""
+    one = PhaseClock(CountingStamper())
+    one.begin()
+    return one
+
+
 def codes(*names: str) -> list[int]:
     return [CODE[name] for name in names]
 
 
-def test_a_step_without_phases_is_unattributed() -> None:
+def test_a_step_without_phases_is_unattributed(clock: PhaseClock) -> None:
     """One interval from begin to end."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     assert clock.end() == ([UNATTRIBUTED_CODE], [0, 10])
 
 
-def test_phases_in_turn_leave_what_lies_between_to_nobody() -> None:
+def test_phases_in_turn_leave_what_lies_between_to_nobody(clock: PhaseClock) -> None:
     """Every marker stamps once on entry and once on exit."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     with clock.cast:
         pass
     with clock.gemm:
@@ -59,10 +63,8 @@ def test_phases_in_turn_leave_what_lies_between_to_nobody() -> None:
     assert found[1] == [0, 10, 20, 30, 40, 50]
 
 
-def test_nested_phases_are_exclusive() -> None:
+def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
     """A cast inside a product counts as cast; afterwards the product goes on."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     with clock.elementwise, clock.gemm:
         with clock.cast:
             pass
@@ -79,10 +81,8 @@ def test_nested_phases_are_exclusive() -> None:
 
 
 @pytest.mark.parametrize("name", PHASES)
-def test_every_phase_has_its_marker(name: str) -> None:
+def test_every_phase_has_its_marker(clock: PhaseClock, name: str) -> None:
     """By the phase's own name, in the real clock and in the silent one."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     with getattr(clock, name):
         pass
     assert clock.end()[0] == codes("unattributed", name, "unattributed")
@@ -90,10 +90,8 @@ def test_every_phase_has_its_marker(name: str) -> None:
         pass
 
 
-def test_steps_do_not_share_their_marks() -> None:
+def test_steps_do_not_share_their_marks(clock: PhaseClock) -> None:
     """What end hands out stays as it is while the next step is marked."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     first = clock.end()
     clock.begin()
     with clock.gemm:
@@ -103,10 +101,8 @@ def test_steps_do_not_share_their_marks() -> None:
     assert second == (codes("unattributed", "gemm", "unattributed"), [20, 30, 40, 50])
 
 
-def test_a_phase_left_open_says_which() -> None:
+def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
     """A step that ends inside a phase is a workload's bug."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     clock.elementwise.__enter__()
     clock.gemm.__enter__()
     with pytest.raises(RuntimeError, match="ended inside elementwise, gemm: every phase opened must be closed"):
@@ -114,10 +110,8 @@ def test_a_phase_left_open_says_which() -> None:
 
 
 @pytest.mark.parametrize("opened", [1, 3])
-def test_an_aborted_step_leaves_nothing_behind(opened: int) -> None:
+def test_an_aborted_step_leaves_nothing_behind(clock: PhaseClock, opened: int) -> None:
     """Neither marks nor open phases: the next step is like the first."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     for _ in range(opened):
         clock.attention.__enter__()
     clock.begin()
@@ -125,10 +119,8 @@ def test_an_aborted_step_leaves_nothing_behind(opened: int) -> None:
     assert clock.end() == ([UNATTRIBUTED_CODE], stamps)
 
 
-def test_an_exception_closes_the_phases_it_passes() -> None:
+def test_an_exception_closes_the_phases_it_passes(clock: PhaseClock) -> None:
     """And is not swallowed."""
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
     with pytest.raises(ZeroDivisionError), clock.elementwise, clock.gemm:
         _ = 1 / 0
     assert clock.end()[0] == codes("unattributed", "elementwise", "gemm", "elementwise", "unattributed")

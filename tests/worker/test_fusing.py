@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from fp8bench.cli.main import main
 from fp8bench.formats import fused, operators
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.model import Case, Record, Status
-from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentPhases
 from fp8bench.worker import fusing
 from fp8bench.worker.bench import Bench
@@ -30,14 +28,6 @@ MODE = "custom:scaling=none"
 def operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel that another test has compiled or failed to."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    """In this process."""
-    found = Bench(Settings())
-    yield found
-    found.close()
 
 
 def broken(kernel: fused.Kernel) -> fused.Compiled:

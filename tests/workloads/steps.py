@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar
@@ -58,3 +61,15 @@ def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
 def phases(workload: Workload, setup: Setup, steps: int = 1) -> list[str]:
     """Those of a fresh state; the time between them is nobody's."""
     return [name for name in marks(workload, workload.prepare(setup), steps) if name != UNATTRIBUTED]
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

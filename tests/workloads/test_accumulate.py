@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.model import Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
-from tests.workloads.steps import phases, small
+from tests.workloads.steps import Operations, phases, small
 
 
 def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -40,18 +38,6 @@ def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
     with Operations() as ran:
         Accumulate().step(state, SilentPhases())
     assert ran.names == ["_foreach_copy_", "_foreach_add_", "_foreach_add_"]
-
-
-class Operations(TorchDispatchMode):
-    """The names of the operations that torch runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4:stochastic=off"])

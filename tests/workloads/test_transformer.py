@@ -25,7 +25,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.transformer import TrainingState, Transformer, _gradients, _loader, _model
-from tests.workloads.steps import CPU, H200, MI300, marks, setup_of
+from tests.workloads.steps import CPU, H200, MI300, Operations, marks, setup_of
 
 TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
 
@@ -260,18 +260,6 @@ def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpu
     assert Transformer().error(again) == Transformer().error(plain)
 
 
-class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
     """With the same numbers, nearly; blocks computed again in backward take it too."""
@@ -279,10 +267,10 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
     for attention in ("auto", "flash", "math"):
         setup = setup_for(corpus, attention=attention, checkpointing=checkpointing)
         state = Transformer().prepare(setup)
-        with Operators() as operators:
+        with Operations() as ran:
             Transformer().step(state, SilentPhases())
         buffers[attention] = state.buffers
-        kernels[attention] = {name for name in operators.seen if "flash_attention" in name}
+        kernels[attention] = {name for name in ran.names if "flash_attention" in name}
     assert kernels["auto"] == kernels["flash"] != set() and not kernels["math"]
     for one, other in zip(buffers["flash"], buffers["math"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)

@@ -7,6 +7,7 @@ never hangs; where there is no number there is the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -115,16 +116,13 @@ class Window:
         return mean_power(self._sampler.samples, self._sampler.begun, self._source.settle)
 
 
-class NoWindow:
+class NoWindow(AbstractContextManager["NoWindow"]):
     """The window of a device without a source: there is nothing to wait for."""
 
     enough = failed = True
 
     def __init__(self, why: str) -> None:
         self.energy = Unavailable(why)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         return None

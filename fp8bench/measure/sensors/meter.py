@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors import rapl
@@ -31,7 +30,7 @@ _FEWEST_TICKS = 3
 _FEWEST_SAMPLES = 3
 
 
-class Meter:
+class Meter(AbstractContextManager["Meter"]):
     """One device's energy by the first of its sources that works, and its state.
 
     `refused` says of each better source why it is not used. Nothing here raises NoReading: without a source, windows
@@ -87,9 +86,6 @@ class Meter:
     def close(self) -> None:
         """Lets the device go."""
         self.device.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
