@@ -33,11 +33,6 @@ def figures_of(result: Result) -> EnergyFigures | None:
     return energy_figures(result.record, result.finding) if result.record.status is Status.OK else None
 
 
-def ratio_within(group: ResultGroup, result: Result) -> EnergyRatio | None:
-    """Its energy over that of its group's reference."""
-    return ratio_against(result, group.lead)
-
-
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
     """Its energy over that of its reference; in doubt where a label of either says so."""
     if reference is None or reference is result:
@@ -53,12 +48,6 @@ def sources_of(results: Iterable[Result]) -> list[str]:
 def named_source(source: str) -> str:
     """In words; a source that this version does not know by its own name."""
     return SOURCES.get(source, source)
-
-
-def show_windows(found: EnergyFigures) -> str:
-    """How many, and how far any of them may be off: '3 (+-0.4%)'."""
-    unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
-    return f"{len(found.windows)}{unsure}"
 
 
 def show_ratio(ratio: EnergyRatio) -> str:
@@ -77,7 +66,7 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     unclear = (
         (one, f"energy unclear: {ratio.why}")
         for one in group.results
-        if (ratio := ratio_within(group, one)) is not None and ratio.demand is Demand.UNCLEAR
+        if (ratio := ratio_against(one, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
     )
     return [*missing_within(group), *_by_doubt(unclear)]
 

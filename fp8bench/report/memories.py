@@ -46,12 +46,6 @@ def roles_of(result: Result) -> dict[MemoryRole, int]:
     return {role: known[role] for role in MemoryRole if role in known}
 
 
-def roles_in(results: Iterable[Result]) -> list[MemoryRole]:
-    """The roles that occur, in their order."""
-    present = {role for one in results for role in roles_of(one)}
-    return [role for role in MemoryRole if role in present]
-
-
 def highest_in(use: MemoryUse) -> list[str]:
     """The phases whose highest point is the step's, inner ones first."""
     most = max((one.allocated for one in use.phases), default=0)

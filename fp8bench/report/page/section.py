@@ -166,9 +166,7 @@ def _subtitle(material: Material) -> str:
     if not material.alone:
         labels = [entry.label for entry in material.entries]
         more = [f"{len(labels) - _MOST_LABELS} more"] if len(labels) > _MOST_LABELS else []
-        return ": ".join(
-            part for part in (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more])) if part
-        )
+        return ": ".join(filter(None, (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more]))))
     run = material.entries[0].run
     commit = commit_of(run)
     parts = [when(run), f"commit {commit}" if commit else "", fact(run, "machine")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.metric import ENERGY
-from fp8bench.model import TensorStatistics
+from fp8bench.model import MemoryRole, TensorStatistics
 from fp8bench.report import capacities
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
@@ -16,12 +16,11 @@ from fp8bench.report.energies import (
     PER_WORDS,
     figures_of,
     named_source,
-    ratio_within,
+    ratio_against,
     show_ratio,
-    show_windows,
     sources_of,
 )
-from fp8bench.report.memories import highest_in, roles_in, roles_of, sentences, share_of, use_of
+from fp8bench.report.memories import highest_in, roles_of, sentences, share_of, use_of
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 from fp8bench.report.words.energy import DEMANDS
 from fp8bench.report.words.legend import MEMORY_TITLES, PHASE_TITLES
@@ -57,7 +56,7 @@ def energy(panel: Panel) -> Iterator[Element]:
 
 
 def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
-    figures, ratio = Figures(group, result), ratio_within(group, result)
+    figures, ratio = Figures(group, result), ratio_against(result, group.lead)
     word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
     tone = DEMANDS[ratio.demand] if ratio else Tone.PLAIN
     yield Field(result.mode)
@@ -66,7 +65,8 @@ def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts
     yield Field(show_ratio(ratio) if ratio else "", tone=tone)
     names = ("energy_net", *(f"energy_per_{name}" for name in counts), "power", "idle_power")
     yield from (Field(figures.shown(name)) for name in names)
-    yield Field(show_windows(found))
+    unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
+    yield Field(f"{len(found.windows)}{unsure}")
     yield Field(units.count(found.sm_clock, "Hz"))
 
 
@@ -85,7 +85,8 @@ def memory(panel: Panel) -> Iterator[Element]:
     """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
     if not tells_memory(panel):
         return
-    roles, others = roles_in(panel.results), counted(panel)
+    present, others = {role for one in panel.results for role in roles_of(one)}, counted(panel)
+    roles = [role for role in MemoryRole if role in present]
     known = [(group, one, use) for group in panel.groups for one in group.results if (use := use_of(one.record))]
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 

@@ -8,7 +8,7 @@ from fp8bench import units
 from fp8bench.model import Finding, Label, Run, Status, Verdict
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
-from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_within
+from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.memories import PEAK
 from fp8bench.report.panels import Panel, heading, merge_notes, panels_of, together
 from fp8bench.report.tensor_panels import about_tensors
@@ -183,7 +183,7 @@ def _energy_legends(panels: Sequence[Panel]) -> list[str]:
     """What the energy tables hold, where there are any."""
     cases = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
     found = [case for case in cases if figures_of(case[2]) is not None]
-    compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_within(group, one) is not None)
+    compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_against(one, group.lead))
     cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []
     return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if found else []
 

@@ -8,7 +8,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import Demand, EnergyFigures, EnergyRatio
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Text, Tone
-from fp8bench.report.energies import figures_of, ratio_against, ratio_within, show_ratio
+from fp8bench.report.energies import figures_of, ratio_against, show_ratio
 from fp8bench.report.panels import Panel, Result, ResultGroup
 from fp8bench.report.words.naming import common_tone
 
@@ -39,7 +39,7 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
         (group, one, ratio)
         for group in panel.groups
         for one in group.results
-        if one.mode == mode and (ratio := ratio_within(group, one)) is not None
+        if one.mode == mode and (ratio := ratio_against(one, group.lead)) is not None
     ]
     if len(found) > 1:
         ratios = [ratio for _, _, ratio in found]

@@ -35,8 +35,7 @@ class Sheet:
         self.narrow = narrow
         self.width = NARROW if narrow else WIDE
         self.size = SIZES[narrow]
-        self._kind = type(chart).__name__.lower()
-        self._title = chart.title
+        self._chart = chart
         self._name = f"chart-{chart.name}-{'narrow' if narrow else 'wide'}"
         self._drawn: list[tuple[int, str]] = []  # elements with their layers
         self._markers: dict[str, str] = {}  # ids by their paths
@@ -104,10 +103,10 @@ class Sheet:
         form = "narrow" if self.narrow else "only" if self.grown else "wide"
         lines = "\n".join(content)
         return (
-            f'<svg class="of-{self._kind} {form}" id="{self._name}" role="{self._role}"'
+            f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
             f' viewBox="0 0 {self.width:.0f} {height:.0f}"{style}>\n'
-            f'<title id="{self._name}-title">{escaped(self._title)}</title>\n'
+            f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
             f'<desc id="{self._name}-desc">{escaped(description)}</desc>\n'
             f"{lines}\n</svg>"
         )

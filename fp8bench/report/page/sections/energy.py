@@ -17,7 +17,7 @@ from fp8bench.report.energies import (
     figures_of,
     missing_within,
     named_source,
-    ratio_within,
+    ratio_against,
     show_ratio,
     sources_of,
 )
@@ -158,7 +158,7 @@ def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Ba
 
 
 def _mark(case: NamedCase) -> Mark | None:
-    ratio = ratio_within(case.group, case.result)
+    ratio = ratio_against(case.result, case.group.lead)
     if ratio is None:
         return None
     speed = speed_up(case.result)

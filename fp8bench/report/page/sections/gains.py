@@ -13,8 +13,9 @@ from fp8bench.model import UNATTRIBUTED, Finding
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.elements import Axis, Column, Element, Field, Mark, Table, Text, Tone, Waterfall
 from fp8bench.report.material import Material
+from fp8bench.report.page.charts import lasting
 from fp8bench.report.page.section import Section, number, sections
-from fp8bench.report.panels import Panel, Result, ResultGroup
+from fp8bench.report.panels import Panel, Result
 from fp8bench.report.words.naming import listed, named_cases, phase_order, phase_words, titled_panels
 
 # A step of fewer phases is an operation and its casts: its time as a whole says it all.
@@ -68,10 +69,9 @@ class Gains(Section):
 
 def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
     for case in named_cases(panel):
-        reference, finding = _reference(case.group), case.result.finding
+        lead, finding = case.group.lead, _timed(case.result)
+        reference = _timed(lead) if lead and standing(lead) is Standing.REFERENCE else None
         if finding is None or reference is None or case.result.record.is_reference or emulated(case.result):
-            continue
-        if not _timed(finding):
             continue
         present = {name for one in (finding, reference) for name, seconds in one.phases if seconds > 0}
         if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
@@ -86,15 +86,10 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
         yield _Pair(words, case.result, finding, reference, times)
 
 
-def _reference(group: ResultGroup) -> Finding | None:
-    """What was found of a group's reference, if its time is a speed."""
-    finding = group.lead.finding if group.lead and standing(group.lead) is Standing.REFERENCE else None
-    return finding if finding is not None and _timed(finding) else None
-
-
-def _timed(finding: Finding) -> bool:
-    best = finding.best_seconds
-    return best is not None and 0 < best < math.inf and all(math.isfinite(seconds) for _, seconds in finding.phases)
+def _timed(result: Result) -> Finding | None:
+    """What was found of a case, if its step and its phases are lengths of time."""
+    finding = result.finding if lasting(result) else None
+    return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
 
 
 def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:

@@ -9,7 +9,7 @@ from fp8bench import units
 from fp8bench.model import Status
 from fp8bench.report.case_status import emulated, show_speed_up, speed_up, status_words, tone_of
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
-from fp8bench.report.energies import ratio_within
+from fp8bench.report.energies import ratio_against
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.memories import share_of
 from fp8bench.report.page.section import Section, sections
@@ -104,7 +104,7 @@ def _memory(cases: Sequence[_Case]) -> Field:
 
 
 def _energy(cases: Sequence[_Case]) -> Field:
-    found = [ratio for _, group, result in cases if not emulated(result) if (ratio := ratio_within(group, result))]
+    found = [ratio for _, group, one in cases if not emulated(one) if (ratio := ratio_against(one, group.lead))]
     return _of_reference(cases, {one.demand.value for one in found}, [one.point for one in found])
 
 
