@@ -5,7 +5,9 @@ from __future__ import annotations
 from fp8bench.model import DeviceFacts
 
 
-def gpu(name: str, capability: tuple[int, int], index: int = 0, hip: str | None = None, arch: str = "") -> DeviceFacts:
+def gpu(
+    name: str, capability: tuple[int, int] | None, index: int = 0, hip: str | None = None, arch: str = ""
+) -> DeviceFacts:
     """A GPU of that name and class; NVIDIA's unless it has a version of HIP."""
     return DeviceFacts("cuda", index, name, 140 << 30, "2.13.0", capability, None if hip else "13.0", hip, arch)
 

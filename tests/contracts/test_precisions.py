@@ -11,16 +11,10 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
-from tests.facts import CPU
-
-
-def gpu(name: str, capability: tuple[int, int] | None, hip: str | None = None) -> DeviceFacts:
-    return DeviceFacts("cuda", 0, name, 80 << 30, "2.13.0", capability, cuda=None if hip else "13.0", hip=hip)
-
+from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 DEVICES = [
-    CPU, gpu("V100", (7, 0)), gpu("A100", (8, 0)), gpu("L40S", (8, 9)), gpu("H200", (9, 0)), gpu("B200", (10, 0)),
-    gpu("of tomorrow", (13, 0)), gpu("MI300X", (9, 4), "7.0"), gpu("unknown", None),
+    CPU, V100, A100, gpu("L40S", (8, 9)), H200, B200, gpu("of tomorrow", (13, 0)), MI300X, gpu("unknown", None),
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
 ]  # fmt: skip
 NAMES = precisions.names()

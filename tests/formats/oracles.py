@@ -43,16 +43,9 @@ ML_DTYPES: dict[str, type] = {
 }
 # What ml_dtypes makes of overflow: NaN where there is no infinity, but the largest where there is no NaN either.
 ML_DTYPES_OVERFLOW = {
-    "e4m3fn": Overflow.NAN,
-    "e4m3fnuz": Overflow.NAN,
-    "e5m2": Overflow.INFINITY,
-    "e5m2fnuz": Overflow.NAN,
-    "e3m2": Overflow.SATURATE,
-    "e2m3": Overflow.SATURATE,
-    "e2m1": Overflow.SATURATE,
-    "e8m0": Overflow.NAN,
-    "bf16": Overflow.INFINITY,
-    "fp16": Overflow.INFINITY,
+    **dict.fromkeys(("e4m3fn", "e4m3fnuz", "e5m2fnuz", "e8m0"), Overflow.NAN),
+    **dict.fromkeys(("e5m2", "bf16", "fp16"), Overflow.INFINITY),
+    **dict.fromkeys(("e3m2", "e2m3", "e2m1"), Overflow.SATURATE),
 }
 
 
