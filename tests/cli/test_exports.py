@@ -161,34 +161,21 @@ def test_what_is_sent_has_the_run_and_its_report(
     assert "wandb: sent to project mine" in capsys.readouterr().err
 
 
-def test_an_interrupt_of_the_sending_leaves_the_run(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("interrupted", ["jobs.after_run.send_to_wandb", "pipeline._group"])
+def test_an_interrupt_leaves_what_there_is(
+    interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what there is left to do."""
+    """One of the sending says what there is left to do; after one of the measuring nobody waits for the boards."""
 
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", interrupted)
-    assert main([*GEMM, "--wandb"]) == 130
-    assert "takes --tensorboard and --wandb too" in unfolded(capsys.readouterr().err)
-    assert the_run(store).finished
-
-
-def test_nobody_waits_for_the_boards_after_an_interrupt(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What there is of the run is kept, and `show` takes the same options."""
-
-    def interrupted(*arguments: object) -> None:
+    def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(outputs, "check_wandb", lambda: None)
     monkeypatch.setattr(after_run, "send_to_wandb", lambda *arguments: pytest.fail("sent"))
-    monkeypatch.setattr("fp8bench.pipeline._group", interrupted)
+    monkeypatch.setattr(f"fp8bench.{interrupted}", interrupt)
     assert main([*GEMM, "--wandb"]) == 130
-    assert not the_run(store).finished and "wandb" not in capsys.readouterr().err
+    err, measured = unfolded(capsys.readouterr().err), interrupted != "pipeline._group"
+    assert ("takes --tensorboard and --wandb too" in err) == ("wandb" in err) == the_run(store).finished == measured
 
 
 def test_a_run_in_json_has_its_operators(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,13 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "sentence", "tone"),
+    ("verdicts", "sentence", "tone"),
     [
-        (FASTER, "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64", Tone.GOOD),
-        (SLOWER, "bf16 is slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed", Tone.BAD),
-        (SAME, "bf16 is as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%", Tone.PLAIN),
+        ([FASTER], "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64", Tone.GOOD),
+        ([SLOWER], "bf16 is slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed", Tone.BAD),
+        ([SAME], "bf16 is as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%", Tone.PLAIN),
         (
-            UNSURE,
+            [UNSURE],
             (
                 "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64 (0.980x [0.971, 0.990] its "
                 "speed): the interval is too wide to tell"
@@ -40,16 +40,16 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            (Verdict.UNSURE, None, FEW),
+            [(Verdict.UNSURE, None, FEW)],
             (
                 "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64: the interval is too wide to "
                 "tell; it rests on few rounds (few-samples)"
             ),
             Tone.DOUBT,
         ),
-        (NONE, "bf16 was not timed on gemm m=64 k=64", Tone.DOUBT),
+        ([NONE], "bf16 was not timed on gemm m=64 k=64", Tone.DOUBT),
         (
-            (*FASTER, NOISY, FEW),
+            [(*FASTER, NOISY, FEW)],
             (
                 "bf16 is perhaps 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64, but the times varied a lot "
                 "(noisy) and it rests on few rounds (few-samples)"
@@ -57,7 +57,7 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            (*SLOWER, NOISY),
+            [(*SLOWER, NOISY)],
             (
                 "bf16 is perhaps slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed, but the "
                 "times varied a lot (noisy)"
@@ -65,7 +65,7 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            (*SAME, NOISY),
+            [(*SAME, NOISY)],
             (
                 "bf16 is perhaps as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%, but the "
                 "times varied a lot (noisy)"
@@ -73,25 +73,16 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            (*FASTER, HOST),
+            [(*FASTER, HOST)],
             (
                 "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64; the host sets the pace, not the device "
                 "(launch-bound)"
             ),
             Tone.GOOD,
         ),
-        ((Verdict.FASTER, None), "bf16 is faster than fp32 on gemm m=64 k=64", Tone.GOOD),
-        ((Verdict.SLOWER, None), "bf16 is slower than fp32 on gemm m=64 k=64", Tone.BAD),
-        ((Verdict.SAME, None), "bf16 is as fast as fp32 on gemm m=64 k=64, within 2%", Tone.PLAIN),
-    ],
-)
-def test_one_case(verdict: tuple[Verdict, float | None, *tuple[Label, ...]], sentence: str, tone: Tone) -> None:
-    assert said(judged(verdict)) == [Text(sentence, tone)]
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "sentence", "tone"),
-    [
+        ([(Verdict.FASTER, None)], "bf16 is faster than fp32 on gemm m=64 k=64", Tone.GOOD),
+        ([(Verdict.SLOWER, None)], "bf16 is slower than fp32 on gemm m=64 k=64", Tone.BAD),
+        ([(Verdict.SAME, None)], "bf16 is as fast as fp32 on gemm m=64 k=64, within 2%", Tone.PLAIN),
         ([FASTER] * 3, "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x", Tone.GOOD),
         ([FASTER] * 2, "bf16 is faster than fp32 in both cases of gemm (m=64: 2.00x; m=128: 2.00x)", Tone.GOOD),
         (
@@ -155,7 +146,7 @@ def test_one_case(verdict: tuple[Verdict, float | None, *tuple[Label, ...]], sen
         ),
     ],
 )
-def test_several_cases(
+def test_one_case_and_several(
     verdicts: list[tuple[Verdict, float | None, *tuple[Label, ...]]], sentence: str, tone: Tone
 ) -> None:
     assert said(judged(*verdicts)) == [Text(sentence, tone)]
