@@ -148,11 +148,6 @@ def print_duel(duel: Duel, arguments: argparse.Namespace) -> None:
     tell(arguments, partial(page_of, duel), partial(duel_as_json, duel))
 
 
-def how_to_resume(run: Run) -> str:
-    """The command that does what a run lacks, from here."""
-    return f"fp8bench suite --resume {run.id}{in_store(run)}"
-
-
 def in_store(kept: Run | Path) -> str:
     """' --store DIR' for a store, or that of a run, that commands do not look into by themselves."""
     if isinstance(kept, Path):

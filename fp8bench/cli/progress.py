@@ -111,20 +111,19 @@ class GroupLines(SilentObserver):
         self._clock = clock
         self._begun = clock()
         self._left: dict[str, int] = {}
-        self._groups = 0
 
     def planned(self, plan: Plan) -> None:
         self._left = {group.setting: len(group.cases) for group in plan}
-        self._groups = len(self._left)
         self._begun = self._clock()
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
         self._left[setting] -= 1
-        if self._left[setting] == 0 and self._groups > 1:
+        groups = len(self._left)
+        if self._left[setting] == 0 and groups > 1:
             done = sum(not cases for cases in self._left.values())
             spent = units.clock(self._clock() - self._begun)
-            self._say(f"{done}/{self._groups} groups after {spent}: {setting}")
+            self._say(f"{done}/{groups} groups after {spent}: {setting}")
 
 
 class DuelProgress(LiveLine, SilentObserver):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
@@ -32,9 +31,6 @@ from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.read import closed_folders, load_run, run_files
 from fp8bench.store.series import tracked_by
 from fp8bench.store.verify import verify
-
-if TYPE_CHECKING:
-    from fp8bench.model import Trend
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -157,17 +153,13 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     if lost == commits:
         complain("none of these commits is in the repository of this directory")
         lost = frozenset()
-    tell(arguments, partial(trend_page, trends, _description(trends[0]), lost))
-    return EXIT_OK
-
-
-def _description(trend: Trend) -> str:
-    """What a series is, in its workload's words."""
-    grid = workloads.get(trend.series.workload).history
+    series = trends[0].series
+    grid = workloads.get(series.workload).history
     assert grid is not None
-    unit = trend.series.unit
-    words = next(one.description for one in tracked_by(grid) if one.name == trend.series.metric)
-    return f"{words}, in {unit}" if unit != "ratio" else f"{words}, a ratio"
+    words = next(one.description for one in tracked_by(grid) if one.name == series.metric)
+    description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
+    tell(arguments, partial(trend_page, trends, description, lost))
+    return EXIT_OK
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:

@@ -10,7 +10,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import request_of, shared
-from fp8bench.cli.outputs import check_outputs, how_to_resume, print_run, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
@@ -170,7 +170,8 @@ def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
 def _tell_how_to_go_on(run: Run) -> None:
     """Said before the table, which may be cut off by another interrupt."""
     if not run.finished:
-        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {how_to_resume(run)}")
+        resume = f"fp8bench suite --resume {run.id}{in_store(run)}"
+        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:

@@ -11,8 +11,6 @@ from fp8bench.formats.scaled_products import Sides
 from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
-# Where something is so: pairs of a mode and a device by their names.
-Places = Iterable[tuple[str, str]]
 # So many products are named; more are counted.
 _MOST_NAMES = 4
 
@@ -139,7 +137,7 @@ def _reasons(findings: Iterable[Finding]) -> Iterator[str]:
         yield f"{why}: {_places(where)}"
 
 
-def _places(places: Places) -> str:
+def _places(places: Iterable[tuple[str, str]]) -> str:
     """'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
     devices = together(dict.fromkeys(places))
     modes = together((tuple(names), mode) for mode, names in devices.items())

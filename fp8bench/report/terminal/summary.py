@@ -46,17 +46,13 @@ def _verdict(panels: Sequence[Panel]) -> Iterator[str]:
     reference = " or ".join(dict.fromkeys(panel.reference for panel in panels if panel.reference))
     untimed = {mode: not any(speed_up(result) for _, result in cases) for mode, cases in _cases(panels).items()}
     for mode, cases in sorted(_cases(panels).items(), key=lambda pair: untimed[pair[0]]):
-        counts = Counter(_status(result) for _, result in cases)
+        statuses = [status_words(result) for _, result in cases]
+        counts = Counter("not timed" if words == units.NONE else words for words in statuses)
         (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
         many = f" in {number} of {len(cases)} cases" if others else ""
         word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
         than = word + reference if word else ""
         yield f"{mode} {first}{than}{many}" + "".join(f", {word} in {count}" for word, count in others)
-
-
-def _status(result: Result) -> str:
-    words = status_words(result)
-    return "not timed" if words == units.NONE else words
 
 
 def _speed_up(panels: Sequence[Panel]) -> Iterator[str]:
