@@ -27,11 +27,8 @@ class Asked(NamedTuple):
     commit: str = ""
 
 
-NOTHING = Asked()
-
-
 def measured_by_asv(
-    request: Request, store: Path, root: Path, observer: Observer, asked: Asked = NOTHING
+    request: Request, store: Path, root: Path, observer: Observer, asked: Asked
 ) -> dict[str, dict[Cell, Outcome]]:
     """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
 

@@ -12,7 +12,7 @@ from fp8bench.measure.interrupts import ignored
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.other_interpreter import PartnerWorker, Start
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.model import DeviceFacts, Plan, PlannedCase, Request
+from fp8bench.model import DeviceFacts, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan
 
@@ -39,7 +39,7 @@ class SideWorkers:
     def facts(self) -> dict[str, DeviceFacts]:
         return {one.key: one for one in self.devices}
 
-    def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> Plan:
+    def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
         """Start the first worker and plan what this side can do."""
         self.devices = self.workers[0].probe()
         self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
@@ -48,7 +48,6 @@ class SideWorkers:
         except UsageError as error:
             raise UsageError(f"side {self.name} ({self.start.python}): {error}") from None
         self.cases = {planned.case.id: planned for group in plan for planned in group.cases}
-        return plan
 
 
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:

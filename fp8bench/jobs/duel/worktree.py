@@ -109,7 +109,11 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
 
     Hooks do not run: one that installs something would change this tree too.
     """
-    forget_lost(repository)
+    # git forgets the trees of duels that were killed; their folders have been swept away.
+    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
+        path = Path(line.removeprefix("worktree "))
+        if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
+            _git(repository, "worktree", "remove", "--force", str(path))
     tree = folder / "tree"
     try:
         done = _git(repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree), commit)
@@ -122,14 +126,6 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
     finally:
         with ignored():
             _git(repository, "worktree", "remove", "--force", str(tree))
-
-
-def forget_lost(repository: Path) -> None:
-    """Have git forget the trees of duels that were killed; their folders have been swept away."""
-    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
-        path = Path(line.removeprefix("worktree "))
-        if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
-            _git(repository, "worktree", "remove", "--force", str(path))
 
 
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -210,7 +210,10 @@ def measure_power(
     """All trials of one operation."""
     start = time.monotonic()
     result = Arms(operation.name)
-    _size_effects(worker, facts, operation, result)
+    # What a tiny call takes: from the step with none and with about half as much again.
+    result.step_seconds = bare = _best_seconds(worker, operation, facts, 0)
+    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
+    result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     for trial in range(trials):
         if trial % TRIALS_PER_STATE == 0:
             plants = (*PLANTS, *uneven(trial // TRIALS_PER_STATE, result.step_seconds))
@@ -231,14 +234,6 @@ def _arm(
     planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
     case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
     return Arm(key, PlannedCase(case, NATIVE, Work()), facts)
-
-
-def _size_effects(worker: Worker, facts: DeviceFacts, operation: Operation, result: Arms) -> None:
-    """What a tiny call takes: from the step with none and with about half as much again."""
-    bare = _best_seconds(worker, operation, facts, 0)
-    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
-    result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
-    result.step_seconds = bare
 
 
 def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:

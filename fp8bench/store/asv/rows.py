@@ -148,7 +148,10 @@ def read_row(columns: Sequence[str], cells: object) -> Row:
     if not isinstance(cells, list):
         raise Malformed(f"expected a list, found {shown(cells)}")
     named = dict(zip(columns, cells, strict=False))
-    params = _params(named.get("params"))
+    plain: Any = named.get("params")
+    if not are_params(plain):
+        raise Malformed(f"'params' is {shown(plain)}, expected lists of texts")
+    params = tuple(tuple(one) for one in plain)
     count = combinations(params)
     if count > MOST_COMBINATIONS:
         raise Malformed(f"its parameters have more than {MOST_COMBINATIONS} combinations")
@@ -172,12 +175,6 @@ def read_row(columns: Sequence[str], cells: object) -> Row:
         _single(named, "duration", _is_number),
         _single(named, "profile", lambda one: isinstance(one, str)),
     )
-
-
-def _params(plain: Any) -> tuple[tuple[str, ...], ...]:
-    if not are_params(plain):
-        raise Malformed(f"'params' is {shown(plain)}, expected lists of texts")
-    return tuple(tuple(one) for one in plain)
 
 
 def _column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:

@@ -58,7 +58,8 @@ def check_store(store: Path) -> None:
 
 def start_run(run: Run, store: Path) -> RunWriter:
     """Create the run's file with its header, in one step: nobody ever sees it without."""
-    machine = _word(str(run.environment.get("machine") or "unknown"))
+    # A name that is safe as a folder.
+    machine = re.sub(r"[^A-Za-z0-9._-]", "-", str(run.environment.get("machine") or "")).strip(".") or "unknown"
     path = store / "runs" / machine / file_name(run)
     header = {one.name: encode(getattr(run, one.name)) for one in fields(run) if one.name not in _HEADER_LEFT_OUT}
     return RunWriter.started(path, {"schema": SCHEMA, "header": header})
@@ -105,8 +106,3 @@ def lock_run(file: IO[Any], path: Path) -> None:
         raise StoreError(
             f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."
         )
-
-
-def _word(text: str) -> str:
-    """A name that is safe as a folder."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text).strip(".") or "unknown"
