@@ -148,27 +148,16 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
         ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
         ({"dtypes": ""}, "unknown dtype ''"),
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
+        ({"suite": None}, "suite must be a suite's name, .* got None"),
+        ({"store": ""}, "store cannot be ''"),  # it would be the working directory
+        ({"isolation": 0}, "isolation must be True or False"),
     ],
 )
 def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     """With the same kind of error, and before a run is begun."""
     with pytest.raises(UsageError, match=sentence):
-        fp8bench.run("gemm", isolation=False, store=tmp_path, **wrong)
+        fp8bench.run(**{"suite": "gemm", "isolation": False, "store": tmp_path, **wrong})
     assert not list(run_files(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"suite": None}, "suite must be a suite's name, .* got None"),
-        ({"store": ""}, "store cannot be ''"),
-        ({"isolation": 0}, "isolation must be True or False"),
-    ],
-)
-def test_so_is_what_is_no_name_or_place(wrong: dict[str, Any], sentence: str) -> None:
-    """An empty store would be the working directory."""
-    with pytest.raises(UsageError, match=sentence):
-        fp8bench.run(**{"suite": "gemm", **wrong})
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:

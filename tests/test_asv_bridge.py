@@ -391,13 +391,8 @@ GIVEN: dict[str, tuple[Run, list[Run], list[float]]] = {
 def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
     """Those of its own files, machine, Python and software; a quick one is shown where there is nothing better."""
     own, others, expected = GIVEN[what]
-    assert asked(own, *others) == ("samples", expected)
-
-
-def test_what_fails_now_is_failed(asked: Callable[..., Any]) -> None:
-    """Whatever was measured before."""
-    own = lost("run2", Status.FAILED, "out of memory, even alone")
-    assert asked(own, a_run("run1", record(2))) == ("failed", "out of memory, even alone")
+    kind, numbers = asked(own, *others)
+    assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers == expected  # asv writes them as JSON
 
 
 @pytest.mark.parametrize("recorded", [True, False, None], ids=["samples", "statistics only", "no file"])
@@ -447,11 +442,12 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
     assert asked(a_run("run5", record(5)), commit="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
 
 
-def test_what_does_not_apply_says_why(asked: Callable[..., Any]) -> None:
-    """A skipped case; a metric that a case does not have."""
-    skipped = a_run("run1", record(1, status=Status.SKIPPED, reason="no kernel"))
-    assert asked(skipped) == ("none", "no kernel")
+def test_what_has_no_number_says_why(asked: Callable[..., Any]) -> None:
+    """A skipped case; a metric that a case does not have; a case that fails now, whatever was measured before."""
+    assert asked(lost("run1", Status.SKIPPED, "no kernel")) == ("none", "no kernel")
     assert asked(a_run("run2", record(1)), series="gemm.Gemm.track_relative_time") == ("none", "")
+    failing = lost("run3", Status.FAILED, "out of memory, even alone")
+    assert asked(failing) == ("failed", "out of memory, even alone")
 
 
 def test_an_interrupt_goes_on_to_asv(asked: Callable[..., Any]) -> None:
@@ -477,9 +473,3 @@ def test_a_run_of_nothing_that_is_followed_fails(asked: Callable[..., Any]) -> N
     elsewhere = record(1, case=case("gemm", "bf16", {**SHAPE, "m": 256}))
     with pytest.raises(Fp8benchError, match="none of its cases was begun"):
         asked(a_run("run1", elsewhere))
-
-
-def test_outcomes_can_be_kept_by_asv(asked: Callable[..., Any]) -> None:
-    """It pickles caches, and writes results as JSON."""
-    kind, numbers = asked(a_run("run1", record(2)))
-    assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers

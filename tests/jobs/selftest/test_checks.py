@@ -57,27 +57,17 @@ class Scripted(Worker):
         pass
 
 
-def verdicts_of(**slow: float) -> list[bool]:
-    """Whether the two checks hold when arms take 0.3 ms times their factor."""
-    worker = Scripted(lambda key: 300_000 * slow.get(key.replace("'", "_control"), 1.0))
-    return [check.held for check in checks.verdicts(worker, CPU)]
-
-
-def test_verdicts_hold_where_they_should() -> None:
-    """The same is the same, and what is slower is slower."""
-    assert verdicts_of(slowed=1.12) == [True, True]
-
-
-def test_a_false_alarm_is_noticed() -> None:
-    """Something that should be identical comes out slower, or faster."""
-    assert verdicts_of(slowed=1.12, same=1.10) == [False, True]
-    assert verdicts_of(slowed=1.12, same=0.90) == [False, True]
-
-
-def test_a_missed_slow_down_is_noticed() -> None:
-    """Also one that is called faster."""
-    assert verdicts_of(slowed=1.0) == [True, False]
-    assert verdicts_of(slowed=0.9) == [True, False]
+@pytest.mark.parametrize(
+    ("same", "slowed", "held"),
+    [
+        (1.0, 1.12, [True, True]), (1.1, 1.12, [False, True]), (0.9, 1.12, [False, True]),
+        (1.0, 1.0, [True, False]), (1.0, 0.9, [True, False]),
+    ],
+)  # fmt: skip
+def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
+    """What should be identical comes out slower or faster, and what is slowed the same or faster: arms of 0.3 ms."""
+    worker = Scripted(lambda key: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
+    assert [check.held for check in checks.verdicts(worker, CPU)] == held
 
 
 def test_rounding_holds() -> None:

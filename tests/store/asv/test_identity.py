@@ -12,7 +12,6 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,36 +179,22 @@ def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # The interpreter
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """The first lines of the script `asv` in a folder, which name that folder's python3."""
-
-    folder: str
-    lines: Callable[[Path], str]
-
-
-def quoted(path: Path) -> str:
-    """A word of shell, in double quotes as pip writes them."""
-    return f'"{path}"'
-
-
 def shell(word: str) -> str:
     """A launcher in shell, which Python reads as text."""
     return f"#!/bin/sh\n'''exec' {word} \"$0\" \"$@\"\n' '''\n"
 
 
-LAUNCHERS = {
-    "plain": Launcher("plain", lambda folder: f"#!{folder}/python3\n"),
-    "with an option": Launcher("option", lambda folder: f"#! {folder}/python3 -B\n"),
-    "not normal": Launcher("dots", lambda folder: f"#!{folder}/../bin//python3\n"),
-    "env": Launcher("env", lambda folder: "#!/usr/bin/env python3\n"),
-    "pip, spaces": Launcher("a b Straße 日本 <x>|y", lambda folder: shell(quoted(folder / "python3"))),
-    "pip, long": Launcher("long" * 40, lambda folder: shell(str(folder / "python3"))),
-    "uv, spaces": Launcher("it's a b", lambda folder: shell(shlex.quote(str(folder / "python3")))),
-    "uv, to be moved": Launcher(
-        "c d", lambda folder: shell('"$(dirname -- "$(realpath -- "$0")")"' + "/'python3'")
-    ),
-    "uv before, to be moved": Launcher(
+# A folder, and the first lines of the script `asv` in it, which name that folder's python3.
+LAUNCHERS: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "plain": ("plain", lambda folder: f"#!{folder}/python3\n"),
+    "with an option": ("option", lambda folder: f"#! {folder}/python3 -B\n"),
+    "not normal": ("dots", lambda folder: f"#!{folder}/../bin//python3\n"),
+    "env": ("env", lambda folder: "#!/usr/bin/env python3\n"),
+    "pip, spaces": ("a b Straße 日本 <x>|y", lambda folder: shell(f'"{folder}/python3"')),
+    "pip, long": ("long" * 40, lambda folder: shell(str(folder / "python3"))),
+    "uv, spaces": ("it's a b", lambda folder: shell(shlex.quote(str(folder / "python3")))),
+    "uv, to be moved": ("c d", lambda folder: shell('"$(dirname -- "$(realpath -- "$0")")"' + "/'python3'")),
+    "uv before, to be moved": (
         "e", lambda folder: shell('"$(CDPATH= cd -- "$(dirname -- "$0")" && echo "$PWD")"' + "/'python3'")
     ),
 }  # fmt: skip
@@ -224,10 +209,10 @@ def make_venv(folder: Path) -> Path:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_interpreter_is_the_one_that_the_script_asv_starts(name: str, tmp_path: Path) -> None:
     """bin/python here is bin/python3 to asv: name, environment and file, whatever wrote the script."""
-    launcher = LAUNCHERS[name]
-    bin_folder = make_venv(tmp_path.resolve() / launcher.folder)
+    folder, lines = LAUNCHERS[name]
+    bin_folder = make_venv(tmp_path.resolve() / folder)
     script = bin_folder / "asv"
-    script.write_text(launcher.lines(bin_folder) + ASV)
+    script.write_text(lines(bin_folder) + ASV)
     script.chmod(0o755)
     home = write_home(tmp_path / "home", HOMES["this host"])
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"

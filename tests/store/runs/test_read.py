@@ -191,45 +191,32 @@ def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "numbers"),
-    [(b"junk\n", [1]), (b"\n\0\0\n[1]\n", [2, 3]), (b'{"schema": 1, "header": 3}\n', [1]), (b"\xef\xbb\xbf", [])],
-    ids=["words", "bytes", "a broken header", "a byte order mark"],
-)
-def test_a_header_counts_wherever_it_stands(tmp_path: Path, before: bytes, numbers: list[int]) -> None:
-    """What an editor or a broken copy puts before it costs only itself."""
+# What is done to the lines of a file, and the lines that are then named as broken, with the reason where it matters.
+CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
+    "words before it": (lambda lines: [b"junk\n", *lines], ["line 1 "]),
+    "bytes before it": (lambda lines: [b"\n\0\0\n[1]\n", *lines], ["line 2 ", "line 3 "]),
+    "a broken one before it": (lambda lines: [b'{"schema": 1, "header": 3}\n', *lines], ["line 1 "]),
+    "a byte order mark": (lambda lines: [b"\xef\xbb\xbf", *lines], []),
+    "after its records": (lambda lines: [*lines[1:], lines[0]], []),
+    "line ends of another system": (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], []),
+    "a second one": (
+        lambda lines: [*lines, lines[0]],
+        ["line 6 is broken and was left out (a header that is none, or a second one)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
+    """What an editor, a sort or a broken copy does costs only itself; two files joined are not one without a word."""
+    change, troubles = CHANGED[what]
     path = written(tmp_path)
     whole = load_run(path)
-    path.write_bytes(before + path.read_bytes())
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     again = load_run(path)
-    assert replace(again, troubles=()) == whole
-    assert [trouble.partition(" is broken")[0] for trouble in again.troubles] == [f"line {one}" for one in numbers]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda content: b"".join([*content.splitlines(keepends=True)[1:], content.splitlines(keepends=True)[0]]),
-        lambda content: content.replace(b"\n", b"\r\n"),
-    ],
-    ids=["the header after its records", "line ends of another system"],
-)
-def test_what_tools_do_to_lines_costs_nothing(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Lines that were sorted, or copied by one that knows better."""
-    path = written(tmp_path)
-    whole = load_run(path)
-    path.write_bytes(change(path.read_bytes()))
-    assert load_run(path) == whole and whole.troubles == ()
-
-
-def test_a_second_header_is_named(tmp_path: Path) -> None:
-    """Two files that were joined are not one run without a word."""
-    path = written(tmp_path)
-    whole = load_run(path)
-    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
-    again = load_run(path)
-    assert replace(again, troubles=()) == whole and len(again.troubles) == 1
-    assert "line 6 is broken" in again.troubles[0] and "a second one" in again.troubles[0]
+    assert replace(again, troubles=()) == whole and whole.troubles == ()
+    for trouble, start in zip(again.troubles, troubles, strict=True):
+        assert trouble.startswith(start) and " is broken" in trouble
 
 
 def test_junk_before_a_newer_header_does_not_hide_it(tmp_path: Path) -> None:
