@@ -65,7 +65,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[
     said = list(sentences(panel, cases))
     known = _known(cases)
     text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
-    yield _stacks(title, cases, parts, text) if known else _bars(title, cases, text)
+    yield _chart(title, cases, parts, text)
     if known and said:
         yield Items(tuple(Text(one) for one in said))
     if any(use_of(case.result.record) for case in cases):
@@ -83,16 +83,15 @@ def _parts(case: NamedCase) -> dict[str, float]:
     return known or {MemoryRole.OTHER.value: peak_of(case.result) or 0.0}
 
 
-def _stacks(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks:
+def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks | Bars:
+    """By what the memory is for, where that is known of any case."""
+    name = f"memory-{cases[0].result.record.case.workload}"
+    if not _known(cases):
+        groups = grouped((case.place, _mark(case)) for case in cases)
+        return Bars(name, f"{title}: peak memory", description, Axis("peak memory", "B"), groups)
     rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     axis = Axis("memory at the highest point of a step", "B")
-    name = f"memory-{cases[0].result.record.case.workload}"
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
-
-
-def _bars(title: str, cases: Sequence[NamedCase], description: str) -> Bars:
-    name, axis = f"memory-{cases[0].result.record.case.workload}", Axis("peak memory", "B")
-    return Bars(name, f"{title}: peak memory", description, axis, grouped((case.place, _mark(case)) for case in cases))
 
 
 def _mark(case: NamedCase) -> Mark:
