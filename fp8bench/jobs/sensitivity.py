@@ -205,7 +205,7 @@ class Runs:
         self.done += 1
         bed = self.bed
         case = replace(bed.low, precision=trial.precision, precision_map=trial.precision_map)
-        limit = bed.limits.numbers(bed.work) + bed.limits.steps(bed.work, bed.steps)
+        limit = bed.limits.numbers(bed.work) + bed.limits.first(bed.work, bed.steps)
         try:
             if gradients:
                 error = self.worker.within(limit).gradient_error(case, bed.reference, bed.facts)

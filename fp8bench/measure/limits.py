@@ -21,13 +21,13 @@ class Limits:
 
     case_timeout: float | None = None
 
-    def first(self, work: Work) -> float:
-        """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling."""
-        return self._given(max(HANG_SECONDS, _slowest(work)) + work.setup_seconds)
+    def first(self, work: Work, more: int = 0) -> float:
+        """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling.
 
-    def steps(self, work: Work, count: int) -> float:
-        """For preparing a state and so many steps that nobody has timed."""
-        return self._given(self.first(work) + count * _slowest(work))
+        So many more steps have the time of their work too.
+        """
+        slowest = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
+        return self._given(max(HANG_SECONDS, slowest) + work.setup_seconds + more * slowest)
 
     def compiling(self, work: Work, count: int) -> float:
         """For compiling so many quantisers, which is no matter of the case, and for a step that nobody has timed."""
@@ -43,10 +43,6 @@ class Limits:
 
     def _given(self, seconds: float) -> float:
         return seconds if self.case_timeout is None else self.case_timeout
-
-
-def _slowest(work: Work) -> float:
-    return work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
 
 
 USUAL = Limits()

@@ -73,7 +73,7 @@ class Arm:
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
         if static is not None:
-            worker.within(self.limits.steps(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
+            worker.within(self.limits.first(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
         worker.within(limit).prepare(self.key, self.planned.case, self.facts)
         self._compile(worker, quantisers, tell)
         best = self._fastest_of_a_few(worker, limit)

@@ -9,25 +9,24 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from fp8bench.formats.grids import E4M3
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
+_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused=0)
 
 
 def forget_waiting() -> None:
     """What was asked for by now waits no longer: only what runs from here on says what it needs."""
-    kernels = _kernels()
-    if kernels is not None:
-        kernels.wanted.clear()
+    _kernels().wanted.clear()
 
 
 def waiting() -> int:
     """How many quantisers were asked for, are not compiled, and may yet be."""
-    kernels = _kernels()
-    return 0 if kernels is None else len(kernels.wanted)
+    return len(_kernels().wanted)
 
 
 def compile_waiting() -> None:
@@ -36,22 +35,21 @@ def compile_waiting() -> None:
     Whatever goes wrong is no fault of the case: it runs, and says that its quantisers were eager.
     """
     kernels = _kernels()
-    for kernel in () if kernels is None else tuple(kernels.wanted):
+    for kernel in tuple(kernels.wanted):
         with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
             kernels.compile(kernel)
 
 
 def why_eager() -> str:
     """Why some stay eager, '' if none does."""
-    kernels = _kernels()
-    reasons = () if kernels is None else tuple(kernels.refused.values())
+    reasons = tuple(_kernels().refused.values())
     return f"compiling failed: {_one_line(reasons[0])}" if reasons else ""
 
 
 def calls() -> tuple[int, int]:
     """How often quantisers have run in this process: as many operations, and as one compiled kernel."""
     kernels = _kernels()
-    return (0, 0) if kernels is None else (kernels.eager, kernels.fused)
+    return kernels.eager, kernels.fused
 
 
 def tried(device: str) -> str:
@@ -70,7 +68,7 @@ def tried(device: str) -> str:
 
 def _kernels() -> Any:
     """Those of the module, if anybody here has imported it: who has not, has called none of its operators."""
-    return getattr(sys.modules.get(_OPERATORS), "KERNELS", None)
+    return getattr(sys.modules.get(_OPERATORS), "KERNELS", _NONE)
 
 
 def _one_line(text: str) -> str:

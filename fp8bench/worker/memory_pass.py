@@ -29,8 +29,6 @@ from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tens
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
 
-_DISAGREE = "torch's profiler saw more allocated than its allocator counts"
-
 
 def memory_of_step(
     workload: Workload, make_setup: Callable[[], Setup], device: Device, index: int
@@ -70,7 +68,7 @@ def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, reside
     found = roles(course.held, course.peak, before, after) if course.held else {}
     whys = [course.why]
     if course.held and not found:
-        whys.append(_DISAGREE)
+        whys.append("torch's profiler saw more allocated than its allocator counts")
     if not isinstance(resident, Reading):
         whys.append(f"no resident memory: {resident.reason}")
     return MemoryUse(

@@ -138,8 +138,7 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
     """
     named = environ.get(NVML_DEVICE, "")
     if named:
-        by_address = named.count(":") > 0
-        identity = Identity(uuid="" if by_address else named, pci=named if by_address else "")
+        identity = Identity(pci=named) if ":" in named else Identity(uuid=named)
         return nvml_meter(identity, environ, energy=energy)
     if facts.kind == "cpu":
         return rapl_meter(energy=energy)

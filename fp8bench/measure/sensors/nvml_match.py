@@ -83,9 +83,7 @@ def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, s
 
 def _digits(uuid: str) -> str:
     """A UUID without its prefix; '' for none and for the one of zeros, which virtual devices have."""
-    plain = uuid.strip().lower()
-    for prefix in ("gpu-", "mig-"):
-        plain = plain.removeprefix(prefix)
+    plain = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
     return plain if plain.strip("0-") else ""
 
 
