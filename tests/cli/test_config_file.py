@@ -309,28 +309,7 @@ no-isolation: false
 store: "some where"
 csv: 'out.csv'
 """
-ODD = [
-    "&a",
-    "*a",
-    "!!int",
-    "- ",
-    "? ",
-    ": ",
-    "[",
-    "{",
-    "}",
-    "]",
-    "'",
-    '"',
-    "|",
-    ">",
-    "%",
-    "---\n",
-    "\t",
-    "\n",
-    "\\x",
-    "#",
-]
+ODD = ["&a", "*a", "!!int", "- ", "? ", ": ", *"[{}]'\"|>%", "---\n", "\t", "\n", "\\x", "#"]
 
 
 def _mutated(dice: random.Random) -> bytes:

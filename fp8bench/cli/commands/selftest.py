@@ -14,9 +14,7 @@ from fp8bench.model.request import whole_number
 from fp8bench.units import percent, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8bench.jobs.selftest.power import Power, PowerRow
+    from fp8bench.jobs.selftest.power import Power
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +53,6 @@ def _checks() -> int:
     return EXIT_FAILED if failed else EXIT_OK
 
 
-def _of_uneven(rows: Sequence[PowerRow]) -> list[str]:
-    uneven = [row for row in rows if row.uneven]
-    too_few = sum(row.too_few for row in uneven)
-    words = "periodic, random: slower by 5 to 300% in the mean, on k of n calls only; 'same' counts as a wrong sign"
-    return [f"{words}.", f"{too_few} more had too few calls for three periods of n.", ""] if uneven else []
-
-
 def power_table(power: Power) -> str:
     """The experiment's table: one line an operation and effect."""
     rows, loads = power.rows, power.loads
@@ -86,14 +77,15 @@ def power_table(power: Power) -> str:
             f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
             f"{f'{typical} (at most {longest})':>24}"
         )
+    lines.append("")
+    uneven = [row.too_few for row in rows if row.uneven]
+    if uneven:
+        words = "periodic, random: slower by 5 to 300% in the mean, on k of n calls only; 'same' counts as a wrong sign"
+        lines += [f"{words}.", f"{sum(uneven)} more had too few calls for three periods of n.", ""]
     alarms = [row for row in rows if row.planted == 0]
     compared = sum(row.trials for row in rows)
-    lines += [
-        "",
-        *_of_uneven(rows),
-        (
-            f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
-            f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {compared} comparisons"
-        ),
-    ]
+    lines.append(
+        f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
+        f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {compared} comparisons"
+    )
     return "\n".join(lines)

@@ -174,12 +174,8 @@ def test_numbers_have_their_units(unit: str, metric: str, number: float | None, 
 def test_joules_of_another_source_do_not_compare() -> None:
     """In neither list; what has changed stands between the commits, and within one source they do."""
     energy = replace(TIME, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
-    counter, instant = ((("energy_source", name),) for name in ("counter", "instant"))
-    three = (
-        figure(1, 1000, under=counter),
-        figure(2, 2000, under=counter),
-        figure(3, 1700, under=instant),
-    )
+    read = ((1000, "counter"), (2000, "counter"), (1700, "instant"))
+    three = [figure(n, number, under=(("energy_source", name),)) for n, (number, name) in enumerate(read, 1)]
     shown = render(trend_page([trend(*three, series=energy)], "x", ())).splitlines()
     assert [line.split()[-1] for line in shown if line.endswith(("%", " -"))] == ["-", "+100.0%", "-"]
     assert "energy_source counter -> instant" in shown

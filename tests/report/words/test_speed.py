@@ -18,6 +18,10 @@ FASTER, SLOWER, SAME, UNSURE, NONE = (
     (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
 )  # fmt: skip
 NOISY, FEW, HOST = Label.NOISY, Label.FEW_SAMPLES, Label.LAUNCH_BOUND
+# What several sentences say.
+ON, UNCLEAR = "on gemm m=64 k=64", "it is not clear whether bf16 is faster than fp32"
+WIDE, PACE = "the interval is too wide to tell", "the host sets the pace"
+VARIED, RESTS = "the times varied a lot (noisy)", "it rests on few rounds (few-samples)"
 
 
 def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
@@ -28,61 +32,35 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
 @pytest.mark.parametrize(
     ("verdicts", "sentence", "tone"),
     [
-        ([FASTER], "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64", Tone.GOOD),
-        ([SLOWER], "bf16 is slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed", Tone.BAD),
-        ([SAME], "bf16 is as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%", Tone.PLAIN),
-        (
-            [UNSURE],
-            (
-                "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64 (0.980x [0.971, 0.990] its "
-                "speed): the interval is too wide to tell"
-            ),
-            Tone.DOUBT,
-        ),
-        (
-            [(Verdict.UNSURE, None, FEW)],
-            (
-                "it is not clear whether bf16 is faster than fp32 on gemm m=64 k=64: the interval is too wide to "
-                "tell; it rests on few rounds (few-samples)"
-            ),
-            Tone.DOUBT,
-        ),
-        ([NONE], "bf16 was not timed on gemm m=64 k=64", Tone.DOUBT),
+        ([FASTER], f"bf16 is 2.00x [1.98, 2.02] faster than fp32 {ON}", Tone.GOOD),
+        ([SLOWER], f"bf16 is slower than fp32 {ON}: 0.800x [0.792, 0.808] its speed", Tone.BAD),
+        ([SAME], f"bf16 is as fast as fp32 {ON}: 0.990x [0.980, 1.00] its speed, within 2%", Tone.PLAIN),
+        ([UNSURE], f"{UNCLEAR} {ON} (0.980x [0.971, 0.990] its speed): {WIDE}", Tone.DOUBT),
+        ([(Verdict.UNSURE, None, FEW)], f"{UNCLEAR} {ON}: {WIDE}; {RESTS}", Tone.DOUBT),
+        ([NONE], f"bf16 was not timed {ON}", Tone.DOUBT),
         (
             [(*FASTER, NOISY, FEW)],
-            (
-                "bf16 is perhaps 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64, but the times varied a lot "
-                "(noisy) and it rests on few rounds (few-samples)"
-            ),
+            f"bf16 is perhaps 2.00x [1.98, 2.02] faster than fp32 {ON}, but {VARIED} and {RESTS}",
             Tone.DOUBT,
         ),
         (
             [(*SLOWER, NOISY)],
-            (
-                "bf16 is perhaps slower than fp32 on gemm m=64 k=64: 0.800x [0.792, 0.808] its speed, but the "
-                "times varied a lot (noisy)"
-            ),
+            f"bf16 is perhaps slower than fp32 {ON}: 0.800x [0.792, 0.808] its speed, but {VARIED}",
             Tone.DOUBT,
         ),
         (
             [(*SAME, NOISY)],
-            (
-                "bf16 is perhaps as fast as fp32 on gemm m=64 k=64: 0.990x [0.980, 1.00] its speed, within 2%, but the "
-                "times varied a lot (noisy)"
-            ),
+            f"bf16 is perhaps as fast as fp32 {ON}: 0.990x [0.980, 1.00] its speed, within 2%, but {VARIED}",
             Tone.DOUBT,
         ),
         (
             [(*FASTER, HOST)],
-            (
-                "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64; the host sets the pace, not the device "
-                "(launch-bound)"
-            ),
+            f"bf16 is 2.00x [1.98, 2.02] faster than fp32 {ON}; {PACE}, not the device (launch-bound)",
             Tone.GOOD,
         ),
-        ([(Verdict.FASTER, None)], "bf16 is faster than fp32 on gemm m=64 k=64", Tone.GOOD),
-        ([(Verdict.SLOWER, None)], "bf16 is slower than fp32 on gemm m=64 k=64", Tone.BAD),
-        ([(Verdict.SAME, None)], "bf16 is as fast as fp32 on gemm m=64 k=64, within 2%", Tone.PLAIN),
+        ([(Verdict.FASTER, None)], f"bf16 is faster than fp32 {ON}", Tone.GOOD),
+        ([(Verdict.SLOWER, None)], f"bf16 is slower than fp32 {ON}", Tone.BAD),
+        ([(Verdict.SAME, None)], f"bf16 is as fast as fp32 {ON}, within 2%", Tone.PLAIN),
         ([FASTER] * 3, "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x", Tone.GOOD),
         ([FASTER] * 2, "bf16 is faster than fp32 in both cases of gemm (m=64: 2.00x; m=128: 2.00x)", Tone.GOOD),
         (
@@ -103,33 +81,26 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
         (
             [(*FASTER, NOISY), (*FASTER, NOISY, FEW), (*SLOWER, FEW)],
             (
-                "bf16 is perhaps faster than fp32 in 2 of 3 cases of gemm (m=64: 2.00x; m=128: 2.00x), but the "
-                "times varied a lot (noisy) and it rests on few rounds in 1 of them (few-samples); perhaps "
-                "slower in 1 (m=192: 0.800x), but it rests on few rounds (few-samples)"
+                "bf16 is perhaps faster than fp32 in 2 of 3 cases of gemm (m=64: 2.00x; m=128: 2.00x), but "
+                f"{VARIED} and it rests on few rounds in 1 of them (few-samples); perhaps slower in 1 (m=192: 0.800x), "
+                f"but {RESTS}"
             ),
             Tone.DOUBT,
         ),
         (
             [(*SAME, NOISY)] * 3,
-            "bf16 is perhaps as fast as fp32 in all 3 cases of gemm (within 2%), but the times varied a lot (noisy)",
+            f"bf16 is perhaps as fast as fp32 in all 3 cases of gemm (within 2%), but {VARIED}",
             Tone.DOUBT,
         ),
         (
             [FASTER, UNSURE, UNSURE],
             (
-                "bf16 is faster than fp32 in 1 of 3 cases of gemm (m=64: 2.00x); not clear in 2 (m=128: 0.980x; m=192: "
-                "0.980x): the interval is too wide to tell"
+                "bf16 is faster than fp32 in 1 of 3 cases of gemm (m=64: 2.00x); not clear in 2 (m=128: 0.980x; "
+                f"m=192: 0.980x): {WIDE}"
             ),
             Tone.PLAIN,
         ),
-        (
-            [UNSURE] * 3,
-            (
-                "it is not clear whether bf16 is faster than fp32 in all 3 cases of gemm, 0.980x: the interval "
-                "is too wide to tell"
-            ),
-            Tone.DOUBT,
-        ),
+        ([UNSURE] * 3, f"{UNCLEAR} in all 3 cases of gemm, 0.980x: {WIDE}", Tone.DOUBT),
         ([NONE] * 3, "bf16 was not timed in all 3 cases of gemm", Tone.DOUBT),
         (
             [(Verdict.FASTER, None), NONE],
@@ -138,10 +109,7 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
         ),
         (
             [(*FASTER, HOST), FASTER, FASTER],
-            (
-                "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x; the host sets the pace in 1 of 3, not "
-                "the device (launch-bound)"
-            ),
+            f"bf16 is faster than fp32 in all 3 cases of gemm, 2.00x; {PACE} in 1 of 3, not the device (launch-bound)",
             Tone.GOOD,
         ),
     ],
