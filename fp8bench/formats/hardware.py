@@ -61,10 +61,10 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 def device_class(word: str) -> DeviceClass:
     """The class of that name or alias; raises UnknownName with the nearest."""
-    for one in CLASSES:
-        if word.lower() in (one.name, *one.aliases):
-            return one
-    raise UnknownName("class of devices", word, [name for one in CLASSES for name in (one.name, *one.aliases)])
+    known = {name: one for one in CLASSES for name in (one.name, *one.aliases)}
+    if word.lower() not in known:
+        raise UnknownName("class of devices", word, list(known))
+    return known[word.lower()]
 
 
 AMPERE = (8, 0)

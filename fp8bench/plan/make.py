@@ -45,7 +45,6 @@ class _Part:
 
     workload: Workload
     modes: tuple[str, ...]
-    reference: str
     layers: PrecisionMap
     may_add: bool = False
 
@@ -188,7 +187,7 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
     modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
     named = request.reference is None and len(request.dtypes) > 1 and not request.grid
     may_add = compares and named and workload.fused and ADDED not in modes
-    return _Part(workload, modes, lead, map_for(request, layers, modes, lead), may_add)
+    return _Part(workload, modes, map_for(request, layers, modes), may_add)
 
 
 def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
@@ -233,7 +232,7 @@ def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group
     if added is not None and _is_native(added):
         mapped = [planned if planned in native else _mapped(part, planned, facts) for planned in pure]
         return Group((added, *mapped), 0)
-    lead = _lead(pure, part.modes.index(part.reference), firm)
+    lead = _lead(pure, firm)
     cases = (planned if index == lead else _mapped(part, planned, facts) for index, planned in enumerate(pure))
     return Group(tuple(cases), lead)
 
@@ -276,14 +275,14 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     return PlannedCase(case, support, work, skip)
 
 
-def _lead(cases: Sequence[PlannedCase], wanted: int, firm: bool) -> int:
-    """The reference's place: the one wanted, or the highest native precision that can run.
+def _lead(cases: Sequence[PlannedCase], firm: bool) -> int:
+    """The reference's place: the first, or that of the highest native precision that can run.
 
     An emulated reference has no speed to compare with, so it takes the user's word (`firm`) to have one beside native
     cases.
     """
-    if cases[wanted].runs and (firm or cases[wanted].support.level is Level.NATIVE):
-        return wanted
+    if cases[0].runs and (firm or cases[0].support.level is Level.NATIVE):
+        return 0
     able = [index for index, planned in enumerate(cases) if planned.runs]
     native = [index for index in able if cases[index].support.level is Level.NATIVE]
-    return min(native or able, key=lambda index: precisions.get(cases[index].case.precision).rank, default=wanted)
+    return min(native or able, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0)

@@ -34,16 +34,17 @@ def check_map(request: Request, layers: Sequence[Layer]) -> None:
             raise UnknownName(f"layer of suite {request.suite}", key, known, shown if layers else "")
 
 
-def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str], reference: str) -> PrecisionMap:
-    """The map of a suite with these layers. Cases other than the reference take it; the reference stays pure."""
+def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
+    """The map of a suite with these layers. The reference, which is the first mode, stays pure; all others take it."""
+    reference, *others = modes
     keys = keys_of(known)
     layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
-    if layers and all(name == reference for name in modes):
+    if layers and not others:
         raise UsageError(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
             "dtype to --dtypes, or another --reference."
         )
-    for mode in (name for name in modes if name != reference):
+    for mode in others:
         for _, other in layers:
             if precisions.get(mode).float32_products != precisions.get(other).float32_products:
                 raise UsageError(

@@ -75,17 +75,18 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequ
         words = [_BECAME[record.status] + (f" ({record.reason})" if record.reason else "") for record in (old, new)]
         yield _none(new.case, f"{words[0]} before, {words[1]} now", failed)
         return
-    version = after[-1].version
-    alike = [one for one in before if one.version == version]
-    if not alike:
-        yield _none(new.case, f"version {before[-1].version} before and {version} now: the work changed")
+    version = new.case.version
+    old_side, new_side, others = (
+        [one for one in side if one.record.case.version == version] for side in (before, after, beside)
+    )
+    if not old_side:
+        yield _none(new.case, f"version {old.case.version} before and {version} now: the work changed")
         return
     if old.support.level is not new.support.level:
         yield _none(new.case, f"{old.support.level} before and {new.support.level} now: not the same work")
         return
-    kept = _whole(alike), _whole([one for one in after if one.version == version])
-    others = _whole([one for one in beside if one.version == version])
-    for figures in (*timed(*kept, others), *sensed(*kept, others)):
+    kept = _whole(old_side), _whole(new_side)
+    for figures in (*timed(*kept, _whole(others)), *sensed(*kept, _whole(others))):
         yield of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
     for metric, first, second in counted(*kept):
         said = exact_change(first, second)

@@ -28,10 +28,6 @@ class Sighting:
     finding: Finding | None
     reference: str = ""
 
-    @property
-    def version(self) -> str:
-        return self.record.case.version
-
 
 @dataclass(frozen=True)
 class Side:
