@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -194,14 +194,11 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
 
 def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
     """The trends of the one series that a word fits, or of all that a pattern with stars fits."""
-    wanted: Callable[[str], bool]
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
-        wanted = lambda name: pattern.fullmatch(name.lower()) is not None  # noqa: E731
+        trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None).trends
     else:
-        meant = series_meant(word, history, store)
-        wanted = meant.__eq__
-    trends = history.trends(wanted).trends
+        trends = history.trends(series_meant(word, history, store).__eq__).trends
     if not trends:
         raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
     return trends

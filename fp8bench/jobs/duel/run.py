@@ -162,16 +162,11 @@ def _sessions(
             if one.alive and number == 0:
                 _check_origins(started)  # more of the user's code may have been imported by now
                 runner.check_values(one)
-            with held_back():
-                _keep(writer, one, number, alive)
-
-
-def _keep(writer: DuelWriter, one: CaseProgress, number: int, measured: bool) -> None:
-    """Write down what a session came to: the case with all there is of it, or one more session."""
-    if number == 0 or (measured and not one.alive):
-        writer.result(one.result)
-    elif measured:
-        writer.session(one.result.after.case.id, one.sessions[-1])
+            with held_back():  # what is kept is the case with all there is of it, or one more session
+                if number == 0 or (alive and not one.alive):
+                    writer.result(one.result)
+                elif alive:
+                    writer.session(one.result.after.case.id, one.sessions[-1])
 
 
 def _rule(request: Request, share: float | None) -> StoppingRule:
