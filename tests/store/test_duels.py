@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.model import DeviceFacts, Status
+from fp8bench.model import Status
 from fp8bench.store.duels import find_duel, load_duel, start_duel
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU
@@ -29,13 +29,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(path: Path) -> None:
-    """Sessions follow their case, and what a case came to last counts."""
+    """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
     found = load_duel(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
         notes=("both sides are the same",), finished=True, path=str(path),
     )  # fmt: skip
-    assert found == wanted
+    assert found == wanted and found.after.devices == (CPU,)
     assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
     assert not found.ok and [one.measured for one in found.results] == [True, False]
 
@@ -127,8 +127,3 @@ def test_a_store_that_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "duels").write_text("a file")
     with pytest.raises(StoreError, match=r"cannot be made .*Choose another --store DIR"):
         start_duel(header(), tmp_path)
-
-
-def test_facts_of_a_device_are_kept(path: Path) -> None:
-    """Which torch each side had is in them too."""
-    assert load_duel(path).after.devices == (CPU,) and isinstance(CPU, DeviceFacts)

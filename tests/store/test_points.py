@@ -413,40 +413,36 @@ def point(*values: float, **words: Any) -> Point:
     return Point("x.X.track_time", words.pop("cell", ("bf16",)), words.pop("version", "1.1"), values, **words)
 
 
-def only(*given: Point) -> Point:
-    """What points of one cell come to."""
-    ((_, found),) = merged(given).items()
-    return found
+FAILED = point(status=Status.FAILED, reason="out of memory")
+SKIPPED = point(status=Status.SKIPPED, reason="no kernel")
+OLD, NEW = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
+MERGED: dict[str, tuple[list[Point], Point]] = {
+    "samples in their order": ([point(3.0, 1.0), point(2.0), point(3.0)], point(3.0, 1.0, 2.0, 3.0)),
+    "a whole run among hasty ones": ([point(9.0, hasty=True), point(1.0), point(8.0, hasty=True)], point(1.0)),
+    "hasty ones alone": ([point(9.0, hasty=True), point(8.0, hasty=True)], point(9.0, 8.0, hasty=True)),
+    "a failure after samples": ([point(1.0), FAILED], point(1.0)),
+    "a failure before samples": ([FAILED, point(1.0)], point(1.0)),
+    "a failure before hasty samples": ([FAILED, point(2.0, hasty=True)], point(2.0, hasty=True)),
+    "skipped at last": ([FAILED, SKIPPED], SKIPPED),
+    "failed at last": ([SKIPPED, FAILED], FAILED),
+    "an upgrade": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=NEW)], point(2.0, 3.0, under=NEW)),
+    "and back": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=OLD)], point(1.0, 3.0, under=OLD)),
+    "a quick run of new": ([point(1.0, under=OLD), point(2.0, under=NEW, hasty=True)], point(1.0, under=OLD)),
+    "quick runs alone": (
+        [point(1.0, under=OLD, hasty=True), point(2.0, under=NEW, hasty=True)], point(2.0, under=NEW, hasty=True),
+    ),
+}  # fmt: skip
 
 
-def test_samples_of_whole_runs_are_put_together() -> None:
-    """In their order, each as often as it was measured."""
-    assert only(point(3.0, 1.0), point(2.0), point(3.0)).samples == (3.0, 1.0, 2.0, 3.0)
+@pytest.mark.parametrize("what", MERGED)
+def test_what_the_points_of_one_cell_come_to(what: str) -> None:
+    """Whole samples count over hasty ones, those measured as the newest were; without samples the latest word counts.
 
-
-def test_a_whole_run_counts_over_hasty_ones() -> None:
-    """Whichever came last; of hasty ones alone all count."""
-    hasty = [point(9.0, hasty=True), point(8.0, hasty=True)]
-    assert only(hasty[0], point(1.0), hasty[1]) == point(1.0)
-    assert only(*hasty) == point(9.0, 8.0, hasty=True)
-
-
-def test_a_case_that_failed_or_was_skipped_does_not_lose_its_samples() -> None:
-    """What was measured of a commit was measured; without samples the latest word counts."""
-    failed = point(status=Status.FAILED, reason="out of memory")
-    skipped = point(status=Status.SKIPPED, reason="no kernel")
-    assert only(point(1.0), failed) == point(1.0) == only(failed, point(1.0))
-    assert only(failed, skipped) == skipped and only(skipped, failed) == failed
-    assert only(failed, point(2.0, hasty=True)).samples == (2.0,)
-
-
-def test_only_what_was_measured_alike_is_put_together() -> None:
-    """After an upgrade a commit is measured again: the newest whole run says under what. A quick one does not."""
-    old, new = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
-    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=new)).samples == (2.0, 3.0)
-    assert only(point(1.0, under=old), point(2.0, under=new), point(3.0, under=old)).samples == (1.0, 3.0)
-    assert only(point(1.0, under=old), point(2.0, under=new, hasty=True)) == point(1.0, under=old)
-    assert only(point(1.0, under=old, hasty=True), point(2.0, under=new, hasty=True)).samples == (2.0,)
+    What was measured of a commit was measured: a case that fails or is skipped later does not lose it.
+    """
+    given_points, expected = MERGED[what]
+    ((_, found),) = merged(given_points).items()
+    assert found == expected
 
 
 def test_of_several_versions_the_newest_counts() -> None:
