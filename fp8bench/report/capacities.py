@@ -16,10 +16,9 @@ EMULATED = "emulated"
 
 def searched(panel: Panel) -> Iterator[tuple[ResultGroup, Result, Capacity]]:
     """The cases whose largest batch was looked for, one group of those that differ in batch alone."""
-    for group in panel.groups:
-        for result in group.results:
-            if result.record.capacity is not None:
-                yield group, result, result.record.capacity
+    for group, result in panel.members:
+        if result.record.capacity is not None:
+            yield group, result, result.record.capacity
 
 
 def title(found: Capacity) -> str:

@@ -80,9 +80,14 @@ class Panel:
     def reference(self) -> str:
         return self.groups[0].reference
 
+    @cached_property
+    def members(self) -> tuple[tuple[ResultGroup, Result], ...]:
+        """Each result with its group."""
+        return tuple((group, result) for group in self.groups for result in group.results)
+
     @property
     def results(self) -> tuple[Result, ...]:
-        return tuple(result for group in self.groups for result in group.results)
+        return tuple(result for _, result in self.members)
 
     @cached_property
     def shared(self) -> Params:

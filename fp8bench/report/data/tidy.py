@@ -53,11 +53,10 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
     heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     found = []
     for panel in panels_of(run, findings):
-        for group in panel.groups:
-            for result in group.results:
-                named = {"device_name": names.get(result.record.case.device)}
-                about = empty | heads | _about(result.record, panel.reference) | named
-                found += [about | figures for figures in _figures(group, result)]
+        for group, result in panel.members:
+            named = {"device_name": names.get(result.record.case.device)}
+            about = empty | heads | _about(result.record, panel.reference) | named
+            found += [about | figures for figures in _figures(group, result)]
     # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
     return [
         {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}

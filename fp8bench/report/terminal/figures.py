@@ -38,7 +38,7 @@ def energy(panel: Panel) -> Iterator[Element]:
     caption = f"energy of a step, by {named_source(sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    known = [(group, one, found) for group in panel.groups for one in group.results if (found := figures_of(one))]
+    known = [(group, one, found) for group, one in panel.members if (found := figures_of(one))]
     first = {name for _, _, found in known for name, _ in found.per[:1]}
     counts = [name for name in PER_WORDS if name in first]
     columns = (
@@ -77,7 +77,7 @@ def tells_memory(panel: Panel) -> bool:
 
 def counted(panel: Panel) -> list[str]:
     """Who else counts, of those that know of any case."""
-    known = [Figures(group, one) for group in panel.groups for one in group.results if use_of(one.record) is not None]
+    known = [Figures(group, one) for group, one in panel.members if use_of(one.record) is not None]
     return [who for who, name in _COUNTERS.items() if any(one[name].value is not None for one in known)]
 
 
@@ -87,7 +87,7 @@ def memory(panel: Panel) -> Iterator[Element]:
         return
     present, others = {role for one in panel.results for role in roles_of(one)}, counted(panel)
     roles = [role for role in MemoryRole if role in present]
-    known = [(group, one, use) for group in panel.groups for one in group.results if (use := use_of(one.record))]
+    known = [(group, one, use) for group, one in panel.members if (use := use_of(one.record))]
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 
     def shown(size: float | None) -> str:

@@ -181,7 +181,7 @@ def _memory_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
     """What the energy tables hold, where there are any."""
-    cases = [(panel, group, one) for panel in panels for group in panel.groups for one in group.results]
+    cases = [(panel, group, one) for panel in panels for group, one in panel.members]
     found = [case for case in cases if figures_of(case[2]) is not None]
     compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_against(one, group.lead))
     cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []

@@ -37,7 +37,7 @@ def summary(run: Run, panels: Sequence[Panel], width: int, report: str = "") -> 
 
 def _cases(panels: Sequence[Panel]) -> Mapping[str, list[tuple[ResultGroup, Result]]]:
     """What is compared, by precision, in the order it was measured, with the groups that it is of."""
-    found = ((group, result) for panel in panels for group in panel.groups for result in group.results)
+    found = (member for panel in panels for member in panel.members)
     return together((result.mode, (group, result)) for group, result in found if not result.record.is_reference)
 
 

@@ -55,8 +55,7 @@ def main_table(panel: Panel) -> Table:
     rows = [
         _main_fields(one, Figures(group, one), error)
         | {"group": Field(f"{panel.place(group)}  noise floor (A/A): {noise_floor(group)}" if floors else "")}
-        for group in panel.groups
-        for one in group.results
+        for group, one in panel.members
     ]
     silent = {"speed-up", "throughput", "error"} & {
         name for name in columns if all(row[name].text == units.NONE for row in rows)
@@ -68,7 +67,7 @@ def main_table(panel: Panel) -> Table:
 
 def phases_table(panel: Panel) -> Table | None:
     """The phases of each measured case as shares of its best case; None if nothing was measured."""
-    measured = [(group, result) for group in panel.groups for result in group.results if result.best]
+    measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return None
     present = {name for _, one in measured for name, seconds in phases_of(one) if seconds or name == UNATTRIBUTED}

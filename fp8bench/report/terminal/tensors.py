@@ -45,7 +45,7 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     rows = tuple(
         (Field(tensor_name(panel, group) if len(panel.groups) > 1 else ""),
          *_row(one, [figure(one, metric)[0] for _, metric in _FIGURES], Tone.STRONG))
-        for group in panel.groups for one in group.results
+        for group, one in panel.members
     )  # fmt: skip
     yield Table("tensors", "", columns, rows)
 

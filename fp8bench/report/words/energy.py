@@ -37,8 +37,7 @@ def energy_sentences(panel: Panel) -> list[Text]:
 def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
     found = [
         (group, one, ratio)
-        for group in panel.groups
-        for one in group.results
+        for group, one in panel.members
         if one.mode == mode and (ratio := ratio_against(one, group.lead)) is not None
     ]
     if len(found) > 1:

@@ -43,8 +43,7 @@ def outcomes(panels: Iterable[Panel]) -> list[Outcome]:
         Outcome(result, setting_of(panel, group), metric)
         for panel in panels
         for metric in [main_error(panel)]
-        for group in panel.groups
-        for result in group.results
+        for group, result in panel.members
     ]
 
 

@@ -88,8 +88,7 @@ def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozens
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
     found = [
         (setting_of(panel, group), result, group.lead)
-        for group in panel.groups
-        for result in group.results
+        for group, result in panel.members
         if result.mode == mode and standing(result) in _COMPARED
     ]
     reference, suite = panel.reference or "its reference", panel.case.workload

@@ -90,14 +90,10 @@ def _row(case: NamedCase, one: OperatorTime, whole: float) -> Row:
         case_field(case),
         Field(phase_words(one.phase)),
         Field(one.name) if one.name else rest,
-        number(one.calls, _calls),
+        number(one.calls, lambda calls: units.whole(int(calls)) if calls.is_integer() else units.significant(calls)),
         number(one.seconds, units.seconds),
         number(one.seconds / whole, units.percent),
     )
-
-
-def _calls(value: float) -> str:
-    return units.whole(int(value)) if value.is_integer() else units.significant(value)
 
 
 def _where(material: Material) -> str:

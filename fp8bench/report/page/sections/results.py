@@ -83,8 +83,7 @@ class Results(Section):
 
 def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Result]]:
     for entry, panel in material.panels():
-        for group in panel.groups:
-            yield from ((entry, panel, group, result) for result in group.results)
+        yield from ((entry, panel, group, result) for group, result in panel.members)
 
 
 def _row(entry: Entry, panel: Panel, group: ResultGroup, result: Result, shared: Params) -> _Row:

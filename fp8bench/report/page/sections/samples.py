@@ -31,7 +31,7 @@ _FAR = 100.0
 class _Row:
     name: str
     result: Result
-    percent: tuple[float, ...]
+    percent: tuple[float, ...]  # of each round, above (or below) the median
 
     @property
     def unsteady(self) -> tuple[Label, ...]:
@@ -82,16 +82,10 @@ def _rows(material: Material) -> Iterator[_Row]:
     for title, panel in timed_panels(material):
         for case in named_cases(panel):
             timing = case.result.record.timing
-            percent = _distances(step_samples(timing)) if timing is not None else ()
-            if percent:
-                yield _Row(f"{title} {case.name}", case.result, percent)
-
-
-def _distances(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Percent above (or below) the median; none where that is no length of time."""
-    finite = [one for one in seconds if math.isfinite(one)]
-    middle = statistics.median(finite) if finite else 0.0
-    return tuple(100 * (one / middle - 1) for one in finite) if middle > 0 else ()
+            finite = [one for one in step_samples(timing) if math.isfinite(one)] if timing is not None else []
+            middle = statistics.median(finite) if finite else 0.0
+            if middle > 0:
+                yield _Row(f"{title} {case.name}", case.result, tuple(100 * (one / middle - 1) for one in finite))
 
 
 def _strips(rows: Sequence[_Row]) -> Strips:

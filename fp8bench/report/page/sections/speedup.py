@@ -73,12 +73,11 @@ class SpeedUp(Section):
 def _cases(material: Material) -> Iterator[_Case]:
     for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
         metric = "" if about_tensors(panel) else main_error(panel)
-        for group in () if about_tensors(panel) else panel.groups:
-            for result in group.results:
-                error = value_of(result.record.measurement(metric)) if metric else None
-                run = f"{entry.label} {panel.case.device}"
-                yield _Case(run, title, panel.reference or "the reference", panel.place(group), result, metric,
-                            math.nan if error is None else error)  # fmt: skip
+        for group, result in () if about_tensors(panel) else panel.members:
+            error = value_of(result.record.measurement(metric)) if metric else None
+            run = f"{entry.label} {panel.case.device}"
+            yield _Case(run, title, panel.reference or "the reference", panel.place(group), result, metric,
+                        math.nan if error is None else error)  # fmt: skip
 
 
 def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:

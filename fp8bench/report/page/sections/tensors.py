@@ -99,8 +99,7 @@ def _all_figures(title: str, panel: Panel) -> Table:
             Field(cell_of(one).words, hint=one.mode),
             *(Field(*figure(one, metric)) for metric in present),
         )
-        for group in panel.groups
-        for one in group.results
+        for group, one in panel.members
         if figure(one, SQNR)[1] is not None
     )
     return Table(f"figures-{panel.case.workload}", f"{title}: all figures", tuple(columns), rows, folded=True)

@@ -59,8 +59,7 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
     by_mode = together(
         (result.mode, (panel, group, result))
         for panel in entry.panels
-        for group in (panel.groups if not about_tensors(panel) else ())
-        for result in group.results
+        for group, result in (panel.members if not about_tensors(panel) else ())
         if not result.record.is_reference
     )
     for mode, cases in by_mode.items():
