@@ -33,6 +33,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
 PARAMS = (("m", 64), ("n", 64), ("k", 64))
@@ -247,6 +248,16 @@ class FakeWorker(Worker):
         self.log.append(("error", case.mode))
         self._strike("error", case.mode)
         return dict(self._script(case.mode).errors)
+
+
+class Listener(SilentObserver):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, float]] = []
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self.told.append((case.mode, doing, share))
 
 
 def planned(precision: str, level: Level = Level.NATIVE, skip: str = "", flops: float = 0.0) -> PlannedCase:

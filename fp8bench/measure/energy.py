@@ -48,7 +48,8 @@ class _Found:
     def use(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
         idles = [f"idle power: {one.reason}" for one in (before, after) if isinstance(one, Unavailable)]
         why = "; ".join(dict.fromkeys([*self.reasons, *idles]))
-        return EnergyUse(source, tuple(self.windows), _watts(before), _watts(after), why)
+        idle_before, idle_after = (one.watts if isinstance(one, Energy) else None for one in (before, after))
+        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, why)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,3 @@ def _kept(energy: Energy, steps: int) -> EnergyWindow:
         steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
         watched.get("temperature"), None if throttle is None else int(throttle),
     )  # fmt: skip
-
-
-def _watts(idle: Energy | Unavailable) -> float | None:
-    return idle.watts if isinstance(idle, Energy) else None

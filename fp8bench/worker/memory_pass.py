@@ -54,7 +54,8 @@ def memory_of_step(
             before = state_tensors(state)
             resident = reset_high_water()
             meter.mark()
-            step(workload, state, setup.scales, listening_phases(meter.enter))
+            stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+            step(workload, state, setup.scales, Markers(lambda name: ListeningMarker(name, stack, meter.enter)))
             if isinstance(resident, Reading):
                 resident = memory()["rss_high_water"]
         finally:
@@ -124,7 +125,7 @@ def _addresses(operand: Operand | None) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class ListeningMarker:
-    """One phase's context manager; nested ones are exclusive, as under the clock."""
+    """One phase's context manager: tells with what a step goes on. Nested ones are exclusive, as under the clock."""
 
     _name: str
     _stack: list[str]
@@ -137,12 +138,6 @@ class ListeningMarker:
     def __exit__(self, *exc: object) -> None:
         self._stack.pop()
         self._told(self._stack[-1])
-
-
-def listening_phases(told: Callable[[str], None]) -> Markers[ListeningMarker]:
-    """Phases that tell when a step goes on in another. Backward may run on another thread: they share one stack."""
-    stack: list[str] = [UNATTRIBUTED]
-    return Markers(lambda name: ListeningMarker(name, stack, told))
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)

@@ -17,6 +17,7 @@ from fp8bench.model import Capacity, Case, DeviceFacts, Group, Plan, PlannedCase
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
 from tests.facts import CPU
+from tests.fakes import Listener
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 NO_MEMORY = WorkerFault("OutOfMemoryError", "CUDA out of memory.\nTried to allocate", "trace", out_of_memory=True)
@@ -50,16 +51,6 @@ class Filled(Worker):
         self.restarts += 1
 
 
-class Listener(SilentObserver):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.told.append(f"{case.mode} {doing}")
-
-
 def planned(suite: str = "transformer", facts: DeviceFacts = CPU, dtype: str = "fp32", **axes: str) -> PlannedCase:
     """The first case of a suite."""
     request = Request(suite, (dtype,), axes=tuple((name, (value,)) for name, value in axes.items()))
@@ -85,7 +76,7 @@ def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
     found = search(worker, observer=observer)
     assert found == Capacity("batch", LIMIT, 100, 1, 100 * 96 * 2, 1000, 101, "tensors need 10 B more", 5)
     assert {(100, LIMIT), (101, LIMIT)} <= set(worker.log) and worker.restarts == 0
-    assert "fp32 trying a batch of 101" in observer.told
+    assert ("fp32", "trying a batch of 101", 1.0) in observer.told
 
 
 def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:

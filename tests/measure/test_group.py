@@ -16,7 +16,6 @@ from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
-    Case,
     DeviceFacts,
     Label,
     Level,
@@ -37,6 +36,7 @@ from tests.fakes import (
     MS,
     FakeWorker,
     Fault,
+    Listener,
     Script,
     broken,
     by_mode,
@@ -48,16 +48,6 @@ from tests.fakes import (
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
 TRACES = TraceFolder(Path("/traces"), 7)
-
-
-class Listener(SilentObserver):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str, float]] = []
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.told.append((case.mode, doing, share))
 
 
 def measure(

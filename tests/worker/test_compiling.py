@@ -12,24 +12,14 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.limits import COMPILE_SECONDS, Limits
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Timing
+from fp8bench.model import Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
-from tests.fakes import CPU, FakeWorker, Fault, Script, by_mode, group, planned
+from tests.fakes import CPU, FakeWorker, Fault, Listener, Script, by_mode, group, planned
 
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
 CASES = (planned("fp32"), planned("mxfp8", EMULATED), planned("nvfp4", EMULATED))
-
-
-class Listener(SilentObserver):
-    """Keeps what is done with whom."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.told.append((case.mode, doing))
 
 
 def measure(
@@ -61,7 +51,7 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
     for mode in ("mxfp8", "nvfp4"):
         first = next(place for place, entry in enumerate(worker.log) if entry[:2] == ("slot", mode))
         assert any(entry[:2] == ("compile", mode) for entry in worker.log[:first])
-    assert [doing for mode, doing in listener.told if "compiling" in doing] == [
+    assert [doing for mode, doing, _ in listener.told if "compiling" in doing] == [
         "compiling 2 quantisers", "compiling 1 quantiser",
     ]  # fmt: skip
 
