@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import Axis, Bars, Mark, Stacks, Strips, Tone, Waterfall
-from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
+from fp8bench.report.page.drawing.labels import ends, hint, shortened, worded
 from fp8bench.report.page.drawing.limits import (
     DOTS,
     ROWS,
@@ -296,10 +296,12 @@ def draw_strips(sheet: Sheet, chart: Strips) -> float:
     scale = fitted(values, places.left + 4, sheet.width - 4, unit=unit, pad=0.01)
     end = foot(sheet, scale, chart.axis, places)
     for (label, samples, tone), place in zip(rows, places.rows, strict=True):
-        sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=_said(label, samples, unit))
+        middle, low, high = statistics.median(samples), shown(min(samples), unit), shown(max(samples), unit)
+        count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples from {low} to {high}"
+        words = worded(label, f"median {shown(middle, unit)}", count)
+        sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=words)
         _dots(sheet, tone, [scale.at(value) for value in chosen(samples)], place)
-        middle = scale.at(statistics.median(samples))
-        sheet.lines("median", [[(middle, place.y - 12), (middle, place.y + 12)]])
+        sheet.lines("median", [[(scale.at(middle), place.y - 12), (scale.at(middle), place.y + 12)]])
     return end
 
 
@@ -321,11 +323,3 @@ def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
         last[offset] = x
         points.append([(x, row.y + offset), (x, row.y + offset)])
     sheet.lines(f"dots {tone}", points)
-
-
-def _said(label: str, samples: Sequence[float], unit: str) -> Hint:
-    """What a row says of its samples."""
-    middle = shown(statistics.median(samples), unit)
-    low, high = shown(min(samples), unit), shown(max(samples), unit)
-    count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples from {low} to {high}"
-    return worded(label, f"median {middle}", count)
