@@ -64,15 +64,6 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
     return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
 
 
-def _standard(record: Record, shared: _Standard) -> _Standard:
-    """The group's, or that of the sitting that a case was in: never the control of another sitting."""
-    against = record.paired_with
-    if against is None:
-        return shared
-    hard = hard_labels(against, None, None, record.case.device)
-    return replace(shared, timing=against, control=record.control, hard=hard)
-
-
 def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None) -> Finding:
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
@@ -88,7 +79,10 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
         phases=phases,
         below_floor=_below_floor(timing, phases, overheads),
     )
-    standard = _standard(record, shared)
+    standard = shared
+    if record.paired_with is not None:  # the sitting that it was in has its own: never the control of another one
+        hard = hard_labels(record.paired_with, None, None, record.case.device)
+        standard = replace(shared, timing=record.paired_with, control=record.control, hard=hard)
     finding, aa = _with_verdict(finding, record, standard, aa)
     labels = labels_of(record, finding, standard.timing, aa)
     finding = replace(

@@ -116,7 +116,7 @@ def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
     stepped = np.flatnonzero([bool(cuts) for cuts in rough])
     if not len(stepped):
         return found
-    some = clean.rows(stepped)
+    some = Batch(clean.values[stepped], clean.lengths[stepped])
     rows = [row[:length] for row, length in zip(some.values, some.lengths, strict=True)]
     units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, stepped, strict=True)])
     cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / deviations**2)

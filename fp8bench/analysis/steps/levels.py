@@ -35,10 +35,6 @@ class Batch:
         found: NDArray[np.bool_] = np.arange(self.values.shape[1]) < self.lengths[:, None]
         return found
 
-    def rows(self, chosen: Counts) -> Batch:
-        """Some of its series."""
-        return Batch(self.values[chosen], self.lengths[chosen])
-
 
 def partition(batch: Batch, by_length: float) -> list[list[int]]:
     """Where each series is cut: the first index of every piece but the first one.
