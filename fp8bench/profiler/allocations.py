@@ -195,16 +195,14 @@ class AllocationStream:
             for event, node in _flat(one.kineto_results.experimental_event_tree())
             if event.name == _CHANGE or event.name.startswith(_NOTE)
         ]
+        events: list[Event] = []
         # Stable: what happened within one tick of the clock stays in the order in which it was told.
-        told.sort(key=lambda pair: pair[0].start_time_ns)
-        return list(self._events(told))
-
-    def _events(self, told: Sequence[tuple[Any, int]]) -> Iterator[Event]:
-        for event, node in told:
+        for event, node in sorted(told, key=lambda pair: pair[0].start_time_ns):
             if event.name != _CHANGE:
-                yield self._notes[int(event.name.removeprefix(_NOTE))]
+                events.append(self._notes[int(event.name.removeprefix(_NOTE))])
             elif str(event.extra_fields.device) == self._device:
-                yield Sized(event.extra_fields.ptr, event.extra_fields.alloc_size, node)
+                events.append(Sized(event.extra_fields.ptr, event.extra_fields.alloc_size, node))
+        return events
 
 
 def _flat(tree: Sequence[Any]) -> Iterator[tuple[Any, int]]:
