@@ -20,8 +20,7 @@ def as_json(source: str, findings: Sequence[Finding]) -> str:
         {**_product(one), "torch": _judgement(one.torch), "transformer_engine": one.te and _judgement(one.te)}
         for one in findings
     ]
-    document = {"source": source, "fits": not homeless(findings), "findings": found}
-    return json_line(document)
+    return json_line({"source": source, "fits": not homeless(findings), "findings": found})
 
 
 def as_csv(findings: Sequence[Finding]) -> str:

@@ -64,11 +64,10 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
 
 def changes_json(found: Found) -> str:
     """All changes with their states, on one line."""
-    document = {
-        "schema": SCHEMA, "looked_at": found.looked_at, "left": dict(found.left),
-        "changes": [_plain(change) for change in found.changes],
-    }  # fmt: skip
-    return json_line(document)
+    changes = [_plain(change) for change in found.changes]
+    return json_line({
+        "schema": SCHEMA, "looked_at": found.looked_at, "left": dict(found.left), "changes": changes,
+    })  # fmt: skip
 
 
 def _plain(change: Change) -> dict[str, object]:

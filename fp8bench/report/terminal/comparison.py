@@ -49,10 +49,12 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     counts = counted(found)
     counts += f"; {hidden} of them, memory and errors that are the same on both sides, are not listed" if hidden else ""
     cases: list[Element] = [Text(counts, Tone.STRONG), *(_table(shown) if shown else ())]
-    whys = [f"{why} ({count})" for why, count in reasons(found).items()]
+    whys = tuple(f"{why} ({count})" for why, count in reasons(found).items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
-    parts += [*_listed("unsure, because", whys), *_listed("only in A", compared.only_before)]
-    parts += _listed("only in B", compared.only_after)
+    lists = {"unsure, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
+    for title, words in lists.items():
+        more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
+        parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
     timed = any(one.ratio is not None and one.evidence is Evidence.CROSS_RUN for one in found)
     legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(found)]
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
@@ -84,11 +86,6 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
         for one in compared.differing
     )
     return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
-
-
-def _listed(title: str, words: Sequence[str]) -> list[Part]:
-    more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
-    return list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:

@@ -41,11 +41,7 @@ def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> st
     span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
     (first, number), *others = Counter(winners).most_common()
     named = "".join(f", {words} in {times}" for words, times in others[:_MOST_NAMED])
-    return f"with {bits} bits {first} has the highest SQNR {_share(number, len(found), suite)}{named}: {span}"
-
-
-def _share(number: int, total: int, suite: str) -> str:
-    """'in 8 of 13 tensors of numerics'."""
-    if total == 1:
-        return f"on {suite}"
-    return f"in {f'{number} of ' if number < total else 'all '}{total} tensors of {suite}"
+    total = len(found)
+    some = f"{number} of" if number < total else "all"
+    where = f"on {suite}" if total == 1 else f"in {some} {total} tensors of {suite}"
+    return f"with {bits} bits {first} has the highest SQNR {where}{named}: {span}"
