@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -450,17 +449,6 @@ def test_a_failed_case_is_code_3_and_a_row(dtypes: str, store: Path, failing: st
     assert [record.status for record in load_run(path).records] == [statuses[one] for one in dtypes.split(",")]
 
 
-def executing(run: Run | BaseException) -> Callable[..., Run]:
-    """A stand-in for pipeline.execute."""
-
-    def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
-        if isinstance(run, BaseException):
-            raise run
-        return run
-
-    return execute
-
-
 EMPTY = Run(
     "abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl"
 )
@@ -496,7 +484,13 @@ def test_other_ends(
     outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each with its code and a sentence."""
-    monkeypatch.setattr(pipeline, "execute", executing(outcome))
+
+    def execute(*arguments: object) -> Run:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(pipeline, "execute", execute)
     ended, _, err = unfolding(fp8bench)("suite", "gemm")
     assert ended == code and err.startswith(sentence)
 

@@ -55,12 +55,10 @@ def test_what_else_changed_stands_between_the_commits() -> None:
     """A step that came with another torch or another GPU is not taken for the commit's."""
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))
     new = (("torch", "2.13.0"), ("torch_git", "2"), ("device", "NVIDIA H200"), ("env_NVIDIA_TF32_OVERRIDE", "0"))
-    shown = render(
-        trend_page([trend(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))], "x", ())
-    )
-    lines = shown.splitlines()
+    figures = (figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))
+    lines = render(trend_page([trend(*figures)], "x", ())).splitlines()
     place = next(number for number, line in enumerate(lines) if "00000002" in line)
-    assert " ".join(" ".join(lines[place - 1 : place]).split()) == (
+    assert lines[place - 1] == (
         "torch 2.12.0 -> 2.13.0; device NVIDIA A100 -> NVIDIA H200; env_NVIDIA_TF32_OVERRIDE none -> 0"
     )
     assert "00000003" in lines[place + 1]
