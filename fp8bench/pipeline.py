@@ -173,9 +173,7 @@ def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | Non
         check_folder("--trace", Path(request.trace))
     if write:
         check_store(store)  # before the text lies there: a store that is new is made as one
-    if not reads_corpus(request):
-        return None
-    return prepare_corpus(request.data, store / "data", write)
+    return prepare_corpus(request.data, store / "data", write) if reads_corpus(request) else None
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _take(reading: _Reading, content: dict[str, Any]) -> None:
         resumption = decode(Resumption, content["resumed"])
         # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
         if reading.run is not None:
-            cut = _cut(reading.run.plan, {record.case.id for record in reading.records})
+            cut = missing_groups(replace(reading.run, records=tuple(reading.records)))
             again = {planned.case.id for group in cut for planned in group.cases}
             reading.records = [record for record in reading.records if record.case.id not in again]
         reading.resumptions.append(resumption)
@@ -241,13 +241,10 @@ def _record(plain: Any) -> Record:
     return record
 
 
-def _cut(plan: Plan, known: set[str]) -> list[Group]:
-    return [group for group in plan if not all(planned.case.id in known for planned in group.cases)]
-
-
 def missing_groups(run: Run) -> tuple[Group, ...]:
     """The groups of the plan that are not all there."""
-    return tuple(_cut(run.plan, {record.case.id for record in run.records}))
+    known = {record.case.id for record in run.records}
+    return tuple(group for group in run.plan if not all(planned.case.id in known for planned in group.cases))
 
 
 def plan_of(records: Sequence[Record]) -> Plan:
