@@ -86,7 +86,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
     assert "nap on cpu" in out and "place=0" in out and "stopped early" in out
     told = re.search(r"To do the rest: fp8bench (suite --resume \w+)\n", err)
     assert told and "Traceback" not in err and err.endswith(NO_HISTORY)
-    assert len([line for line in err.splitlines() if " groups after " not in line]) == 2
+    assert len([line for line in err.splitlines() if " groups after " not in line]) == 3
     with started(folder, *told[1].split(), "--no-report") as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and err.endswith(NO_HISTORY)
