@@ -14,20 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis import stats
+from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
-from fp8bench.analysis.verdicts import (
-    BAND,
-    FINAL_LEVEL,
-    LEAST_FOR_VERDICT,
-    Conclusion,
-    band_of,
-    best_phases,
-    conclude,
-    noise,
-    rule,
-    totals,
-)
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
@@ -57,7 +45,7 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
     reference = next((record for record in records if record.is_reference and record.timing), None)
     shared, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
-        aa = noise(reference.timing, reference.control)
+        aa = verdicts.noise(reference.timing, reference.control)
         hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
         emulated = reference.support.level is Level.EMULATED
         shared = _Standard(reference.timing, reference.control, emulated, hard)
@@ -68,8 +56,8 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    phases = best_phases(timing)
-    all_calls = totals(timing)
+    phases = verdicts.best_phases(timing)
+    all_calls = verdicts.totals(timing)
     finding = Finding(
         record.case,
         Verdict.NONE,
@@ -106,7 +94,7 @@ def _with_verdict(
         return _unsure(finding, "it did not share rounds with a reference"), None
     if standard.emulated:
         return _unsure(finding, "the reference is emulated, so its time is no speed"), None
-    conclusion = conclude(record.timing, standard.timing, standard.control)
+    conclusion = verdicts.conclude(record.timing, standard.timing, standard.control)
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
     aa = conclusion.aa
@@ -118,7 +106,7 @@ def _with_verdict(
         rarest=rarest(record.timing.num_calls),
         floor=aa.reach if aa is not None else None,
         why=_why_unsure(conclusion, record.timing.num_rounds) if conclusion.verdict is Verdict.UNSURE else "",
-        median_ratio=float(np.median(totals(record.timing)) / np.median(totals(standard.timing))),
+        median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
 
 
@@ -128,18 +116,18 @@ def _unsure(finding: Finding, why: str) -> Finding:
 
 def rarest(calls: int) -> int:
     """One call in so many that is slower would have been among these, with 99% certainty; at least 1."""
-    return max(1, round(1 / (1 - math.pow(1 - FINAL_LEVEL, 1 / calls)))) if calls else 1
+    return max(1, round(1 / (1 - math.pow(1 - verdicts.FINAL_LEVEL, 1 / calls)))) if calls else 1
 
 
-def _why_unsure(conclusion: Conclusion, rounds: int) -> str:
+def _why_unsure(conclusion: verdicts.Conclusion, rounds: int) -> str:
     interval = conclusion.ratio
-    if rounds < LEAST_FOR_VERDICT:
+    if rounds < verdicts.LEAST_FOR_VERDICT:
         return f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
-    if rule(interval, band_of(conclusion.aa)) is not Verdict.UNSURE:
+    if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
         typical = conclusion.typical.inverse
         low, high = units.speed_up(typical.low), units.speed_up(typical.high)
         return f"the mean over all calls, {low} to {high}, does not confirm it; give it more time (--budget)"
-    if interval.low > 1 + BAND or interval.high < 1 - BAND:
+    if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
 

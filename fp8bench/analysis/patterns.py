@@ -58,11 +58,8 @@ def _place(classes: Sequence[Any]) -> str:
     if fewest < 2:
         return "calls take"
     table = np.ma.stack([one[:fewest] for one in classes])
-    if _strays(table.mean(axis=1)) < _STRAYS:
-        return "rounds take in all their calls"
-    return "calls, always the same ones of a slot, take" if _strays(table.mean(axis=0)) < _STRAYS else "calls take"
-
-
-def _strays(shares: Any) -> float:
-    """How many are not with the others of their round, or of their place in it."""
-    return float(np.minimum(shares, 1 - shares).mean())
+    for axis, words in ((1, "rounds take in all their calls"), (0, "calls, always the same ones of a slot, take")):
+        shares = table.mean(axis=axis)
+        if float(np.minimum(shares, 1 - shares).mean()) < _STRAYS:
+            return words
+    return "calls take"

@@ -88,7 +88,10 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     commit, seconds = lines[0].removeprefix("commit "), lines[1]
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     top = _git(folder, "rev-parse", "--show-toplevel")
-    other = top is not None and _is_another(Path(top) / _PACKAGE.name)
+    package = _PACKAGE if top is None else Path(top) / _PACKAGE.name
+    # A repository that is fp8bench's own while what runs is other code: that of another working tree, say.
+    own = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
+    other = own and _code(package) != _code(_PACKAGE)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
@@ -107,13 +110,6 @@ def _why_no_commit(folder: Path) -> str | None:
         return "it has no commit yet" if done.stdout.strip() == "true" else "this is no working tree"
     words = next(iter(done.stderr.splitlines()), "it does not say why").removeprefix("fatal: ")
     return None if words.startswith("not a git repository") else words
-
-
-def _is_another(package: Path) -> bool:
-    """Whether a repository is fp8bench's own and what runs is other code: that of another working tree, say."""
-    if not (package / "__init__.py").is_file() or package.samefile(_PACKAGE):
-        return False
-    return _code(package) != _code(_PACKAGE)
 
 
 def _code(package: Path) -> dict[Path, bytes]:

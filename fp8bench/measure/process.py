@@ -83,7 +83,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it now, whatever it does, and what it has left behind."""
-        self._kill_all()
+        # What belongs to the session: the worker, its warden, and what a workload has started and left behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
+            os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         self._let_go()
 
@@ -105,11 +107,6 @@ class WorkerProcess:
         if -status == signal.SIGKILL:
             how += " (the system ends processes so when memory runs out)"
         return how + self._last_words()
-
-    def _kill_all(self) -> None:
-        """End what belongs to the session: the worker, its warden, and what a workload has started and left behind."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
-            os.killpg(self._popen.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)

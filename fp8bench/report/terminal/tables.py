@@ -8,15 +8,7 @@ from collections.abc import Iterable, Sequence
 from fp8bench import units
 from fp8bench.analysis.metric import TIME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status
-from fp8bench.report.case_status import (
-    Standing,
-    emulated,
-    named_labels,
-    show_speed_up,
-    standing,
-    status_words,
-    tone_of,
-)
+from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Field, Table, Tone
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
 from fp8bench.report.words.legend import PHASE_TITLES
@@ -95,12 +87,12 @@ def floor_of(results: Iterable[Result]) -> str:
 def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Field]:
     finding = result.finding
     known = result.record.status is Status.OK
-    tone = Tone.STRONG if standing(result) is Standing.FAILED else tone_of(result)
-    labels = ", ".join(named_labels(result)) if known else ""
+    tone = Tone.STRONG if case_status.standing(result) is case_status.Standing.FAILED else case_status.tone_of(result)
+    labels = ", ".join(case_status.named_labels(result)) if known else ""
     return {
         "case": Field(result.mode),
-        "verdict": Field(status_words(result), tone=tone),
-        "speed-up": Field(show_speed_up(result) or units.NONE, tone=tone),
+        "verdict": Field(case_status.status_words(result), tone=tone),
+        "speed-up": Field(case_status.show_speed_up(result) or units.NONE, tone=tone),
         "best": Field(units.seconds(figures[TIME].best if known else None)),
         "median": Field(units.seconds(figures[TIME].value if known else None)),
         "error": Field(units.relative_error(figures[error].value)),
@@ -113,7 +105,7 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
 def _cost(result: Result) -> str:
     """The best case; for an emulation with the word that keeps it from being read as a speed."""
     time = units.seconds(result.best)
-    return f"{Level.EMULATED} {time}" if emulated(result) else time
+    return f"{Level.EMULATED} {time}" if case_status.emulated(result) else time
 
 
 def phases_of(result: Result) -> tuple[tuple[str, float], ...]:

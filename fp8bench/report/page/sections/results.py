@@ -8,18 +8,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.metric import ENERGY, MEMORY, TIME
 from fp8bench.model import Params, Status
-from fp8bench.report.case_status import (
-    Standing,
-    bounds,
-    doubts,
-    emulated,
-    meaning,
-    named_labels,
-    speed_up,
-    standing,
-    status_words,
-    tone_of,
-)
+from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
 from fp8bench.report.page.section import Columns, Section, number, sections, table_of
@@ -46,7 +35,7 @@ class _Row:
     def figure(self, name: str, best: bool = False) -> Field:
         """A figure of the step: its middle, or its best case."""
         metric = self.figures[name]
-        tone, hint = (Tone.DOUBT, _COST) if emulated(self.result) else (Tone.PLAIN, "")
+        tone, hint = (Tone.DOUBT, _COST) if case_status.emulated(self.result) else (Tone.PLAIN, "")
         value = metric.best if best else metric.value
         return number(value, lambda value: units.shown(value, metric.unit, name), tone, hint)
 
@@ -74,9 +63,9 @@ class Results(Section):
     def lead_of(self, material: Material) -> str:
         results = [result for _, panel, _, result in _cases(material) if not about_tensors(panel)]
         notes = ["Speed-up: above 1x is faster. Best: a step that nothing disturbs."]
-        if any(standing(result) is Standing.DOUBTED for result in results):
+        if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
             notes.append("'Perhaps': a label casts doubt on it.")
-        if any(map(emulated, results)):
+        if any(map(case_status.emulated, results)):
             notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
         return " ".join(notes)
 
@@ -115,7 +104,8 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("setting", hint="what tells a group of cases from the others; hover for all parameters"),
          lambda row: Field(row.setting, hint=show_params(row.result.record.case.params))),
         (Column("verdict", hint=legend.VERDICT.removeprefix("verdict: ")),
-         lambda row: Field(status_words(row.result), tone=tone_of(row.result), hint=_why(row.result))),
+         lambda row: Field(
+             case_status.status_words(row.result), tone=case_status.tone_of(row.result), hint=_why(row.result))),
         (Column("speed-up", number=True, unit="x",
                 hint="step time of the reference / that of the case: above 1x is faster"), _speed_up),
         (Column("interval", number=True, unit="x", hint="of the speed-up; sorts by width: the surest first"),
@@ -134,21 +124,21 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
          lambda row: row.figure(row.figures.rate)),
         (Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
          lambda row: Field(row.result.record.support.level.value, hint=row.result.record.support.reason,
-                           tone=Tone.DOUBT if emulated(row.result) else Tone.PLAIN)),
+                           tone=Tone.DOUBT if case_status.emulated(row.result) else Tone.PLAIN)),
         (Column("labels", hint="reasons for doubt, and what else one should know"),
-         lambda row: Field(", ".join(named_labels(row.result)),
-                           hint="; ".join(meaning(label, row.result) for label in row.result.labels))),
+         lambda row: Field(", ".join(case_status.named_labels(row.result)),
+                           hint="; ".join(case_status.meaning(label, row.result) for label in row.result.labels))),
     )  # fmt: skip
 
 
 def _speed_up(row: _Row) -> Field:
-    speed = speed_up(row.result)
-    return number(speed.point if speed else None, units.speed_up, tone_of(row.result))
+    speed = case_status.speed_up(row.result)
+    return number(speed.point if speed else None, units.speed_up, case_status.tone_of(row.result))
 
 
 def _interval(row: _Row) -> Field:
-    speed = speed_up(row.result)
-    return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: bounds(speed))
+    speed = case_status.speed_up(row.result)
+    return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: case_status.bounds(speed))
 
 
 def _error(row: _Row) -> Field:
@@ -161,4 +151,4 @@ def _why(result: Result) -> str:
     """The reason it was not measured, or is not to be trusted."""
     if result.record.status is not Status.OK:
         return result.record.reason
-    return "; ".join(part for part in (*doubts(result), result.record.detail) if part)
+    return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
