@@ -182,7 +182,8 @@ def _slot_minima(timing: Timing) -> dict[int, float]:
 def _bimodal(timing: Timing) -> bool:
     """Two clusters of best cases, both well populated and at least 5% apart."""
     minima = np.array(list(_slot_minima(timing).values()))
-    explained, lesser = stats.split_gap(minima)
+    explained, below = stats.best_split(np.sort(minima))
+    lesser = min(below, len(minima) - below) / len(minima)
     wide = float(np.ptp(minima)) > BIMODAL_GAP * float(np.median(minima))
     return wide and explained > BIMODAL_EXPLAINED and lesser >= BIMODAL_LESSER
 

@@ -137,18 +137,12 @@ def rank_correlation(values: Floats) -> float:
     return float(np.corrcoef(ranks, np.arange(n))[0, 1])
 
 
-def split_gap(values: Floats) -> tuple[float, float]:
-    """The best split of values into two clusters: (share of variance it explains, share in the smaller cluster).
+def best_split(ordered: Floats) -> tuple[float, int]:
+    """The best split of sorted values into two clusters: (share of variance it explains, how many lie below).
 
     A split that explains 90% with at least a fifth on each side is what two modes look like; one cluster with a tail
-    explains less or leaves a sliver.
+    explains less or leaves a sliver. (0, 0) for too few.
     """
-    explained, place = best_split(np.sort(values))
-    return explained, min(place, len(values) - place) / max(len(values), 1)
-
-
-def best_split(ordered: Floats) -> tuple[float, int]:
-    """The best split of sorted values: (share of variance it explains, how many lie below); (0, 0) for too few."""
     n = len(ordered)
     mean = ordered.mean() if n else 0.0
     total = float(((ordered - mean) ** 2).sum())

@@ -193,22 +193,24 @@ def test_spread_is_the_relative_distance_of_the_quartiles() -> None:
         ([1.0, 2.0] * 3, 0.0, 0.0),
     ],
 )
-def test_split_gap_of_known_clusters(values: list[float], explained: float, lesser: float) -> None:
+def test_best_split_of_known_clusters(values: list[float], explained: float, lesser: float) -> None:
     """Two values split cleanly; constants and fewer than eight values do not split."""
-    assert stats.split_gap(np.array(values)) == (pytest.approx(explained), pytest.approx(lesser))
+    share, below = stats.best_split(np.sort(np.array(values)))
+    assert share == pytest.approx(explained)
+    assert min(below, len(values) - below) == pytest.approx(lesser * len(values))
 
 
-def test_split_gap_finds_the_best_of_all_splits() -> None:
+def test_best_split_finds_the_best_of_all_splits() -> None:
     """Against a loop over every split."""
     values = np.sort(np.random.default_rng(8).normal(size=25))
     total = ((values - values.mean()) ** 2).sum()
     within = [((part - part.mean()) ** 2).sum() for at in range(1, 25) for part in (values[:at], values[at:])]
     best = min(range(24), key=lambda at: within[2 * at] + within[2 * at + 1])
     explained = 1 - (within[2 * best] + within[2 * best + 1]) / total
-    assert stats.split_gap(values) == (pytest.approx(explained), min(best + 1, 24 - best) / 25)
+    assert stats.best_split(values) == (pytest.approx(explained), best + 1)
 
 
 def test_one_cluster_with_a_tail_is_not_two_modes() -> None:
     """Uniform values split three quarters at best."""
-    explained, _ = stats.split_gap(np.linspace(1, 2, 40))
+    explained, _ = stats.best_split(np.linspace(1, 2, 40))
     assert explained == pytest.approx(0.75, abs=0.01)

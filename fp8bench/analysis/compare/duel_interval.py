@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,14 +124,9 @@ def _logs(session: Session, rounds: Sequence[int]) -> NDArray[np.float64]:
     return np.log(np.array([best, [float(verdicts.means(one, rounds).mean()) for one in timings]], dtype=np.float64))
 
 
-def _low(logs: NDArray[np.float64]) -> float:
-    """The mean of those that count."""
-    return float(np.sort(logs)[: _counted(len(logs))].mean())
-
-
-def _counted(processes: int) -> int:
-    """Three fifths of them, rounded up."""
-    return -(-3 * processes // 5)
+def _low(logs: NDArray[np.float64]) -> Any:
+    """The mean of those that count, in each row: three fifths of them, rounded up."""
+    return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
 def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
@@ -214,14 +210,8 @@ class _Deals:
         logs = self._logs - shift * self._is_after
         for places in self._sessions:  # the same for every deal, since names do not change what was measured there
             logs[places] -= np.median(logs[places])
-        before, after = (_low_rows(logs[places]) for places in (self._before, self._after))
-        return after - before, _low(logs[self._is_after]) - _low(logs[~self._is_after])
-
-
-def _low_rows(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-    counted = _counted(logs.shape[1])
-    found: NDArray[np.float64] = np.partition(logs, counted - 1, axis=1)[:, :counted].mean(axis=1)
-    return found
+        before, after = (_low(logs[places]) for places in (self._before, self._after))
+        return after - before, float(_low(logs[self._is_after]) - _low(logs[~self._is_after]))
 
 
 def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:

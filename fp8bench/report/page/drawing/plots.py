@@ -253,7 +253,10 @@ def _labels(
     """Names points that have room for a name beside them."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     written = 0
-    for number in _by_importance(points):
+    # The strong ones, then the first of each series, then the second of each.
+    turns: dict[str, count[int]] = defaultdict(count)
+    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number) for number, point in enumerate(points)]
+    for _, _, number in sorted(order):
         if written == LABELS:
             return
         x, y = spots[number]
@@ -266,13 +269,6 @@ def _labels(
                 sheet.text(place, (box.top + box.bottom) / 2, text, "label", anchor=anchor)
                 written += 1
                 break
-
-
-def _by_importance(points: Sequence[Point]) -> list[int]:
-    """The strong ones, then the first of each series, then the second of each."""
-    turns: dict[str, count[int]] = defaultdict(count)
-    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number) for number, point in enumerate(points)]
-    return [number for _, _, number in sorted(order)]
 
 
 def _around(x: float, y: float, wide: float, size: float) -> Iterable[tuple[_Box, str, float]]:

@@ -64,6 +64,8 @@ def _side_by_side(entries: Sequence[Entry]) -> Table:
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Names and what they are; what is not known has no line."""
     run = entry.run
+    # Told as 'gemm +-0.4%; mlp +-1.1% to +-1.7%'.
+    floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
     pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
@@ -79,7 +81,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("started", when(run)),
         ("timed", f"{units.clock(seconds)} inside timed slots" if (seconds := _timed(run.records)) else ""),
         ("cases", counts(run)),
-        ("noise floor (A/A)", _floors(entry)),
+        ("noise floor (A/A)", "; ".join(f"{name} {', '.join(dict.fromkeys(seen))}" for name, seen in floors.items())),
         ("fp8bench", fact(run, "fp8bench")),
         ("numpy", fact(run, "numpy")),
         ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
@@ -138,12 +140,6 @@ def _timed(records: Iterable[Record]) -> float:
     """Seconds inside slots, those of the reference's second entry too."""
     timings = [one for record in records for one in (record.timing, record.control, record.paired_with)]
     return sum(slot.wall_seconds for timing in timings if isinstance(timing, Timing) for slot in timing.slots)
-
-
-def _floors(entry: Entry) -> str:
-    """'gemm +-0.4%; mlp +-1.1% to +-1.7%'."""
-    floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
-    return "; ".join(f"{suite} {', '.join(dict.fromkeys(found))}" for suite, found in floors.items())
 
 
 def _remarks(entry: Entry) -> Iterator[Element]:
