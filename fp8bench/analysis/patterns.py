@@ -49,7 +49,7 @@ def _of(share: float) -> str:
         part = round(share * whole)
         if 0 < part < whole and abs(part / whole - share) <= _ABOUT * min(share, 1 - share):
             return f"{part} of {whole}"
-    return f"1 of {round(1 / share)}"
+    return f"1 of {round(1 / share)}" if share < 0.5 else f"all but 1 of {round(1 / (1 - share))}"
 
 
 def _place(classes: Sequence[Any]) -> str:

@@ -121,8 +121,7 @@ def _of_torch() -> Iterator[Switch]:
         _attribute("fp16's reduced-precision sums", matmul, "allow_fp16_reduced_precision_reduction"),
         *(
             Switch(
-                f"autocast on {kind}",
-                partial(torch.is_autocast_enabled, kind),
+                f"autocast on {kind}", partial(torch.is_autocast_enabled, kind),
                 partial(torch.set_autocast_enabled, kind),
             )
             for kind in ("cpu", "cuda")
@@ -161,7 +160,7 @@ _READ_BY_TORCH = (
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "process_time", "thread_time", "sleep")
 _HANDLED = tuple(signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "USR1", "USR2"))
-_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
 
 
 def _of_the_process() -> Iterator[Switch]:
@@ -169,22 +168,23 @@ def _of_the_process() -> Iterator[Switch]:
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     bound = _BINDS & os.environ.keys()  # OpenMP binds the thread itself, at its first loop
     if hasattr(os, "sched_getaffinity") and not bound:
-        own = 0
-        yield Switch("the processors", lambda: os.sched_getaffinity(own), lambda old: os.sched_setaffinity(own, old))
-    yield Switch(
-        "niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda old: os.setpriority(os.PRIO_PROCESS, 0, old)
-    )
+        yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
+    yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     yield Switch("the environment", _environment, _set_environment)
     for name in _CLOCKS:
         yield _attribute(f"time.{name}", time, name)
     for number in _HANDLED:
         yield Switch(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
-    for timer in _TIMERS:  # one that runs counts down, so that its reading changes by itself
-        yield Switch(f"timer {timer}", partial(_runs, timer), partial(signal.setitimer, timer))
+    for kind, timer in _TIMERS.items():  # one that was left running is stopped; one that ended cannot be wound up again
+        yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer))
 
 
 def _runs(timer: int) -> bool:
     return any(signal.getitimer(timer))
+
+
+def _stop(timer: int, ran: bool) -> object:
+    return ran or signal.setitimer(timer, 0)
 
 
 def _environment() -> dict[str, str]:

@@ -33,10 +33,11 @@ _MOST_STEPS = 100_000
 
 
 def _in_turn(case: Case) -> Iterator[int]:
-    """The tiny calls of each step, worked out before the first one."""
-    extra, part, whole, draw = (int(case.param(name)) for name in ("extra", "part", "whole", "draw"))
+    """The tiny calls of each step, worked out before the first one: as many in all, unless the case says in which."""
+    params = {"part": 1, "whole": 1, "order": ORDERS[0], "draw": 0, **dict(case.params)}
+    extra, part, whole, draw = (int(params[name]) for name in ("extra", "part", "whole", "draw"))
     chance = random.Random(draw)
-    if case.param("order") == "random":
+    if params["order"] == "random":
         steps = [extra * (chance.randrange(whole) < part) for _ in range(_MOST_STEPS if part < whole else 1)]
     else:
         slow = set(chance.sample(range(whole), part))

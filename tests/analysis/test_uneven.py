@@ -114,6 +114,7 @@ def test_too_few_calls_are_not_the_same() -> None:
          "about 3 of 4 calls take 3.0 times as long"),
         ([[100] * 6, [100] * 6, [150] * 6] * 8, "about 1 of 3 rounds take in all their calls 1.5 times as long"),
         (([[100]] * 19 + [[200]]) * 4, "about 1 of 18 calls take 2.0 times as long"),
+        (([[100]] * 3 + [[150]] * 297), "about all but 1 of 100 calls take 1.5 times as long"),
         ([[100, 101, 102, 103]] * 8, ""),
         ([[100, 100, 900, 100]] + [[100] * 4] * 8, ""),
         ([[0, 0, 0]] * 8, ""),

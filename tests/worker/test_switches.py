@@ -61,7 +61,7 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "environment": (lambda: os.environ.update(OMP_WAIT_POLICY="active"), "the environment at {"),
     "clock": (lambda: setattr(time, "perf_counter", time.time), "time.perf_counter at <built-in function time>"),
     "signal": (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the handler of SIGUSR1 at 1 (it was 0)"),
-    "timer": (lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000), "timer 1 at True (it was False)"),
+    "timer": (lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000), "the virtual timer at True (it was False)"),
     "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "autocast on cpu at True (it was False)"),
     "anomaly": (lambda: torch.set_anomaly_enabled(True), "anomaly detection at True (it was False)"),
     "denormals": (lambda: torch.set_flush_denormal(True), "denormals as zero at True (it was False)"),
@@ -95,6 +95,14 @@ def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pyte
     with unchanged():
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
         monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+
+
+def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
+    """It would end the process a second later."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
+    with pytest.raises(SwitchesChanged, match=r"the virtual timer at False \(it was True\)"), unchanged():
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    assert not any(signal.getitimer(signal.ITIMER_VIRTUAL))
 
 
 def test_several_are_all_named() -> None:

@@ -25,6 +25,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts, Run
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.corpus import Corpus
+from fp8bench.worker.bench import Bench
 from tests.facts import CPU
 
 CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
@@ -68,6 +69,13 @@ def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: flo
     """What should be identical comes out slower or faster, and what is slowed the same or faster: arms of 0.3 ms."""
     worker = Scripted(lambda key: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
     assert [check.held for check in checks.verdicts(worker, CPU)] == held
+
+
+def test_what_is_planted_runs(bench: Bench) -> None:
+    """The product with tiny calls behind it, through a real bench: scripted steps would not miss a parameter."""
+    bench.prepare("planted", checks._planted(64, 800), CPU)
+    assert len(bench.slot("planted", 3, 0).steps) == 3
+    bench.release("planted")
 
 
 def test_rounding_holds() -> None:
