@@ -17,6 +17,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
+from fp8bench.model.metric_names import OwnMetric
 
 # Fewer windows on either side say nothing of how far windows of the same code lie apart.
 LEAST_WINDOWS = 3
@@ -89,7 +90,10 @@ class EnergyRatio:
 
 
 # The names of counts of work, the most telling first, and how many of them a figure is told for.
-_PER: tuple[tuple[str, str, float], ...] = (("token", "tokens", 1.0), ("tflop", "flops", 1e12), ("gb", "bytes", 1e9))
+_PER: tuple[tuple[str, str, float], ...] = (
+    (OwnMetric.ENERGY_PER_TOKEN, "tokens", 1.0), (OwnMetric.ENERGY_PER_TFLOP, "flops", 1e12),
+    (OwnMetric.ENERGY_PER_GB, "bytes", 1e9),
+)  # fmt: skip
 
 
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:

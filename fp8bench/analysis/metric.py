@@ -8,15 +8,16 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.model import RELATIVE, Capacity, Interval, Label, Level, Provenance, Record, Series
+from fp8bench.model import RELATIVE, Capacity, Interval, Label, Level, Provenance, Record, Series, metric_names
+from fp8bench.model.metric_names import OwnMetric
 
-STEP = "step"
-TIME, ENERGY, MEMORY = "time", "energy", "peak_memory"
+STEP = metric_names.STEP
+TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
 # Counts of Work that a time can be told per: the metric's name, and how many of them.
 PER: Mapping[str, tuple[str, float]] = {
-    "flops": ("seconds_per_tflop", 1e12),
-    "tokens": ("seconds_per_mtok", 1e6),
-    "bytes": ("seconds_per_gb", 1e9),
+    "flops": (OwnMetric.SECONDS_PER_TFLOP, 1e12),
+    "tokens": (OwnMetric.SECONDS_PER_MTOK, 1e6),
+    "bytes": (OwnMetric.SECONDS_PER_GB, 1e9),
 }
 # What a clock or a sensor says is never the same twice.
 _NOISY_UNITS = frozenset({"s", "J", "W"})

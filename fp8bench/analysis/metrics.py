@@ -39,8 +39,13 @@ from fp8bench.model import (
     Status,
     Verdict,
 )
+from fp8bench.model.metric_names import SHARE_ABOVE, SHARE_VANISHING, OwnMetric, memory_of_role
 
-_RATES = {"tokens": "tok/s", "flops": "FLOP/s", "bytes": "B/s"}
+_RATES = {
+    "tokens": (OwnMetric.TOKENS_PER_SECOND, "tok/s"),
+    "flops": (OwnMetric.FLOPS_PER_SECOND, "FLOP/s"),
+    "bytes": (OwnMetric.BYTES_PER_SECOND, "B/s"),
+}
 _Samples = Callable[[], tuple[float, ...]]
 
 
@@ -123,7 +128,7 @@ def _phases(record: Record, finding: Finding | None) -> Iterator[Metric]:
         yield _clocked(record, metric)
         if finding is not None and finding.best_seconds and best is not None:
             yield replace(
-                _clocked(record, metric), name="share_of_step", unit="ratio", value=share,
+                _clocked(record, metric), name=OwnMetric.SHARE_OF_STEP, unit="ratio", value=share,
                 best=best / finding.best_seconds, provenance=Provenance.DERIVED, better=Better.NONE, rank=Rank.DETAIL,
             )  # fmt: skip
 
@@ -146,7 +151,7 @@ def _by_work(record: Record, finding: Finding | None, steps: _Samples) -> Iterat
         if finding is not None and finding.best_seconds:
             median = count / finding.median_seconds if finding.median_seconds else None
             rate = Metric(
-                f"{name}_per_second", _RATES[name], median, count / finding.best_seconds, labels=finding.labels,
+                *_RATES[name], median, count / finding.best_seconds, labels=finding.labels,
                 provenance=Provenance.DERIVED, better=Better.HIGHER, rank=Rank.DETAIL,
             )  # fmt: skip
             yield _clocked(record, rate)
@@ -203,15 +208,15 @@ def _energy(record: Record, finding: Finding | None, reference: Reference | None
 def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
     """What else the windows say of the step, and the power of the device."""
     net = found.net.middle if found.net else None
-    yield replace(blank, name="energy_net", value=net, why=found.net_why)
+    yield replace(blank, name=OwnMetric.ENERGY_NET, value=net, why=found.net_why)
     if found.uncertainty is not None:
-        yield replace(blank, name="energy_uncertainty", unit="ratio", value=found.uncertainty, rank=Rank.DETAIL)
+        yield replace(blank, name=OwnMetric.ENERGY_UNCERTAINTY, unit="ratio", value=found.uncertainty, rank=Rank.DETAIL)
     for name, joules in found.per:
-        yield replace(blank, name=f"energy_per_{name}", value=joules)
-    power = replace(blank, name="power", unit="W", provenance=Provenance.MEASURED)
+        yield replace(blank, name=name, value=joules)
+    power = replace(blank, name=OwnMetric.POWER, unit="W", provenance=Provenance.MEASURED)
     yield replace(power, value=found.watts)
     if found.idle is not None:
-        yield replace(power, name="idle_power", value=found.idle, cost=False, better=Better.NONE)
+        yield replace(power, name=OwnMetric.IDLE_POWER, value=found.idle, cost=False, better=Better.NONE)
 
 
 def _memory(record: Record) -> Iterator[Metric]:
@@ -220,15 +225,15 @@ def _memory(record: Record) -> Iterator[Metric]:
     if use is None or record.status is not Status.OK:
         return
     for role, size in use.roles:
-        yield _size(f"memory_{role}", size, provenance=Provenance.DERIVED)
+        yield _size(memory_of_role(role), size, provenance=Provenance.DERIVED)
     for one in use.phases:
         yield _size(MEMORY, one.allocated, one.phase)
         if one.reserved is not None:
-            yield _size("reserved_memory", one.reserved, one.phase)
-    for name, counted in (("reserved_memory", use.reserved), ("process_memory", use.process)):
+            yield _size(OwnMetric.RESERVED_MEMORY, one.reserved, one.phase)
+    for name, counted in ((OwnMetric.RESERVED_MEMORY, use.reserved), (OwnMetric.PROCESS_MEMORY, use.process)):
         if counted is not None:
             yield _size(name, counted)
-    yield replace(_size("resident_memory", use.resident), why=use.why)
+    yield replace(_size(OwnMetric.RESIDENT_MEMORY, use.resident), why=use.why)
 
 
 def _size(name: str, size: int | None, phase: str = STEP, provenance: Provenance = Provenance.MEASURED) -> Metric:
@@ -243,14 +248,14 @@ def _capacity(record: Record, reference: Reference | None) -> Iterator[Metric]:
         return
     share = capacity_ratio(record, reference.record if reference is not None else None)
     batch = Metric(
-        "max_batch", "count", None if found.batch is None else float(found.batch), provenance=Provenance.MEASURED,
-        better=Better.HIGHER, rank=Rank.DETAIL, why=why_no_larger(found),
+        OwnMetric.MAX_BATCH, "count", None if found.batch is None else float(found.batch),
+        provenance=Provenance.MEASURED, better=Better.HIGHER, rank=Rank.DETAIL, why=why_no_larger(found),
         interval=None if share is None else Interval(share, share, share, 1.0),
     )  # fmt: skip
     yield batch
     if found.tokens:
-        yield replace(batch, name="max_batch_tokens", value=float(found.tokens), interval=None, why="")
-    for name, size in (("max_batch_memory", found.peak), ("max_batch_limit", found.limit)):
+        yield replace(batch, name=OwnMetric.MAX_BATCH_TOKENS, value=float(found.tokens), interval=None, why="")
+    for name, size in ((OwnMetric.MAX_BATCH_MEMORY, found.peak), (OwnMetric.MAX_BATCH_LIMIT, found.limit)):
         if size is not None:
             yield _size(name, size)
 
@@ -258,9 +263,9 @@ def _capacity(record: Record, reference: Reference | None) -> Iterator[Metric]:
 def _data(record: Record) -> Iterator[Metric]:
     """What the data are made of, before any scaling."""
     for one in record.statistics:
-        figures = [("values", "count", float(one.count)), ("amax", "", one.amax)]
+        figures = [(str(OwnMetric.VALUES), "count", float(one.count)), (OwnMetric.AMAX, "", one.amax)]
         for name, above, vanishing in one.outside:
-            figures += [(f"share_above_{name}", "ratio", above), (f"share_vanishing_{name}", "ratio", vanishing)]
+            figures += [(f"{SHARE_ABOVE}{name}", "ratio", above), (f"{SHARE_VANISHING}{name}", "ratio", vanishing)]
         for name, unit, value in figures:
             yield Metric(
                 name, unit, value, phase=None, about=(one.kind, one.role), provenance=Provenance.MEASURED,

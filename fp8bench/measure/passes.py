@@ -20,6 +20,7 @@ from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
 from fp8bench.model import Case, DeviceFacts, Level, Measurement, MemoryUse, PlannedCase, Record, Run, Status
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
 from fp8bench.units import unit_of
@@ -155,7 +156,7 @@ class Passes:
                 if isinstance(found, str):
                     outcome.lacks(f"no peak memory: {found}")
                     continue
-                peak = Measurement("peak_memory", "B", (float(found.peak),), description=_PEAK_MEMORY)
+                peak = Measurement(OwnMetric.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
         if any(one.draft.memory and self._facts[one.planned.case.device].accelerated for one in outcomes):
             self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace

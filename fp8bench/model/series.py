@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fp8bench.model.measured import Interval
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
@@ -21,7 +22,7 @@ Conditions = tuple[tuple[str, Scalar | None], ...]
 # The condition of joules that makes them incomparable, and not only others.
 ENERGY_SOURCE = "energy_source"
 # The metric that says how fast a case was, whatever the machine was: its time over the reference's in the same rounds.
-RELATIVE = "relative_time"
+RELATIVE = OwnMetric.RELATIVE_TIME
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.model import Label, Run, Status
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.panels import Result, ResultGroup, together
 from fp8bench.report.words.run_facts import many
 
@@ -25,7 +26,11 @@ SOURCES = {
     "instant": "the driver's power readings, summed up",
     "average": "the driver's mean power, summed up",
 }
-PER_WORDS = {"token": "token", "tflop": "TFLOP", "gb": "GB"}
+PER_WORDS = {
+    OwnMetric.ENERGY_PER_TOKEN: "token",
+    OwnMetric.ENERGY_PER_TFLOP: "TFLOP",
+    OwnMetric.ENERGY_PER_GB: "GB",
+}
 
 
 def figures_of(result: Result) -> EnergyFigures | None:

@@ -22,6 +22,7 @@ from fp8bench.model import (
     Series,
     Status,
 )
+from fp8bench.model.metric_names import time_of_phase
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
@@ -31,7 +32,6 @@ from fp8bench.store.series import (
     cells_of,
     check_grid,
     class_name,
-    phase_metric,
     reference_of,
     series_of,
     tracked_by,
@@ -270,6 +270,6 @@ def _told(workload: Workload, record: Record, reference: Record | None) -> dict[
 
     for metric in metrics_of(record, None, against):
         if metric.phase == STEP or (metric.phase is not None and metric.name == TIME):
-            name = metric.name if metric.phase == STEP else phase_metric(str(metric.phase))
+            name = metric.name if metric.phase == STEP else time_of_phase(str(metric.phase))
             named.setdefault(name, metric)
     return named

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fp8bench.analysis.metric import ENERGY, MEMORY, PER, TIME
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
+from fp8bench.model.metric_names import taken, time_of_phase
 from fp8bench.plan.checked_workload import answering, sound_params
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -36,11 +37,6 @@ class Tracked(NamedTuple):
     description: str
 
 
-def phase_metric(phase: str) -> str:
-    """'time_gemm'."""
-    return f"{TIME}_{phase}"
-
-
 def class_name(workload: str) -> str:
     """The class that a suite file has for a workload: 'norm_act' -> 'NormAct'."""
     return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))
@@ -49,7 +45,7 @@ def class_name(workload: str) -> str:
 def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
     """The step's time first."""
     found = [Tracked(TIME, "seconds", "a step, the fastest call of each round")]
-    found += [Tracked(phase_metric(phase), "seconds", f"the {phase} phase of a step") for phase in grid.phases]
+    found += [Tracked(time_of_phase(phase), "seconds", f"the {phase} phase of a step") for phase in grid.phases]
     if grid.per:
         name, count = PER[grid.per]
         found.append(Tracked(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
@@ -153,6 +149,7 @@ def _misnamed(workload: Workload) -> Iterator[str]:
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
     if name.lower() in _HOOKS:
         yield f"asv would call the class {name} as a hook of its own. Rename it"
+    yield from filter(None, map(taken, _grid(workload).errors))
     metrics = [metric.name for metric in tracked_by(_grid(workload))]
     for metric in metrics:
         if not metric.isidentifier():

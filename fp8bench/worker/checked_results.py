@@ -10,17 +10,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fp8bench.model import TensorStatistics
+from fp8bench.model.metric_names import taken
 
 
 def errors_of(given: object) -> dict[str, float]:
-    """Numbers by name."""
+    """Numbers by name; none that fp8bench tells a figure of its own by."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"error() returned {_shown(given)}; expected a mapping of names to numbers, like {{'loss': 0.1}}"
         )
-    return {
+    errors = {
         _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]") for name, value in given.items()
     }
+    if wrong := next(filter(None, map(taken, errors)), ""):
+        raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
+    return errors
 
 
 def statistics_of(given: object) -> tuple[TensorStatistics, ...]:

@@ -64,9 +64,9 @@ def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str,
 def test_joules_for_each_count_of_work() -> None:
     """Of gross; a count that does not apply has none."""
     found = energy_figures(record(use((2.0,)), work=Work(flops=4e12, tokens=1000)), None)
-    assert found is not None and found.per == (("token", 0.002), ("tflop", 0.5))
+    assert found is not None and found.per == (("energy_per_token", 0.002), ("energy_per_tflop", 0.5))
     found = energy_figures(record(use((2.0,)), work=Work(bytes=5e8)), None)
-    assert found is not None and found.per == (("gb", 4.0),)
+    assert found is not None and found.per == (("energy_per_gb", 4.0),)
 
 
 def test_phases_share_a_step_by_time() -> None:

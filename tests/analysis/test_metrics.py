@@ -9,6 +9,7 @@ import pytest
 from fp8bench.analysis.metric import STEP, Better, Metric, Rank, Reference
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import Run, Status
+from fp8bench.model.metric_names import OwnMetric, taken
 from tests.energies import energetic
 from tests.runs import gemm, measured, transformer
 
@@ -30,6 +31,16 @@ def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
         assert len(set(keys)) == len(keys) and keys[0] == (STEP, None, "time")
         measured_as_is = {one.metric for one in record.measurements}
         assert {one.name for one in found if not one.unit} <= {"amax", *measured_as_is}
+
+
+@pytest.mark.parametrize("make", [measured, gemm, transformer, energetic])
+def test_no_workload_may_take_the_name_of_a_figure(make: object) -> None:
+    """Whatever is told beside what the workload itself measures: a new figure has its name from the vocabulary."""
+    run, findings = make()  # type: ignore[operator]
+    for record in run.records:
+        own = {one.metric for one in record.measurements} - {OwnMetric.PEAK_MEMORY}
+        told = {one.name for one in metrics_of(record, findings.get(record.case.id))}
+        assert all(map(taken, told - own)) and not any(map(taken, own))
 
 
 def test_throughput_is_that_of_the_median_step_with_the_best_beside_it() -> None:

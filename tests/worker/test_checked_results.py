@@ -49,6 +49,17 @@ def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["time", "peak_memory", "energy", "gemm", "time_cast", "memory_weights", "share_above_e4m3"]
+)
+def test_a_name_of_fp8bench_s_own_is_refused(name: str) -> None:
+    """Two figures of one name would be one in tables, exports and the history."""
+    with pytest.raises(
+        ValueError, match=f"'{name}' is the name of a figure or a phase that fp8bench tells by itself. Re"
+    ):
+        errors_of({"loss_error": 0.1, name: 0.5})
+
+
 def test_statistics_become_plain_values_of_their_own() -> None:
     """Generators included, lists and arrays of one element too."""
     row: Any = TensorStatistics(Text("k"), "input", torch.tensor(4), np.float64(2), [["fp8", np.float32(0.5), 0]])  # type: ignore[arg-type]

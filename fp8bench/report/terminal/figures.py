@@ -9,6 +9,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.metric import ENERGY
 from fp8bench.model import MemoryRole, TensorStatistics
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report import capacities
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
@@ -63,7 +64,7 @@ def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts
     yield Field(figures.shown(ENERGY))
     yield Field(ratio.demand.value if ratio else word, tone=tone)
     yield Field(show_ratio(ratio) if ratio else "", tone=tone)
-    names = ("energy_net", *(f"energy_per_{name}" for name in counts), "power", "idle_power")
+    names = (OwnMetric.ENERGY_NET, *counts, OwnMetric.POWER, OwnMetric.IDLE_POWER)
     yield from (Field(figures.shown(name)) for name in names)
     unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
     yield Field(f"{len(found.windows)}{unsure}")
