@@ -16,6 +16,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
+from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
@@ -23,12 +24,16 @@ BELOW_FLOOR_MARKERS = 20
 
 @dataclass(frozen=True)
 class _Standard:
-    """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former."""
+    """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former.
+
+    `place` is what a place in these rounds does, where that is more than noise.
+    """
 
     timing: Timing | None = None
     control: Timing | None = None
     emulated: bool = False
     hard: tuple[Labelled, ...] = ()
+    place: PlaceEffect | None = None
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -48,8 +53,17 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
         aa = verdicts.noise(reference.timing, reference.control)
         hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
         emulated = reference.support.level is Level.EMULATED
-        shared = _Standard(reference.timing, reference.control, emulated, hard)
+        together = [one.timing for one in records if one.timing and one.paired and one.paired_with is None]
+        place = _beyond_noise([*together, reference.control], aa)
+        shared = _Standard(reference.timing, reference.control, emulated, hard, place)
     return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
+
+
+def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
+    """What a place in the rounds of these does, if it is more than identical code differs by."""
+    found = place_effect([one for one in timings if one is not None])
+    floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
+    return found if found is not None and abs(found.ratio.point - 1) > floor else None
 
 
 def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None) -> Finding:
@@ -70,9 +84,11 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
     standard = shared
     if record.paired_with is not None:  # the sitting that it was in has its own: never the control of another one
         hard = hard_labels(record.paired_with, None, None, record.case.device)
-        standard = replace(shared, timing=record.paired_with, control=record.control, hard=hard)
+        own = verdicts.noise(record.paired_with, record.control)
+        place = _beyond_noise([timing, record.paired_with, record.control], own)
+        standard = _Standard(record.paired_with, record.control, shared.emulated, hard, place)
     finding, aa = _with_verdict(finding, record, standard, aa)
-    labels = labels_of(record, finding, standard.timing, aa)
+    labels = labels_of(record, finding, standard.timing, aa, standard.place if record.paired else None)
     finding = replace(
         finding,
         labels=tuple(one.label for one in labels),

@@ -15,6 +15,7 @@ from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import why_unresolved
 from fp8bench.analysis.patterns import pattern
+from fp8bench.analysis.places import PlaceEffect
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
@@ -91,9 +92,14 @@ BIMODAL_GAP = 0.05
 BIMODAL_LESSER = 0.2
 
 
-def labels_of(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> tuple[Labelled, ...]:
-    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in."""
-    found = _found(record, finding, reference, aa)
+def labels_of(
+    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, place: PlaceEffect | None = None
+) -> tuple[Labelled, ...]:
+    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in.
+
+    `place` is what a place in these rounds does beyond noise.
+    """
+    found = [*_found(record, finding, reference, aa), *_of_place(place)]
     return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
 
 
@@ -148,6 +154,13 @@ def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Itera
     elif reference is not None and (words := pattern(reference)):
         told.append(f"of the reference {words}")
     yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
+
+
+def _of_place(found: PlaceEffect | None) -> Iterator[Labelled]:
+    if found is not None:
+        where = "the first of its round" if found.place == 0 else f"number {found.place + 1} of its round"
+        low, high = (units.change(bound) for bound in (found.ratio.low, found.ratio.high))
+        yield Labelled(Label.POSITION, f"{where} takes {units.change(found.ratio.point)} time [{low}, {high}]")
 
 
 def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:

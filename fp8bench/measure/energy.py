@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.orders import Orders
 from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import Meter
@@ -83,12 +84,11 @@ class EnergyPass:
         return {key: one.use(source, before, after) for key, one in found.items()}
 
     def _turns(self, arms: Sequence[Arm]) -> list[Arm]:
-        """Every arm once a round of windows, each round in an order of its own."""
-        turns, order = [], random.Random(self._seed)
+        """Every arm once a round of windows, in orders that are random and balanced."""
+        turns: list[Arm] = []
+        orders: Orders[Arm] = Orders(random.Random(self._seed))
         for number in range(self._rule.windows):
-            turn = [arm for arm in arms if number == 0 or not arm.emulated]
-            order.shuffle(turn)
-            turns += turn
+            turns += orders.next([arm for arm in arms if number == 0 or not arm.emulated])
         return turns
 
     def _window(self, arm: Arm, worker: Worker, found: _Found) -> None:

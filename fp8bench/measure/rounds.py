@@ -1,8 +1,8 @@
 """The referee: rounds over the arms of a group, until the question is answered.
 
-A round runs every arm's slot once, in random order. The reference is entered twice, with tensors of its own, so that
-every group carries its A/A control. An arm leaves when its question is answered; emulated arms get a few fixed
-rounds, since their time is no speed.
+A round runs every arm's slot once, in an order that is random and balanced (`orders`). The reference is entered twice,
+with tensors of its own, so that every group carries its A/A control. An arm leaves when its question is answered;
+emulated arms get a few fixed rounds, since their time is no speed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
+from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
@@ -129,15 +130,15 @@ class Arm:
         block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
         self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns)
 
-    def run(self, worker: Worker, round_number: int) -> None:
-        """One slot of this arm.
+    def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
+        """One slot of this arm, which is so many slots after the first of its round.
 
         Where calls are discarded, one more is, or is not, at random: what happens every so many calls would always
         happen to the discarded ones, or never, if slots had that length.
         """
         discard = self.discard and self.discard + random.Random(f"{self.key} {round_number}").randrange(2)
         limit = self.limits.slot(self.step_seconds, self.calls + discard)
-        self.add(worker.within(limit).slot(self.key, self.calls, discard), round_number)
+        self.add(worker.within(limit).slot(self.key, self.calls, discard), round_number, place)
 
     def check(self, worker: Worker) -> None:
         """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
@@ -159,7 +160,7 @@ class Arm:
         why = f"{len(left)} started while preparing still run after the state was given back ({names})"
         return ArmFailed(self, WorkerFault("ThreadsLeft", why))
 
-    def add(self, raw: RawSlot, round_number: int) -> None:
+    def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
         assert self.segmentation is not None
         self.ran_eager |= raw.eager_quantisers > 0
@@ -172,7 +173,7 @@ class Arm:
         self.slots.append(
             SlotSample(
                 round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
-                raw.preemptions, raw.stolen_seconds, raw.waited_seconds,
+                raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place,
             )
         )  # fmt: skip
 
@@ -279,7 +280,7 @@ class Session:
 
         `after` is told of each slot when it is over, by its arm's key.
         """
-        order = random.Random(seed)
+        orders: Orders[Arm] = Orders(random.Random(seed))
         start = clock()
         rounds = 0
         undecided = self._questions()
@@ -287,11 +288,10 @@ class Session:
             turn = self._turn(rounds, undecided, rule)
             if not turn:
                 return f"answered after {rounds} rounds"
-            order.shuffle(turn)
-            for arm in turn:
+            for place, arm in enumerate(orders.next(turn)):
                 tick(arm, self._share(rounds, clock() - start, rule))
                 with guarding(arm):
-                    arm.run(worker, rounds)
+                    arm.run(worker, rounds, place)
                 if after is not None:
                     after(arm.key)
             rounds += 1

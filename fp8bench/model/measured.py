@@ -90,7 +90,7 @@ class SlotSample:
     step itself). `thread_seconds` is the processor time of the thread that runs the steps, `preemptions` how often the
     system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
     meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
-    timed the calls. None where nobody said.
+    timed the calls. It is so many slots after the first of its round (`place`). None where nobody said.
     """
 
     round: int
@@ -102,6 +102,7 @@ class SlotSample:
     preemptions: int | None = None
     stolen_seconds: float | None = None
     waited_seconds: float | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True)

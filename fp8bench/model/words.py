@@ -60,6 +60,7 @@ class Label(StrEnum):
     BIMODAL = "bimodal"
     UNEVEN = "uneven"
     DRIFT = "drift"
+    POSITION = "position"
     FEW_SAMPLES = "few-samples"
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"

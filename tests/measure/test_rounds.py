@@ -294,7 +294,7 @@ def test_samples_are_kept_whole() -> None:
     assert (found.varying, found.num_rounds, found.num_calls) == (False, 2, 6)
     assert found.slots[0].calls_ns == ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS))
     seconds = sum(map(sum, found.slots[1].calls_ns)) / 1e9
-    assert found.slots[1] == SlotSample(1, found.slots[1].calls_ns, seconds, seconds, seconds / 3)
+    assert found.slots[1] == SlotSample(1, found.slots[1].calls_ns, seconds, seconds, seconds / 3, place=0)
 
 
 def test_steps_whose_marks_vary_are_kept_by_phase() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Arm, ArmFailed, guarding
 from fp8bench.model.duel import Session
@@ -46,7 +47,7 @@ class Turns:
         order, begun = random.Random(self.seed), time.monotonic()
         self._prepare(order, tell)
         tell("measuring")
-        stopped = self._run(order, rule, begun if rule.whole else time.monotonic())
+        stopped = self._run(Orders(order), rule, begun if rule.whole else time.monotonic())
         for entry in self.entries:
             with guarding(entry.arm):
                 entry.arm.check(entry.worker)
@@ -85,15 +86,13 @@ class Turns:
             # Another process has run before each slot, so that caches are cold and the processor may be another.
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
-    def _run(self, order: random.Random, rule: StoppingRule, start: float) -> str:
-        """Rounds in random order until the rule says stop; returns why it did."""
+    def _run(self, orders: Orders[Entry], rule: StoppingRule, start: float) -> str:
+        """Rounds in random, balanced orders until the rule says stop; returns why it did."""
         rounds, why = 0, ""
-        turn = self.entries
         while not why:
-            order.shuffle(turn)
-            for entry in turn:
+            for place, entry in enumerate(orders.next(self.entries)):
                 with guarding(entry.arm):
-                    entry.arm.run(entry.worker, rounds)
+                    entry.arm.run(entry.worker, rounds, place)
             rounds += 1
             why = rule.ended(rounds, time.monotonic() - start)
         return why
