@@ -23,7 +23,7 @@ from fp8bench.report.data.boards import check_tensorboard, write_tensorboard
 from fp8bench.report.data.frames import RunFrames
 from fp8bench.report.notebook import Findings, as_html, speed_chart
 from fp8bench.report.terminal.run import render
-from fp8bench.store.runs.read import find_run, load_named, store_of
+from fp8bench.store.runs.listing import find_run, load_named, store_of
 from fp8bench.units import bytes_of
 
 if TYPE_CHECKING:

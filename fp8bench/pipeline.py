@@ -45,7 +45,8 @@ from fp8bench.plan.make import (
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.store.runs.read import load_run, missing_groups, store_of
+from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.read import load_run, missing_groups
 from fp8bench.store.runs.write import RunWriter, check_store, reopen_run, running_beside, start_run
 from fp8bench.user_code import import_user_modules
 

@@ -82,7 +82,8 @@ for number in range(1, int(sys.argv[2])):
 _VIEW = """
 import sys, time
 from pathlib import Path
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.asv.view import update_view
 store = Path(sys.argv[1]) / "store"
 run = load_run(sorted(run_files(store))[-1])

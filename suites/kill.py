@@ -27,7 +27,8 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.model import Run, Status
-from fp8bench.store.runs.read import load_run, missing_groups, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run, missing_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 

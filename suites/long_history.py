@@ -38,8 +38,9 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.store.runs.listing import file_name
 from fp8bench.store.runs.read import plan_of
-from fp8bench.store.runs.write import file_name, start_run
+from fp8bench.store.runs.write import start_run
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eight series each.

@@ -19,7 +19,7 @@ from fp8bench.model import Case, DeviceFacts, Plan, Record, Request, Scalar, Sta
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
-from fp8bench.store.runs.read import run_files
+from fp8bench.store.runs.listing import run_files
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ from fp8bench.plan.corpus import default_identity
 from fp8bench.registry import workloads
 from fp8bench.store.asv.files import load_benchmarks
 from fp8bench.store.asv.view import define, results_of
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import series_of
 from tests.counts import SLOW
 from tests.histories import FOLLOWED

@@ -14,7 +14,8 @@ from fp8bench.cli.main import main
 from fp8bench.measure.capacity import CapacityPass
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Run
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 SMALL = ("--set", "width=64", "--set", "hidden=128", "--set", "gated=no", "--quick", "--no-energy", "--no-report")

@@ -20,7 +20,8 @@ from fp8bench.cli.main import main
 from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from tests.commands import unfolded
 from tests.own_suites import adding_up, forgotten
 

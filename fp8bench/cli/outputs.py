@@ -21,7 +21,7 @@ from fp8bench.model.duel import Duel
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render, wrap
-from fp8bench.store.runs.read import store_of
+from fp8bench.store.runs.listing import store_of
 
 if TYPE_CHECKING:
     from fp8bench.jobs.after_run import Wanted

@@ -16,7 +16,7 @@ from fp8bench.model import Finding, Run
 from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.index.history import keep_figures
-from fp8bench.store.runs.read import store_of
+from fp8bench.store.runs.listing import store_of
 
 
 @dataclass(frozen=True)

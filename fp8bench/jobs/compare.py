@@ -11,7 +11,8 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
-from fp8bench.store.find_runs import runs_meant
+from fp8bench.store.find_runs import Meant, runs_meant
+from fp8bench.store.runs.listing import each_once
 from fp8bench.store.runs.read import load_run
 
 
@@ -23,6 +24,7 @@ def compared_sides(before: str, after: str, store: Path, observer: JobObserver) 
 
 def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver) -> Compared:
     """What the runs that two words mean come to. Raises UsageError where a run is on both sides."""
+    each_once(Path(run.path) for run in (*old, *new)).none_refused()
     both = {run.id for run in old} & {run.id for run in new}
     if both:
         raise UsageError(
@@ -35,9 +37,11 @@ def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run],
     return compare(before_side, after_side)
 
 
-def read_runs(paths: Sequence[Path], observer: JobObserver) -> list[Run]:
-    """The runs of some files; one that cannot be read is left out, and said so, unless it was the only one."""
-    runs = []
+def read_runs(meant: Meant, observer: JobObserver) -> list[Run]:
+    """The runs that are meant; one that cannot be read is left out, and said so, unless it was the only one."""
+    runs, paths = [], meant.files
+    for note in meant.notes:
+        observer.note(note)
     for path in paths:
         try:
             runs.append(load_run(path))

@@ -29,7 +29,7 @@ from fp8bench.store.asv.identity import resolved
 from fp8bench.store.index.found_steps import Memory
 from fp8bench.store.index.history import History, open_history
 from fp8bench.store.interpreters import load_renamings
-from fp8bench.store.runs.read import closed_folders, run_files
+from fp8bench.store.runs.listing import all_files, closed_folders
 
 # Reading so many takes longer than one waits without a word.
 _MANY_RUNS = 200
@@ -42,7 +42,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     try:
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
         if (path / "runs").is_dir() or (path / "asv").is_dir():
-            what, count = "", sum(1 for _ in run_files(path))
+            what, count = "", len(all_files(path)) if reading else 0
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
     if what:

@@ -18,7 +18,7 @@ from fp8bench.report.material import material_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import page_of
-from fp8bench.store.runs.read import load_named, store_of
+from fp8bench.store.runs.listing import each_once, load_named, store_of
 
 PAGE = "report.html"
 ROWS = "results.csv"
@@ -38,9 +38,11 @@ class Pages:
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     """Write the report of stored runs; returns the page."""
     runs = [load_named(word, store) for word in words]
-    twice = next((run for place, run in enumerate(runs) if run.path in [one.path for one in runs[:place]]), None)
+    each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
+    ids = [run.id for run in runs]
+    twice = next((one for place, one in enumerate(ids) if one in ids[:place]), None)
     if twice is not None:
-        raise UsageError(f"the run {twice.id} was named twice. Name each run once.")
+        raise UsageError(f"the run {twice} was named twice. Name each run once.")
     return write_report(runs, store, pages)
 
 

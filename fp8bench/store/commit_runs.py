@@ -18,14 +18,14 @@ from fp8bench.model import Plan, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
 from fp8bench.store.interpreters import Renamings, load_renamings
 from fp8bench.store.points import RunPoints, followed
-from fp8bench.store.runs.read import load_head, load_run, run_files, store_of
+from fp8bench.store.runs.listing import run_files, store_of
+from fp8bench.store.runs.read import load_head, load_run
 
 NO_REPOSITORY = "not measured in a git repository"
 DIRTY = "the files differed from their commit"
 NO_COMMIT = "their commit or their start is none"
 NO_MACHINE = "they do not say on which machine they were made"
 NO_CASE = "none of their cases is in a declared grid"
-TWICE = "the same run is there twice"
 MISNAMED = "their files are named for another commit; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -78,16 +78,21 @@ def commit_of(path: Path) -> str:
 
 
 def files_by_commit(store: Path) -> dict[str, list[Path]]:
-    """The run files of each commit, oldest first; the commits in the order of their first runs."""
+    """A file for each run of each commit, oldest first; the commits in the order of their first runs."""
+    return by_commit(run_files(store))
+
+
+def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """The same of run files, newest first."""
     found: dict[str, list[Path]] = {}
-    for path in reversed(list(run_files(store))):
+    for path in reversed(list(files)):
         found.setdefault(commit_of(path), []).append(path)
     return found
 
 
 def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
-    """Read the runs of one commit, each once. With `keep` what they say is remembered, which fits into memory."""
-    kept: dict[str, TrackedRun] = {}
+    """Read the runs of one commit. With `keep` what they say is remembered, which fits into memory."""
+    kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
     renamings = _renamings_beside(paths[0]) if paths else Renamings()
@@ -95,14 +100,9 @@ def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
         tracked, why, names = _read(path, keep)
         suites |= names
         left += [why] if why else []
-        if tracked is None:
-            continue
-        tracked = replace(tracked, identity=renamings.applied(tracked.identity))
-        known = kept.get(tracked.run.id)
-        left += [TWICE] if known is not None else []
-        if known is None or len(known.content.points) < len(tracked.content.points):
-            kept[tracked.run.id] = tracked
-    return CommitRuns(tuple(sorted(kept.values(), key=lambda one: one.order)), tuple(left), frozenset(suites))
+        if tracked is not None:
+            kept.append(replace(tracked, identity=renamings.applied(tracked.identity)))
+    return CommitRuns(tuple(sorted(kept, key=lambda one: one.order)), tuple(left), frozenset(suites))
 
 
 def _renamings_beside(path: Path) -> Renamings:
@@ -112,7 +112,7 @@ def _renamings_beside(path: Path) -> Renamings:
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
-    """What the runs of a commit tell, oldest first, each run once. Files that cannot be read are left out."""
+    """What the runs of a commit tell, oldest first. Files that cannot be read are left out."""
     read = read_runs(files_by_commit(store).get(commit[:8], ()), keep=True)
     return [tracked for tracked in read.runs if tracked.commit == commit]
 

@@ -15,7 +15,8 @@ from fp8bench.errors import AsvFileAbsent, AsvFileError, AsvFileOfOtherVersion, 
 from fp8bench.store.asv.files import existing, read_object, settled_read, write_object
 from fp8bench.store.asv.identity import Identity, from_facts, named_by_asv, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, results_files, save_results
-from fp8bench.store.runs.read import load_head, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_head
 
 VERSION = 1
 _KEY = "counts_as"

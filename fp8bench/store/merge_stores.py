@@ -28,7 +28,8 @@ from fp8bench.store.interpreters import (
     renamed,
     save_renamings,
 )
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import id_of, is_beginning, listing, run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import lock_run
 
 
@@ -62,10 +63,12 @@ def find_store(folder: Path, ours: Path) -> Path:
 def merge_runs(ours: Path, theirs: Path) -> Merged:
     """Take in the runs of another store, which is only read."""
     merged = Merged()
-    known = {path.name: path for path in run_files(ours)}
-    for path in reversed(list(run_files(theirs))):
+    here, there = listing(ours), listing(theirs)
+    known = {id_of(path): path for path in (*here.refused, *here.files)}
+    merged.failed += [f"{note}." for note in there.notes(there.refused)]
+    for path in reversed(there.files):
         try:
-            _take(path, known.get(path.name), ours, merged)
+            _take(path, known.get(id_of(path)), ours, merged)
         except StoreError as error:
             merged.failed.append(str(error))
         except OSError as error:
@@ -74,11 +77,13 @@ def merge_runs(ours: Path, theirs: Path) -> Merged:
 
 
 def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
-    """One run of theirs; `here` is our file of its name."""
+    """One run of theirs; `here` is our file of its id."""
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
     if here is None:
         target = ours / "runs" / path.parent.name / path.name
+        if target.exists():
+            raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
         try:
             write_whole(target, content)
         except OSError as error:
@@ -86,7 +91,7 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
         merged.copied.append(target)
         return
     own = here.read_bytes()
-    if own.startswith(content):
+    if is_beginning(content, own):
         merged.same += 1
     elif content.startswith(own):
         with here.open("ab") as file:  # a kill leaves a beginning of theirs, which merges again
@@ -98,8 +103,8 @@ def _take(path: Path, here: Path | None, ours: Path, merged: Merged) -> None:
         merged.extended.append(here)
     else:
         merged.failed.append(
-            f"run {path.stem} is not the same in both stores: each was resumed alone. Ours stays as it is, theirs "
-            f"is {path}."
+            f"run {path.stem} is not the same in both stores: each was resumed alone, or one was changed. "
+            f"Ours, {here}, stays as it is, theirs is {path}."
         )
 
 
@@ -133,7 +138,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     It goes in the order of the commits' first runs, because the first one decides under which name a machine's results
     lie. What asv alone measured stays.
     """
-    made, known = Rebuilt(), Fingerprints()
+    made, known = Rebuilt(left=listing(store).left if commits is None else Counter()), Fingerprints()
     series: dict[str, Series] = {}
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:

@@ -14,8 +14,9 @@ from fp8bench.store.asv.identity import Identity, from_facts, resolved
 from fp8bench.store.asv.results import ResultsFile
 from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
-from fp8bench.store.commit_runs import TrackedRun, by_place, checked_run, files_by_commit
+from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
 from fp8bench.store.find_runs import gone
+from fp8bench.store.runs.listing import Listing, listing
 from fp8bench.store.verify_files import check_results, check_run, check_surroundings
 
 # What a machine that got another name keeps.
@@ -35,31 +36,30 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     """Read every file of a store. `folder` may lie in the repository whose commits were measured."""
     results = results_of(store)
     files, of_view = check_results(results)
-    by_commit: dict[tuple[str, str], list[ResultsFile]] = {}
+    of_commits: dict[tuple[str, str], list[ResultsFile]] = {}
     for path, file in files.items():
-        by_commit.setdefault((path.parent.name, file.commit_hash), []).append(file)
+        of_commits.setdefault((path.parent.name, file.commit_hash), []).append(file)
     faults: list[Fault] = []
     lacking: list[Fault] = []
     runs: dict[str, Run] = {}
     unknown: Counter[str] = Counter()
-    broken, by_files = 0, files_by_commit(store).values()
+    there = listing(store)
+    broken, by_files = 0, by_commit(there.everything).values()
     for paths in by_files:
         kept: dict[str, TrackedRun] = {}
         for path in paths:
             run, found = check_run(path, now)
             if run is not None:
-                if run.id in runs:
-                    what = f"it is the same run as {runs[run.id].path}, which counts once"
-                    found.append(Fault(str(path), what, "Move one of them away"))
+                found += _uncounted(path, there)
                 runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
                 tracked, why = checked_run(run, path)
                 unknown.update([why] if "--import" in why else [])
-                if tracked is not None:
-                    kept.setdefault(run.id, tracked)
+                if tracked is not None and there.counts(path):
+                    kept[run.id] = tracked
             broken += any(fault.broken for fault in found)
             faults += found
         oldest_first = sorted(kept.values(), key=lambda one: one.order)
-        lacking += [fault for members in by_place(oldest_first) for fault in _lacking(results, members, by_commit)]
+        lacking += [fault for members in by_place(oldest_first) for fault in _lacking(results, members, of_commits)]
     # Suites that nobody told us of, so that nothing can be said about their figures.
     untold = [
         Fault(str(store / "runs"), f"of {count} runs, {why}", "Their figures were not compared", broken=False)
@@ -74,6 +74,17 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         (*faults, *check_surroundings(store), *of_view, *_folded(results, lacking), *across),
         {"run files": (count - broken, count), "asv's files": (sound, len(listed))},
     )
+
+
+def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
+    """That a file is another file's run, or that nobody knows which of several it is."""
+    if path in there.copies:
+        what = f"it is the same run as {there.copies[path]}, or the beginning of it, and counts once"
+        yield Fault(str(path), what, "Move it away")
+    others = [str(other) for other in there.refused.get(path, ()) if other != path]
+    if others:
+        what = f"{' and '.join(others)} has its id and says different things, so that none of them counts"
+        yield Fault(str(path), what, "Keep the one that is right, and move the others away")
 
 
 def _lacking(

@@ -16,8 +16,8 @@ from fp8bench.store.asv.results import ResultsFile, load_results, results_files
 from fp8bench.store.asv.rows import numbers
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.interpreters import environments_of, load_renamings
-from fp8bench.store.runs.read import closed_folders, load_run, missing_groups, run_files
-from fp8bench.store.runs.write import file_name
+from fp8bench.store.runs.listing import all_files, closed_folders, file_name
+from fp8bench.store.runs.read import load_run, missing_groups
 
 # Clocks of two machines differ by as much without anybody noticing.
 _CLOCKS_DIFFER = timedelta(minutes=1)
@@ -104,7 +104,7 @@ def _shown(moment: datetime) -> str:
 
 def check_surroundings(store: Path) -> list[Fault]:
     """What lies among the runs and is none, and the store's words on interpreters and known changes."""
-    runs = set(run_files(store))
+    runs = set(all_files(store))
     faults = [
         _foreign(path) for path in sorted((store / "runs").rglob("*"))
         if path not in runs and (path.is_file() or path.is_symlink())

@@ -28,7 +28,8 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from tests.commands import Say, unfolded, unfolding
 from tests.facts import CPU

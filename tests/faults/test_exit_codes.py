@@ -10,7 +10,8 @@ from fp8bench import pipeline
 from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level, Status
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 
 SMALL = ("--set", "operation=residual", "--set", "tokens=8", "--set", "width=8", "--rounds", "1")
 HANGING = """

@@ -12,7 +12,8 @@ import pytest
 
 from fp8bench.files import locked
 from fp8bench.store.asv.view import results_of, update_view
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from tests.commands import git, unfolded
 from tests.counts import sampled
 from tests.kept import results_files

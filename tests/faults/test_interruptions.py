@@ -14,7 +14,8 @@ from typing import IO
 
 import pytest
 
-from fp8bench.store.runs.read import load_run, missing_groups, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run, missing_groups
 from suites import kill
 from tests.counts import counts, sampled
 

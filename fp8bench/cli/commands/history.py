@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
@@ -28,7 +27,8 @@ from fp8bench.report.terminal.history import (
 )
 from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.find_runs import gone
-from fp8bench.store.runs.read import closed_folders, load_run, run_files
+from fp8bench.store.runs.listing import all_files, closed_folders, listing
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import tracked_by
 from fp8bench.store.verify import verify
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
 
-    if next(run_files(store), None) is None:
+    if not all_files(store):
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
         return EXIT_OK
@@ -126,8 +126,9 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
 
 def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
-    left: Counter[str] = Counter()
-    for path in run_files(store):
+    there = listing(store)
+    left = there.left
+    for path in there.files:
         try:
             run = load_run(path)
         except StoreError:

@@ -9,7 +9,7 @@ from fp8bench.cli.outputs import check_outputs, print_duel, print_run, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.store.duels import find_duel, load_duel
-from fp8bench.store.runs.read import load_named
+from fp8bench.store.runs.listing import load_named
 
 
 def add(parser: argparse.ArgumentParser) -> None:

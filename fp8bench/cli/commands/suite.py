@@ -22,7 +22,7 @@ from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.plan import page_of
-from fp8bench.store.runs.read import find_run
+from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
 _BESIDE_RESUME = {

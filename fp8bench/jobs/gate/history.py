@@ -27,7 +27,8 @@ from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.find_runs import commit_named
 from fp8bench.store.index.history import History
 from fp8bench.store.points import cell_of, followed
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 
 # So many run files are looked through for the newest commit's and the one before it.
 _MOST_LOOKED_AT = 200

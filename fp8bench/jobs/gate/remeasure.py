@@ -18,7 +18,7 @@ from fp8bench.measure.environment import command_line
 from fp8bench.model import RELATIVE, Comparison, Request, Run
 from fp8bench.pipeline import measure_again
 from fp8bench.store.find_runs import commit_named
-from fp8bench.store.runs.read import store_of
+from fp8bench.store.runs.listing import store_of
 from fp8bench.user_code import import_user_modules
 
 

@@ -14,7 +14,7 @@ from fp8bench.analysis.compare.duel_verdicts import comparisons
 from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.gate.judging import SecondLook, key_of
-from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound
+from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound, StoreError
 from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.jobs.duel.sides import OWN, PACKAGE, Question
 from fp8bench.jobs.gate.remeasure import duel_with, duelled, measured_again
@@ -35,7 +35,7 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Sou
     new = read_runs(runs_meant(after, store), observer)
     try:
         old = read_runs(runs_meant(before, store), observer)
-    except RunNotFound as error:
+    except StoreError as error:
         return Source(title, problem=f"the baseline is missing: {error}", code=EXIT_BASELINE)
     compared = compared_of(before, old, after, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"

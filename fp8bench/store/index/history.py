@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Home, Identity
-from fp8bench.store.commit_runs import CommitRuns, commit_of, files_by_commit, read_runs
+from fp8bench.store.commit_runs import CommitRuns, by_commit, commit_of, files_by_commit, read_runs
 from fp8bench.store.index.figure_files import (
     CommitFigures,
     Fingerprints,
@@ -35,6 +35,7 @@ from fp8bench.store.index.figure_files import (
 from fp8bench.store.index.lines import Lines, lines_of, names_in
 from fp8bench.store.index.tables import Table, Trends, home_of
 from fp8bench.store.interpreters import load_renamings
+from fp8bench.store.runs.listing import listing
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -79,7 +80,8 @@ _WORTH_KEEPING = 20
 class History:
     """What a store holds, of how many runs and commits; how many runs were left out, and why.
 
-    `troubles` are sentences on files of figures that did not serve. `read` is how many runs had to be read.
+    `troubles` are sentences on run files that were refused, and on files of figures.
+    `read` is how many runs had to be read.
     """
 
     tables: tuple[Table, ...]
@@ -120,7 +122,8 @@ class History:
 
 def open_history(store: Path, warn: Callable[[int], None]) -> History:
     """Open it. `warn` is told how many runs must be read, before they are."""
-    files = files_by_commit(store)
+    there = listing(store)
+    files = by_commit(there.files)
     renamings, known = load_renamings(store), Fingerprints()
     found = {commit: load_figures(store, commit, paths, renamings, known) for commit, paths in files.items()}
     missing = {commit: one for commit, one in found.items() if isinstance(one, Unfit)}
@@ -132,12 +135,13 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
     if missing:
         sweep(store, files)
     figures = [made[commit][0] if isinstance(one, Unfit) else one for commit, one in found.items()]
-    left: Counter[str] = Counter()
+    left = there.left
     for one in figures:
         left.update(one.left)
     tables = tuple(table for one in figures for table in one.tables)
     runs, commits = sum(one.runs for one in figures), sum(one.runs > 0 for one in figures)
-    return History(tables, runs, commits, left, read, tuple(_troubles(store, missing, made, files)))
+    troubles = (*there.notes(there.refused), *_troubles(store, missing, made, files))
+    return History(tables, runs, commits, left, read, troubles)
 
 
 def keep_figures(store: Path, run: Path) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -260,58 +259,3 @@ def plan_of(records: Sequence[Record]) -> Plan:
         )
         for members in groups.values()
     ))  # fmt: skip
-
-
-def run_files(store: Path) -> Iterator[Path]:
-    """All run files of a store, newest first. A folder that is called like one is none."""
-    found = sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
-    yield from (path for path in found if os.path.isfile(path))  # noqa: PTH113 - is_file raises where it may not look
-
-
-def closed_folders(store: Path) -> list[Path]:
-    """Folders of runs that may not be looked into, so that their runs seem not to be there."""
-    folders = [store / "runs", *sorted((store / "runs").glob("*"))]
-    # Path.is_dir raises where it may not look.
-    return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
-
-
-def store_of(path: Path) -> Path | None:
-    """The store that a run file lies in; None if it lies alone."""
-    folder = path.resolve().parent.parent
-    return folder.parent if folder.name == "runs" else None
-
-
-def find_run(word: str, store: Path) -> Path:
-    """A run by path, file stem or id; the beginning of either will do if it is the only one. 'last' is the newest."""
-    direct = Path(word)
-    try:
-        if direct.is_file():
-            return direct
-        files = list(run_files(store))
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
-    if word == "last" and files:
-        return files[0]
-    called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    exact = [path for path, own in called.items() if word in own]
-    found = exact or [path for path, own in called.items() if word and any(one.startswith(word) for one in own)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(path.stem for path in found[:5])
-        raise RunNotFound(f"{word!r} fits {len(found)} runs ({names}). Give more of the name.")
-    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
-
-
-def load_named(word: str, store: Path) -> Run:
-    """Find a run and read it. Where the newest cannot be read, the error names the one before it."""
-    path = find_run(word, store)
-    try:
-        return load_run(path)
-    except StoreError as error:
-        older = [other.stem for other in run_files(store) if other.name < path.name]
-        if word != "last" or not older:
-            raise
-        raise StoreError(f"{error} The run before it is {older[0]}.") from None

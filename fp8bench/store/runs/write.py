@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import StoreError
-from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, stamp, try_writing
+from fp8bench.files import LineWriter, end_line, is_locked, lock, make_store, try_writing
 from fp8bench.model import Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.store.runs.read import run_files, store_of
+from fp8bench.store.runs.listing import all_files, file_name, store_of
 
 _HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
 # Less than a short run needs; said before anything is measured.
@@ -65,12 +65,6 @@ def start_run(run: Run, store: Path) -> RunWriter:
     return RunWriter.started(path, {"schema": SCHEMA, "header": header})
 
 
-def file_name(run: Run) -> str:
-    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
-    commit = str(run.environment.get("commit") or "nocommit")[:8]
-    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
-
-
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     """Open a run's file to go on with it; a last line that was cut short stays alone on its line."""
     try:
@@ -92,7 +86,7 @@ def running_beside(own: Path) -> list[str]:
         return []
     recent = time.time() - _RECENT_SECONDS
     found = []
-    for path, _ in zip(run_files(store), range(_LOOKED_AT), strict=False):
+    for path, _ in zip(all_files(store), range(_LOOKED_AT), strict=False):
         with contextlib.suppress(OSError):
             if path != own and path.stat().st_mtime > recent and is_locked(path):
                 found.append(path.stem)

@@ -14,7 +14,7 @@ from junitparser import JUnitXml
 from fp8bench.analysis.gate.judging import SecondLook
 from fp8bench.jobs.gate import stored_runs as sides_source
 from fp8bench.model import Run, Scalar, Status
-from fp8bench.store.runs.read import run_files
+from fp8bench.store.runs.listing import run_files
 from tests.commands import PROGRAM, Say, environment, git, unfolding
 from tests.counts import SLOW
 from tests.histories import commit, history, keep, records, run_at, tree

@@ -15,7 +15,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.asv.results import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.interpreters import environments_of
-from fp8bench.store.runs.read import run_files
+from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.write import lock_run
 from tests.commands import Say, git, unfolding
 from tests.histories import PYTHON, commit, history, keep, records, run_at, tree

@@ -25,7 +25,7 @@ from fp8bench.store.index.history import History, keep_figures, open_history, re
 from fp8bench.store.index.tables import Trends
 from fp8bench.store.interpreters import Renamings, save_renamings
 from fp8bench.store.merge_stores import rebuild
-from fp8bench.store.runs.read import run_files
+from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
 from tests.histories import commit, history, keep, read_trends, records, run_at

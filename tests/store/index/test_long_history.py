@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.store.index.history import open_history
-from fp8bench.store.runs.read import load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import start_run
 from fp8bench.user_code import import_user_modules
 from suites import long_history

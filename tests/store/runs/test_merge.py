@@ -17,7 +17,8 @@ from fp8bench.store.asv.results import ResultsFile, load_results, merge_files, m
 from fp8bench.store.asv.rows import Row
 from fp8bench.store.interpreters import Renamings, environments_of, load_renamings, save_renamings
 from fp8bench.store.merge_stores import find_store, merge_runs
-from fp8bench.store.runs.read import load_head, load_run, run_files
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.read import load_head, load_run
 from fp8bench.store.runs.write import lock_run
 from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
 

@@ -37,7 +37,8 @@ from fp8bench.model import (
 from fp8bench.model.codec import SCHEMA
 from fp8bench.report.terminal.run import render
 from fp8bench.store.runs import write as writing
-from fp8bench.store.runs.read import find_run, load_named, load_run, run_files
+from fp8bench.store.runs.listing import find_run, load_named, run_files
+from fp8bench.store.runs.read import load_run
 from fp8bench.store.runs.write import check_store, start_run
 from tests.runs import measured
 

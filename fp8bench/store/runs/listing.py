@@ -1,0 +1,219 @@
+"""Which runs a store holds, each once, and finding one of them.
+
+A run is the same by its id and its content. A copy counts once, whatever it is called, wherever it lies and however its
+lines end; so does the beginning of a run, of which the longest file counts. Where files of one id differ in what they
+say, nobody knows which of them is the run, and none counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.files import stamp
+from fp8bench.model import Run
+from fp8bench.store.runs.read import load_head, load_run
+
+COPIED = "they are copies of runs, or the beginnings of runs, that count"
+REFUSED = "files of one id say different things, so that none counts; `fp8bench history verify` names them"
+# A header as it is written; it begins with the id.
+_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
+_PEEKED = 256
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Run files, newest first. `copies` leads from a file that does not count to the one that does.
+
+    `refused` leads from a file to all that have its id and are not the same run.
+    """
+
+    files: tuple[Path, ...]
+    copies: Mapping[Path, Path] = field(default_factory=dict)
+    refused: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
+
+    @property
+    def left(self) -> Counter[str]:
+        """How many files do not count, and why."""
+        return +Counter({COPIED: len(self.copies), REFUSED: len(self.refused)})
+
+    @property
+    def everything(self) -> list[Path]:
+        """All files, newest first."""
+        return sorted((*self.files, *self.copies, *self.refused), key=lambda path: path.name, reverse=True)
+
+    def notes(self, wanted: Iterable[Path]) -> list[str]:
+        """Sentences on what does not count among some files."""
+        among = set(wanted)
+        copies = [f"{path} is a copy of {own}, or its beginning, and the run counts once"
+                  for path, own in self.copies.items() if path in among]  # fmt: skip
+        groups = dict.fromkeys(group for path, group in self.refused.items() if path in among)
+        return [*copies, *map(_refusal, groups)]
+
+    def counts(self, path: Path) -> bool:
+        """Whether one of these files is the one that counts for its run."""
+        return path not in self.copies and path not in self.refused
+
+    def none_refused(self) -> Listing:
+        """This, where every file is known to be a run. Raises StoreError where one is refused."""
+        for path in self.refused:
+            self.that_counts(path)
+        return self
+
+    def that_counts(self, path: Path) -> Path:
+        """The file that counts for one of these. Raises StoreError for one that is refused."""
+        if path in self.refused:
+            raise StoreError(f"{_refusal(self.refused[path])}.")
+        return self.copies.get(path, path)
+
+
+def _refusal(group: Sequence[Path]) -> str:
+    return (
+        f"{' and '.join(map(str, group))} have the id {id_of(group[0])} and say different things, so that none of them "
+        "counts. Keep the file that is right, and move the others away"
+    )
+
+
+def each_once(paths: Iterable[Path]) -> Listing:
+    """Sort out which files are the same runs; what cannot be read is left to whoever reads it."""
+    files = list(paths)
+    by_id: dict[str, list[Path]] = {}
+    for path in files:
+        by_id.setdefault(id_of(path), []).append(path)
+    copies: dict[Path, Path] = {}
+    refused: dict[Path, tuple[Path, ...]] = {}
+    for group in by_id.values():
+        if len(group) == 1:
+            continue
+        longest = max(group, key=_length)
+        if not all(is_beginning(path.read_bytes(), longest.read_bytes()) for path in group):
+            refused |= dict.fromkeys(group, tuple(sorted(group)))
+            continue
+        whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
+        named = file_name(load_head(longest))
+        counts = min(whole, key=lambda path: (path.name != named, str(path)))
+        copies |= {path: counts for path in group if path != counts}
+    return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
+
+
+def id_of(path: Path) -> str:
+    """The id of the run in a file; of one without a header a digest, and of one that cannot be read its path."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            begins = _BEGINS.match(file.read(_PEEKED))
+            if begins is not None:
+                return str(json.loads(begins[1]))
+        run = load_head(path)
+        if run.started:
+            return run.id
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+    except (StoreError, OSError, ValueError):
+        return str(path)
+
+
+def _length(path: Path) -> tuple[int, int]:
+    lines = _lines(path.read_bytes())
+    return len(lines), sum(map(len, lines))
+
+
+def is_beginning(part: bytes, whole: bytes) -> bool:
+    """Whether a run file has the first lines of another, or all of them; the last one may be cut short."""
+    first, lines = _lines(part), _lines(whole)
+    return len(first) <= len(lines) and all(
+        one == other or _alike(one, other) or (number == len(first) and other.startswith(one))
+        for number, (one, other) in enumerate(zip(first, lines, strict=False), 1)
+    )
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
+
+
+def _alike(one: bytes, other: bytes) -> bool:
+    """Whether two lines say the same, however they were written down."""
+    try:
+        return json.dumps(json.loads(one), sort_keys=True) == json.dumps(json.loads(other), sort_keys=True)
+    except (ValueError, RecursionError):
+        return False
+
+
+def file_name(run: Run) -> str:
+    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
+    commit = str(run.environment.get("commit") or "nocommit")[:8]
+    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
+
+
+def all_files(store: Path) -> list[Path]:
+    """All run files of a store, newest first, copies among them. A folder that is called like one is none."""
+    found = sorted((store / "runs").glob("*/*.jsonl"), key=lambda path: path.name, reverse=True)
+    return [path for path in found if os.path.isfile(path)]  # noqa: PTH113 - is_file raises where it may not look
+
+
+def listing(store: Path) -> Listing:
+    """The run files of a store, and those that do not count."""
+    return each_once(all_files(store))
+
+
+def run_files(store: Path) -> Iterator[Path]:
+    """A file for each run of a store, newest first."""
+    yield from listing(store).files
+
+
+def closed_folders(store: Path) -> list[Path]:
+    """Folders of runs that may not be looked into, so that their runs seem not to be there."""
+    folders = [store / "runs", *sorted((store / "runs").glob("*"))]
+    # Path.is_dir raises where it may not look.
+    return [one for one in folders if os.path.isdir(one) and not os.access(one, os.R_OK | os.X_OK)]  # noqa: PTH112
+
+
+def store_of(path: Path) -> Path | None:
+    """The store that a run file lies in; None if it lies alone."""
+    folder = path.resolve().parent.parent
+    return folder.parent if folder.name == "runs" else None
+
+
+def find_run(word: str, store: Path) -> Path:
+    """A run by path, file stem or id; the beginning of either will do if it is the only one. 'last' is the newest."""
+    direct = Path(word)
+    try:
+        if direct.is_file():
+            return direct
+        found = listing(store)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
+    files = found.everything
+    if word == "last" and files:
+        return found.that_counts(files[0])
+    called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
+    fitting = [path for path, own in called.items() if word in own] or [
+        path for path, own in called.items() if word and any(one.startswith(word) for one in own)
+    ]
+    meant = list(dict.fromkeys(map(found.that_counts, fitting)))
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        names = ", ".join(path.stem for path in meant[:5])
+        raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
+    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
+    raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+
+
+def load_named(word: str, store: Path) -> Run:
+    """Find a run and read it. Where the newest cannot be read, the error names the one before it."""
+    path = find_run(word, store)
+    try:
+        return load_run(path)
+    except StoreError as error:
+        older = [other.stem for other in run_files(store) if other.name < path.name]
+        if word != "last" or not older:
+            raise
+        raise StoreError(f"{error} The run before it is {older[0]}.") from None

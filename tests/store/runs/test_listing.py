@@ -1,0 +1,186 @@
+"""A run counts once, however many copies of its file there are; files of one id that differ count not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.jobs.report_files import Pages, report_of
+from fp8bench.store.find_runs import runs_meant
+from fp8bench.store.index.history import open_history
+from fp8bench.store.merge_stores import merge_runs, rebuild
+from fp8bench.store.runs.listing import COPIED, REFUSED, find_run, id_of, listing, run_files
+from fp8bench.store.runs.read import load_run
+from tests.commands import Say, unfolded
+from tests.histories import commit, history, keep, read_trends, records, run_at
+
+OTHER_NAME = "20270101T000000.000Z-0000000f-ffffffff.jsonl"
+
+
+def placed(path: Path, content: bytes, folder: str = "box", name: str = OTHER_NAME) -> Path:
+    target = path.parent.parent / folder / name
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(content)
+    return target
+
+
+def rewritten(content: bytes) -> bytes:
+    """What a tool makes of JSON: spaces, other order, another last line."""
+    lines = [json.dumps(json.loads(line), sort_keys=True, indent=None) for line in content.splitlines()]
+    return ("\r\n".join(lines) + "\n\n").encode()
+
+
+# What is done with a run's file, and the file that then lies beside it.
+COPIES: dict[str, Callable[[Path], Path]] = {
+    "another name": lambda path: placed(path, path.read_bytes()),
+    "another machine's folder": lambda path: placed(path, path.read_bytes(), "abox", path.name),
+    "no name at all": lambda path: placed(path, path.read_bytes(), name="x.jsonl"),
+    "line ends and a mark": lambda path: placed(path, b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n")),
+    "written down otherwise": lambda path: placed(path, rewritten(path.read_bytes())),
+    "a beginning": lambda path: placed(path, path.read_bytes()[:-700], "abox", path.name),
+    "whole lines of it": lambda path: placed(path, path.read_bytes().splitlines(True)[0], "abox", path.name),
+}
+
+
+def edited(old: bytes, new: bytes) -> Callable[[Path], Path]:
+    def copy(path: Path) -> Path:
+        content = path.read_bytes()
+        assert old in content
+        return placed(path, content.replace(old, new, 1))
+
+    return copy
+
+
+LIES = {
+    "the header edited": edited(b'"box"', b'"bax"'),
+    "another commit": edited(commit(1).encode(), commit(2).encode()),
+    "a record edited": edited(b"187500,", b"150000,"),
+    "resumed apart": lambda path: placed(path, path.read_bytes().splitlines(True)[0] + b'{"note":"there"}\n'),
+}
+
+
+def links(path: Path) -> Path:
+    target = path.with_name(OTHER_NAME)
+    target.symlink_to(path.resolve())
+    return target
+
+
+def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
+    """All that a history has, from the files of figures, which must be what the runs say."""
+    found = open_history(store, lambda _: None)
+    trends = found.trends(lambda _: True).trends
+    assert trends == read_trends(store, lambda _: True).trends
+    return trends, found.runs, dict(found.left)
+
+
+@pytest.mark.parametrize("copy", [*COPIES.values(), links], ids=[*COPIES, "a link"])
+def test_a_copy_counts_once(store: Path, copy: Callable[[Path], Path], fp8bench: Say) -> None:
+    """In the history, whether its figures were kept before the copy or after it, and when the copy is gone again."""
+    path = history(store, 1.0, 1.5)[1]
+    trends, runs, left = numbers(store)
+    assert (runs, left) == (2, {})
+    compared = fp8bench("compare", commit(0), commit(1))[1]
+    other = copy(path)
+    assert numbers(store) == (trends, 2, {COPIED: 1}) and len(list(run_files(store))) == 2
+    assert fp8bench("compare", commit(0), commit(1))[1] == compared
+    assert {load_run(one).id for one in listing(store).files} == {load_run(path).id, "00000064"}
+    assert load_run(find_run(load_run(path).id, store)).finished
+    assert rebuild(store).left[COPIED] == 1
+    other.unlink()
+    assert numbers(store) == (trends, 2, {})
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Path], Path], fp8bench: Say) -> None:
+    """By every command, which names both files; what is moved away refuses nothing any more."""
+    path = history(store, 1.0, 1.5)[1]
+    whole = numbers(store)
+    other, own = lie(path), load_run(path).id
+    trends, runs, left = numbers(store)
+    assert (runs, left) == (1, {REFUSED: 2}) and trends != whole[0]
+    words = (f"compare {commit(0)} {own}", f"compare {commit(0)} {commit(1)}", f"compare {path} {other}",
+             f"compare {commit(0)} {path},{other}", f"show {own}", "show last", f"report {own}")  # fmt: skip
+    for line in words:
+        code, _, err = fp8bench(*line.split())
+        assert code == 2 and str(path) in unfolded(err) and str(other) in unfolded(err), (line, err)
+    code, out, err = fp8bench("history", "regressions")
+    assert str(path) in err and str(other) in err and own in err
+    code, out, _ = fp8bench("history", "verify")
+    assert code == 3 and "has its id and says different things" in " ".join(out.split())
+    other.unlink()
+    assert numbers(store) == whole
+
+
+def test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline(store: Path, fp8bench: Say) -> None:
+    """Neither of the two is judged."""
+    path = history(store, 1.0, 1.5)[0]
+    edited(b"125000,", b"999000,")(path)
+    code, out, _ = fp8bench("gate", commit(0), commit(1), "--no-rerun")
+    assert code == 4 and "the baseline is missing" in out and "have the id 00000064" in " ".join(out.split())
+
+
+def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
+    """By two names, in two stores, and in a store that has two paths."""
+    second = history(store, 1.0, 1.5)[1]
+    copy = COPIES["another name"](second)
+    (tmp_path / "link").symlink_to(store.resolve())
+    other = tmp_path / "other" / "runs" / "box" / second.name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(second.read_bytes())
+    for words in (
+        f"{second},{copy}",
+        f"{second},{other}",
+        f"{commit(1)},{tmp_path}/other",
+        f"{tmp_path}/link,{second}",
+    ):
+        meant = runs_meant(words, store)
+        assert len(meant.files) == 1, words
+    assert "counts once" in " ".join(runs_meant(f"{second},{copy}", store).notes)
+    with pytest.raises(UsageError, match="was named twice"):
+        report_of([str(second), str(copy)], store, Pages())
+    edit = edited(b"187500,", b"150000,")(second)
+    with pytest.raises(StoreError, match="say different things"):
+        report_of([str(second), str(edit)], store, Pages())
+
+
+def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
+    """One of the copies is taken; doing it again does nothing, whatever the run is called here."""
+    theirs = tmp_path / "theirs"
+    path = history(theirs, 1.0, 1.5)[1]
+    COPIES["another name"](path)
+    assert [one.name for one in merge_runs(store, theirs).copied] == [
+        one.name for one in reversed(list(run_files(theirs)))
+    ]
+    copied = next(one for one in run_files(store) if id_of(one) == id_of(path))
+    copied.rename(copied.with_name("renamed.jsonl"))
+    again = merge_runs(store, theirs)
+    assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
+    edited(b"187500,", b"150000,")(path)
+    lied = merge_runs(store, theirs)
+    assert not lied.copied and lied.same == 1 and len(lied.failed) == 1 and str(path) in lied.failed[0]
+    theirs_too = tmp_path / "more"
+    other = keep(theirs_too, run_at(1, records=tuple(records(9.0)), id="0000beef"))
+    placed(next(run_files(store)), b"x", name=other.name)
+    assert "is another run" in " ".join(merge_runs(store, theirs_too).failed)
+
+
+def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
+    """They belong to no commit, and two that are alike are one."""
+    path = history(store, 1.0)[0]
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:]))
+    placed(path, path.read_bytes())
+    assert len(list(run_files(store))) == 1
+    broken = [placed(path, b"\xff{", name=f"{number}.jsonl") for number in range(2)]
+    assert set(broken) < set(run_files(store))
+
+
+def test_the_id_is_read_from_wherever_the_header_is(store: Path) -> None:
+    """The name of a file says nothing about it."""
+    path = history(store, 1.0)[0]
+    head, *rest = path.read_bytes().splitlines(True)
+    shuffled = placed(path, b"".join([*rest, rewritten(head)]), name="x.jsonl")
+    assert id_of(path) == id_of(shuffled) == "00000064"
