@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import hardware, side_of
+from fp8bench.analysis.compare.sides import machine_of, machine_words, side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
+from fp8bench.report.words.run_facts import many
 from fp8bench.store.find_runs import Meant, runs_meant
 from fp8bench.store.runs.listing import each_once
 from fp8bench.store.runs.read import load_run
@@ -30,7 +31,7 @@ def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run],
         raise UsageError(
             f"{before!r:.80} and {after!r:.80} have the run {min(both)} in common. Give two sides of different runs."
         )
-    old, new = _on_one_machine(old, new, observer)
+    old, new = _on_one_machine(before, old, after, new, observer)
     before_side, after_side = (
         side_of(name, [(run, findings(run)) for run in runs]) for name, runs in ((before, old), (after, new))
     )
@@ -54,14 +55,29 @@ def read_runs(meant: Meant, observer: JobObserver) -> list[Run]:
     return runs
 
 
-def _on_one_machine(old: Sequence[Run], new: Sequence[Run], observer: JobObserver) -> tuple[list[Run], list[Run]]:
-    """Of sides with runs of several machines, those of the one that the newest run of the second was made on."""
-    kinds = {hardware(run) for run in (*old, *new)}
-    wanted = hardware(max(new, key=lambda run: run.started))
-    kept = tuple([run for run in side if hardware(run) == wanted] for side in (old, new))
-    if len(kinds) == 1 or not all(kept):
-        return list(old), list(new)
-    left = len(old) + len(new) - len(kept[0]) - len(kept[1])
-    machine = kept[1][0].environment.get("machine")
-    observer.note(f"{left} run{'s' * (left != 1)} of other machines left out: the rest is of {machine}")
+def _on_one_machine(
+    before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver
+) -> tuple[Sequence[Run], Sequence[Run]]:
+    """Of sides with runs of several machines those of one that both have: of such runs the newest of the second side's.
+
+    Raises UsageError where there is none, unless each side is of one machine alone, which nobody takes for the other.
+    """
+    of_old, of_new = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
+    if len(of_old) == len(of_new) == 1:
+        return old, new
+    shared = [run for run in new if machine_of(run) in of_old]
+    if not shared:
+        places = [" and ".join(machine_words(machines)) for machines in (of_old, of_new)]
+        raise UsageError(
+            f"{before!r:.80} was measured on {places[0]}, and {after!r:.80} on {places[1]}: runs of several machines "
+            "are not put together. Give the runs of one by their ids, with commas (`fp8bench history list --runs`)."
+        )
+    wanted = machine_of(max(shared, key=lambda run: run.started))
+    kept = tuple([run for run in side if machine_of(run) == wanted] for side in (old, new))
+    left = [run for run in (*old, *new) if machine_of(run) != wanted]
+    here, *others = machine_words([wanted, *map(machine_of, left)])
+    observer.note(
+        f"{many(len(left), 'run')} of other machines left out: the rest is of {here}, and they are of "
+        f"{' and '.join(others)}. Name runs by their ids to compare those"
+    )
     return kept[0], kept[1]

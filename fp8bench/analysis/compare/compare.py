@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
@@ -50,12 +50,14 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
     """
     found: list[Comparison] = []
     others = beside.sightings if beside is not None else {}
+    differ = differing(before.runs, after.runs)
+    elsewhere = "; ".join(f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in differ if one.hardware)
     for name, seen in after.sightings.items():
         if name in before.sightings:
-            found += _of_case(before.sightings[name], seen, others.get(name, ()))
+            found += _of_case(before.sightings[name], seen, others.get(name, ()), elsewhere)
     return Compared(
         before, after, tuple(found), _alone(before.sightings, after.sightings),
-        _alone(after.sightings, before.sightings), differing(before.runs, after.runs),
+        _alone(after.sightings, before.sightings), differ,
     )  # fmt: skip
 
 
@@ -66,7 +68,9 @@ def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Si
     )
 
 
-def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting]) -> Iterator[Comparison]:
+def _of_case(
+    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting], elsewhere: str
+) -> Iterator[Comparison]:
     old, new = before[-1].record, after[-1].record
     if old.status is new.status is Status.SKIPPED:
         return
@@ -87,12 +91,14 @@ def _of_case(before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequ
         return
     kept = _whole(old_side), _whole(new_side)
     for figures in (*timed(*kept, _whole(others)), *sensed(*kept, _whole(others))):
-        yield of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
+        said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
+        why = f"the sides were measured on different machines ({elsewhere})"
+        yield replace(said, direction=Direction.UNSURE, why=why) if elsewhere else said
     for metric, first, second in counted(*kept):
-        said = exact_change(first, second)
+        exact = exact_change(first, second)
         yield Comparison(
-            new.case.id, new.case.workload, metric.name, metric.unit, said.direction, Evidence.CROSS_RUN,
-            median(first), median(second), said.ratio, said.p_value, why=said.why,
+            new.case.id, new.case.workload, metric.name, metric.unit, exact.direction, Evidence.CROSS_RUN,
+            median(first), median(second), exact.ratio, exact.p_value, why=exact.why,
         )  # fmt: skip
 
 

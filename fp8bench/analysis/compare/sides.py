@@ -5,15 +5,17 @@ Where that differs between sides, something else than the code may be why a numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench.model import Case, Finding, Record, Run, Scalar, Status
 
 # What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
 _PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter"})
+# Which machine it is, for the series of a history as well: its entry in ~/.asv-machine.json, else the host's name.
+_MACHINE = "asv_machine"
 # Times on different ones of these are times of different things.
-_HARDWARE = frozenset({"asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
+_HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
 _ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data")
 
 Seen = tuple[Run, Mapping[str, Finding]]
@@ -81,9 +83,23 @@ def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, .
     return tuple(sorted(found, key=lambda one: not one.hardware))
 
 
-def hardware(run: Run) -> tuple[tuple[str, Scalar | None], ...]:
-    """What a run was measured on: runs that differ here are not put together."""
-    return tuple(pair for pair in _facts(run) if _is_hardware(pair[0]))
+Machine = tuple[tuple[str, Scalar | None], ...]
+
+
+def machine_of(run: Run) -> Machine:
+    """What a run was measured on, its name first: runs that differ here are not put together."""
+    return tuple(sorted((pair for pair in _facts(run) if _is_hardware(pair[0])), key=lambda pair: pair[0] != _MACHINE))
+
+
+def machine_words(machines: Iterable[Machine]) -> list[str]:
+    """'box' and 'other'; behind a name that several have, what they differ in: 'box (asv_cpu Xeon)'."""
+    known = list(dict.fromkeys(machines))
+    found = []
+    for one in known:
+        alike = [other for other in known if other[0] == one[0]]
+        own = ", ".join(f"{pair[0]} {pair[1]}" for pair in one if any(pair not in other for other in alike))
+        found.append(f"{one[0][1]} ({own})" if own else str(one[0][1]))
+    return found
 
 
 def _is_hardware(name: str) -> bool:
@@ -100,7 +116,8 @@ def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
-    for name, value in run.environment.facts.items():
+    facts = run.environment.facts
+    for name, value in {**facts, _MACHINE: facts.get(_MACHINE) or facts.get("machine")}.items():
         if name not in _PASSING:
             yield name, value
     for name in _ASKED:

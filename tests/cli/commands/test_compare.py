@@ -73,12 +73,49 @@ def test_two_stores(store: Path, say: Say) -> None:
     assert code == 0 and out.startswith("B against A\n  A: a: commit 00000001, 1 run") and "B: b: of no commit" in out
 
 
-def test_machines_are_not_mixed(store: Path, say: Say) -> None:
-    """Of a commit that two machines measured, the runs of one count."""
+OTHER = {"machine": "other", "asv_machine": "other"}
+# Machines that are not box, and what they are called beside it.
+OTHERS: dict[str, tuple[dict[str, object], str, str]] = {
+    "another host of the same kind": (OTHER, "box", "other"),
+    "the same name on other hardware": ({"asv_cpu": "Xeon"}, "box (asv_cpu AMD EPYC)", "box (asv_cpu Xeon)"),
+    "a container whose host's name asv has": ({"machine": "f00", "asv_machine": "f00"}, "box", "f00"),
+    "no word of asv's": ({"machine": "other", "asv_machine": None}, "box", "other"),
+}
+
+
+@pytest.mark.parametrize(("facts", "here", "there"), OTHERS.values(), ids=OTHERS)
+def test_machines_are_not_mixed(store: Path, say: Say, facts: dict[str, object], here: str, there: str) -> None:
+    """Of a commit that two machines measured, the runs of one count: the newest run's that both sides have."""
     history(store, 1.0, 1.2)
-    keep(store, run_at(0, 9.5, records=tuple(records(5.0)), facts={"machine": "other", "asv_cpu": "Xeon"}))
+    keep(store, run_at(0, 9.5, records=tuple(records(5.0)), facts=facts))
     code, out, err = say(commit(0), commit(1))
-    assert code == 0 and "1 run of other machines left out: the rest is of box" in err and "+20.0%" in out
+    assert code == 0 and f"1 run of other machines left out: the rest is of {here}, and they are of {there}. " in err
+    assert "+20.0%" in out
+    keep(store, run_at(1, 10.5, records=tuple(records(9.0)), facts={"machine": "third", "asv_machine": "third"}))
+    code, out, err = say(commit(0), commit(1))
+    assert code == 0 and "2 runs of other machines" in err and "third" in err and "+20.0%" in out
+
+
+def test_hosts_that_share_no_machine_are_refused(store: Path, say: Say) -> None:
+    """Both are named, and how to choose; a machine each is told apart, and has no verdict about time."""
+    for number, name in enumerate(("a", "b", "c")):
+        facts = {"machine": name, "asv_machine": name}
+        keep(store, run_at(number // 2, 4.0 + number, records=tuple(records(1.0 + number)), facts=facts))
+    code, out, err = say(commit(0), commit(1))
+    assert code == 2 and not out and "was measured on a and b, and" in err and "on c: runs of several machines" in err
+    assert "Give the runs of one by their ids" in err
+    code, out, err = say("00000190", commit(1))
+    assert code == 0 and "asv_machine: a -> c (times do not compare for it)" in out
+    assert "measured on different machines (asv_machine was a and is c)" in " ".join(out.split())
+    assert "unsure" in out and "worse" not in out.partition("verdict:")[0]
+
+
+def test_containers_that_a_person_called_one_machine_are_one(store: Path, say: Say) -> None:
+    """The entry in ~/.asv-machine.json counts, as for the history; another host's name is told."""
+    history(store, 1.0, 1.2)
+    keep(store, run_at(0, 9.5, facts={"machine": "f00"}))
+    code, out, err = say(commit(0), commit(1))
+    assert (code, err) == (0, "") and "2 runs" in out and "machine: box and f00 -> box" in out
 
 
 def test_json_csv_and_markdown(store: Path, say: Say) -> None:
