@@ -32,7 +32,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
@@ -220,10 +220,10 @@ class FakeWorker(Worker):
         self.log.append(("release", label))
         return tuple(self._script(label).threads_left) if held is not None else ()
 
-    def _check(self, key: str) -> str:
+    def _check(self, key: str) -> StateCheck:
         label = self._labels[key]
         self._strike("check", label)
-        return self._script(label).wrong
+        return StateCheck(self._script(label).wrong)
 
     def _statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         self._strike("statistics", case.mode)

@@ -137,8 +137,15 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
         yield Labelled(Label.VARYING)
     if timing.eager:
         yield Labelled(Label.EAGER_QUANTISER, timing.eager)
+    yield from _implausible(record)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
+
+
+def _implausible(record: Record) -> Iterator[Labelled]:
+    """What untimed looks at its state and its steps have found."""
+    if record.not_finite:
+        yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
 
 
 def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:

@@ -101,7 +101,7 @@ class EnergyPass:
             while not window.enough:
                 worker.within(limit).loop(arm.key, steps)
                 done += steps
-        wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key)
+        wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if isinstance(energy, Unavailable):
             found.reasons.append(energy.reason)

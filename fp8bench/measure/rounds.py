@@ -57,6 +57,7 @@ class Arm:
     varying: bool = False
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
+    not_finite: float = 0.0
     why_eager: str | None = None
     ran_eager: bool = False
     ran_fused: bool = False
@@ -145,9 +146,10 @@ class Arm:
 
         What scales came to is asked here, after the last step.
         """
-        wrong = worker.within(self.limits.numbers(self.planned.work)).check(self.key)
-        if wrong:
-            raise WorkerFault("after its steps", wrong)
+        found = worker.within(self.limits.numbers(self.planned.work)).check(self.key)
+        if found.wrong:
+            raise WorkerFault("after its steps", found.wrong)
+        self.not_finite = found.not_finite
         if self.planned.case.static is not None:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 

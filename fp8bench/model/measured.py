@@ -141,6 +141,8 @@ class Record:
     depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
     `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
     `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
+    `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
+    may be.
     """
 
     case: Case
@@ -164,6 +166,7 @@ class Record:
     watch: DeviceWatch | None = None
     memory: MemoryUse | None = None
     capacity: Capacity | None = None
+    not_finite: float = 0.0
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Raised whenever a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
 # parent, or the other way round, would misunderstand each other. tests/worker/test_handshake.py holds what this
 # number stands for.
-PROTOCOL = 2
+PROTOCOL = 3
 # 'eager' in it turns the compiling of quantisers off.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
 
@@ -20,6 +20,15 @@ class Settings:
     seed: int = 0
     imports: tuple[str, ...] = ()
     corpus: str | None = None
+
+
+@dataclass(frozen=True)
+class StateCheck:
+    """What is wrong with a state after its steps, '' if nothing is; and the share of its numbers that are not finite,
+    where the workload says that this may be."""
+
+    wrong: str = ""
+    not_finite: float = 0.0
 
 
 @dataclass(frozen=True)

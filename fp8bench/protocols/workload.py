@@ -102,8 +102,9 @@ class Workload(ABC):
     `layer_kinds` are kinds that layers have in all its cases, `dtypes` the precisions of a run that names none,
     `history` the cases whose numbers are followed from commit to commit. `fused` says whether quantisers are compiled
     before they are timed: not where numbers are all that it is about. `batch_axis` is the axis that --max-batch
-    varies, which says how much a step takes in at once; '' if there is none. `error`, `statistics` and `check` run
-    apart from any timing.
+    varies, which says how much a step takes in at once; '' if there is none. `may_diverge` says that numbers of the
+    state may become infinite or NaN: the case is then labelled, and fails otherwise. `error`, `statistics` and `check`
+    run apart from any timing.
     """
 
     name: ClassVar[str]
@@ -115,6 +116,7 @@ class Workload(ABC):
     history: ClassVar[Grid | None] = None
     fused: ClassVar[bool] = True
     batch_axis: ClassVar[str] = ""
+    may_diverge: ClassVar[bool] = False
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -183,5 +185,8 @@ class Workload(ABC):
         return None
 
     def check(self, state: Any) -> str:
-        """What is wrong with a state after all its steps ('the loss is NaN'); '' if nothing is."""
+        """What is wrong with a state after all its steps ('the loss went up'); '' if nothing is.
+
+        Whether its numbers are finite is looked at for every workload.
+        """
         return ""

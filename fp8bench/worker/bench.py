@@ -18,13 +18,14 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
-from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.model.raw import RawSlot, Settings, StateCheck
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import fusing
-from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of, wrong_of
+from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
+from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.static_scales import Calibrations, step
@@ -103,13 +104,15 @@ class Bench:
         with precision.scope(), unchanged(), aside():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
+            finite = FiniteState(state)
             step(workload, state, setup.scales, SilentPhases())
+            finite.begin(state)
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = PhaseClock(stamper)
         started = threads() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales
+            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales, finite
         )  # fmt: skip
         gc.collect()
 
@@ -201,11 +204,9 @@ class Bench:
         with self._apart(case, facts) as (workload, _, setup):
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
-    def check(self, key: str) -> str:
-        """What is wrong with a state after its steps; '' if nothing is."""
-        prepared = self._prepared[key]
-        with unchanged(), apart():
-            return wrong_of(prepared.workload.check(prepared.state))
+    def check(self, key: str) -> StateCheck:
+        """What is wrong with a state after its steps."""
+        return self._selected(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         """The scales that a state has from data, as they are after its steps."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
-from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
 from fp8bench.worker import fusing
+from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
-from fp8bench.worker.step_guards import silent_step
+from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged
 
 
@@ -31,6 +33,7 @@ class Prepared:
     stamper: Stamper
     started: frozenset[Thread]
     scales: ScaleBook | None
+    finite: FiniteState
 
     @property
     def begin(self) -> Callable[[], None]:
@@ -82,6 +85,15 @@ class Prepared:
         """How long the timed calls waited for a core: counted over the discarded calls too, it is no more than the time
         that the timed ones were on none. A device of its own does not wait for one."""
         return None if counted is None or self.device.kind != "cpu" else max(0.0, min(counted, off_core))
+
+    def check(self) -> StateCheck:
+        """What the steps have left, as the workload sees it, and whether it is finite."""
+        with unchanged(), apart():
+            wrong = wrong_of(self.workload.check(self.state))
+            lost = self.finite.lost(self.state)
+        if self.workload.may_diverge:
+            return StateCheck(wrong, lost.share)
+        return StateCheck(wrong or str(lost))
 
     def loop(self, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""

@@ -13,6 +13,7 @@ from fp8bench.model import MemoryRole
 
 # None: it is of the state, and nobody says what for.
 StateTensors = Mapping[int, MemoryRole | None]
+View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
 # A state that holds more objects is not looked through to its end: a second's work.
 MOST_OBJECTS = 1_000_000
@@ -98,14 +99,47 @@ def _held_by(one: Any) -> list[Any]:
 
 def addresses_of(tensor: Any) -> Iterator[int]:
     """Where a tensor's memory begins, as an allocator knows it; of a tensor that wraps others, where theirs do."""
-    parts = getattr(type(tensor), "__tensor_flatten__", None)
-    if parts is not None:
-        for name in parts(tensor)[0]:
-            yield from addresses_of(getattr(tensor, name))
-        return
+    yield from filter(None, map(address_of, _parts_of(tensor)))
+
+
+def tensors_of(*roots: object) -> Iterator[Any]:
+    """All tensors with memory that these hold, gradients included, each view of a memory once; parts of wrappers."""
+    import torch
+
+    seen = set()
+    for one in _within(roots):
+        if not isinstance(one, torch.Tensor):
+            continue
+        held = (one, one.grad) if one.is_leaf and one.grad is not None else (one,)
+        for part in (part for tensor in held for part in _parts_of(tensor)):
+            if address_of(part) and (view := view_of(part)) not in seen:
+                seen.add(view)
+                yield part
+
+
+def address_of(tensor: Any) -> int:
+    """Of a tensor that wraps no others; 0 for one that lies nowhere: sparse, on no device, or of another library."""
     try:
-        address = int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # sparse, on no device, or of another library: it lies nowhere
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def view_of(tensor: Any) -> View:
+    """What tells a tensor that lies somewhere from all others that do."""
+    return address_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def version_of(tensor: Any) -> int:
+    """Grows with each operation of torch's that writes a tensor; always 0 where torch does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def _parts_of(tensor: Any) -> Iterator[Any]:
+    """The tensor, or those that it wraps."""
+    names = getattr(type(tensor), "__tensor_flatten__", None)
+    if names is None:
+        yield tensor
         return
-    if address:
-        yield address
+    for name in names(tensor)[0]:
+        yield from _parts_of(getattr(tensor, name))

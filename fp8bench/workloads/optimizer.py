@@ -148,10 +148,6 @@ class Optimizer(Workload):
         tensors = zip(kinds, (gradients, *state.moments()), strict=True)
         return statistics_of((*kind, one) for kind, several in tensors for one in several)
 
-    def check(self, state: OptimizerState) -> str:
-        finite = all(bool(one.isfinite().all()) for one in state.parameters())
-        return "" if finite else "the weights are not finite"
-
 
 @contextmanager
 def _one_thread() -> Iterator[None]:

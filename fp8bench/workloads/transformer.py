@@ -267,12 +267,6 @@ class Transformer(Workload):
             sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
         )
 
-    def check(self, state: TrainingState) -> str:
-        """Whether the optimiser has carried all weights through."""
-        lost = [name for name, one in state.model.named_parameters() if not one.isfinite().all()]
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        return f"the parameters are not finite after its steps: {lost[0]}{more}" if lost else ""
-
 
 def _micro_batch(state: TrainingState, phase: Phases, first: bool) -> None:
     """One forward and backward, its gradients added to the buffers. Reads no value, which would wait for the device."""

@@ -17,6 +17,7 @@ import pytest
 
 from fp8bench.analysis.metric import ENERGY, MEMORY
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Record, Request, Run, Status
+from fp8bench.model.raw import StateCheck
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import Corpus
@@ -179,7 +180,7 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
             assert len(step.codes) == len(step.intervals_ns) and min(step.intervals_ns) >= 0
             assert CELL_PHASES[step.codes[0]] == UNATTRIBUTED and len(set(step.codes)) > 1
         assert len({step.codes for step in slot.steps}) == 1
-        assert bench.check("one") == ""
+        assert bench.check("one") == StateCheck()
     finally:
         assert bench.release("one") == ()
 

@@ -9,7 +9,7 @@ import torch
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.model import Case, DeviceFacts, Request
-from fp8bench.model.raw import Settings
+from fp8bench.model.raw import Settings, StateCheck
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
@@ -58,7 +58,7 @@ def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: Devi
             workloads.get(name).step(bench._prepared["one"].state, SilentPhases())
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert bench.check("one") == ""
+        assert bench.check("one") == StateCheck()
         bench.release("one")
 
 

@@ -21,7 +21,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import handshake
 
 PACKAGE = Path(fp8bench.__file__).resolve().parent
-# What protocol 2 stands for: the arguments of requests and the fields of values that must be given. Others may come,
+# What protocol 3 stands for: the arguments of requests and the fields of values that must be given. Others may come,
 # with defaults. Whoever changes these lines raises PROTOCOL too.
 REQUESTS = {
     "probe": (), "software": (), "versions": ("suites",), "modules_under": ("folder",),
@@ -41,7 +41,7 @@ VALUES: dict[type, tuple[str, ...]] = {
 
 def test_the_protocol_stands_for_what_it_stood_for() -> None:
     """An older worker gets requests that it knows, and answers with values that a newer parent understands."""
-    assert PROTOCOL == 2
+    assert PROTOCOL == 3
     for name, wanted in REQUESTS.items():
         signature = inspect.signature(getattr(Bench, name))
         given = [one.name for one in signature.parameters.values() if one.default is inspect.Parameter.empty]
@@ -64,7 +64,7 @@ def test_it_says_who_it_is() -> None:
     ("said", "sentence"),
     [
         ({"protocol": PROTOCOL, "torch": "2.13.0"}, ""),
-        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 3 of fp8bench 9.9"),
+        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 4 of fp8bench 9.9"),
         ({}, "speaks protocol None of fp8bench None"),
         (
             {"protocol": PROTOCOL, "torch": None, "torch_missing": "ImportError: no libcuda"},
@@ -98,7 +98,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
 @pytest.mark.parametrize(
     ("start", "error", "sentence"),
     [
-        (changed("model/raw.py", "PROTOCOL = 2", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
+        (changed("model/raw.py", "PROTOCOL = 3", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
         (changed("worker/main.py", '"greet"', '"salute"'), UsageError, "its fp8bench is older than duels"),
         (changed("worker/main.py", "import gc", "import gc, nowhere"), WorkerLost, "No module named 'nowhere'"),
     ],

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.model import Record, Request, Run, Status
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Label, Record, Request, Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from tests.own_suites import forgotten
 
 SUITE = """
+from types import SimpleNamespace
+
 import torch
 
 from fp8bench.suites import Axis, Work, Workload, workloads
@@ -30,17 +33,33 @@ class PlantedLies(Workload):
         return Work(1.0)
 
     def prepare(self, setup):
-        return torch.ones(8, 8)
+        how = setup.case.param("how")
+        return SimpleNamespace(x=torch.ones(8, 8), mask=torch.full((8, 8), -torch.inf), step=getattr(self, f"_{how}"))
 
     def step(self, state, phase):
         with phase.gemm:
-            state @ state
+            state.step(state)
+
+    def _honest(self, state):
+        (state.x @ state.x + state.mask).softmax(-1)
+
+    _misnamed = _honest
+
+    def _spoils(self, state):
+        state.x[0] *= 1e30
 
     def error(self, setup):
         name = {"misnamed": "time"}.get(setup.case.param("how"), "some_error")
         return {name: 0.5}
+
+
+@workloads.register("diverging")
+class Diverging(PlantedLies):
+    name = "diverging"
+    may_diverge = True
 """
-HOWS = ("honest", "misnamed")
+PLAUSIBILITY = (Label.NOT_FINITE,)
+HOWS = ("honest", "misnamed", "spoils")
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +70,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     file.write_text(SUITE)
     with forgotten(folder):
         import_user_modules([str(file)])
-        request = Request("planted_lies", ("fp32",), ("cpu",), axes=(("how", HOWS),), rounds=2, imports=(str(file),))
+        suites, axes = "planted_lies,diverging", (("how", HOWS),)
+        request = Request(suites, ("fp32",), ("cpu",), axes=axes, rounds=2, imports=(str(file),))
         yield pipeline.execute(request, folder / "store", SilentObserver(), "a test")
 
 
-def record_of(run: Run, how: str) -> Record:
-    return next(one for one in run.records if one.case.param("how") == how)
+def record_of(run: Run, how: str, suite: str = "planted_lies") -> Record:
+    return next(one for one in run.records if (one.case.workload, one.case.param("how")) == (suite, how))
+
+
+def told(run: Run, record: Record) -> dict[Label, str]:
+    """Its labels, but for those of so few rounds, with what is said of each."""
+    finding = findings(run)[record.case.id]
+    reasons = dict(finding.label_reasons)
+    return {label: reasons.get(label, "") for label in finding.labels if label in PLAUSIBILITY}
 
 
 def test_what_is_honest_is_measured_and_has_no_remark(run: Run) -> None:
     record = record_of(run, "honest")
     assert record.status is Status.OK and not record.detail and record.measurement("some_error") is not None
+    assert told(run, record) == {}
 
 
 def test_a_number_with_the_name_of_a_figure_fails_its_case(run: Run) -> None:
@@ -69,3 +97,17 @@ def test_a_number_with_the_name_of_a_figure_fails_its_case(run: Run) -> None:
     record = record_of(run, "misnamed")
     assert record.status is Status.FAILED
     assert "no numerical error: ValueError: error() gives a number whose name is not free: 'time' is" in record.reason
+
+
+def test_a_state_that_is_not_finite_fails_its_case(run: Run) -> None:
+    """Nothing was said of it as long as the suite had no check of its own."""
+    record = record_of(run, "spoils")
+    assert record.status is Status.FAILED and record.timing is None
+    assert "after its steps: its state is not finite: 8 of 128 numbers, the first in a tensor of 8 x 8" in record.reason
+
+
+def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
+    """Then the case stands, with the share; where nothing diverged, there is nothing to say."""
+    record = record_of(run, "spoils", "diverging")
+    assert record.status is Status.OK and told(run, record) == {Label.NOT_FINITE: "6.2% of the state"}
+    assert told(run, record_of(run, "honest", "diverging")) == {}

@@ -48,7 +48,7 @@ def test_a_step_begins_from_zero(precision: str) -> None:
     once = [one.clone() for one in state.buffer.values()]
     Accumulate().step(state, SilentPhases())
     assert all(torch.equal(one, other) for one, other in zip(once, state.buffer.values(), strict=True))
-    assert all(one.any() for one in once) and Accumulate().check(state) == ""
+    assert all(one.any() for one in once)
 
 
 def test_bf16_sums_are_those_of_ml_dtypes() -> None:
@@ -139,11 +139,3 @@ def test_work_is_the_gradients_of_all_micro_batches() -> None:
     assert Accumulate().work(params).bytes == 3 * 2 * 64 * 2
     assert Accumulate().work(params).least_memory == 3 * 2 * 64 * 2 + 64
     assert Accumulate().work({**params, "gradients": "fp32"}).bytes == 3 * 2 * 64 * 4
-
-
-def test_sums_that_are_not_finite_are_told() -> None:
-    """Gradients too large for fp16."""
-    state = Accumulate().prepare(setup_for("fp16"))
-    state.micro_batches[0][0][0, 0] = 1e30
-    Accumulate().step(state, SilentPhases())
-    assert "not finite" in Accumulate().check(state)

@@ -169,12 +169,3 @@ def test_statistics_tell_gradients_and_moments_apart() -> None:
     assert {one.count for one in found.values()} == {3 * 64 * 64}
     below = {kind: {name: low for name, _, low in one.outside} for kind, one in found.items()}
     assert below["second_moment"]["fp16"] > below["gradient"]["fp16"]
-
-
-def test_weights_that_are_not_finite_are_told() -> None:
-    """After many steps of a state that goes wrong."""
-    state = Optimizer().prepare(setup_for())
-    assert Optimizer().check(state) == ""
-    state.buckets[0].gradients[0][0, 0] = float("nan")
-    Optimizer().step(state, SilentPhases())
-    assert "not finite" in Optimizer().check(state)

@@ -26,6 +26,7 @@ LABELS: dict[Label, str] = {
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
+    Label.NOT_FINITE: "numbers of its state became infinite or NaN, as its suite says they may: that can change times",
     Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
     Label.CROSS_RUN: "the two sides were measured at different times: what changed in between is in the ratio",
 }
@@ -47,6 +48,7 @@ REASONS: dict[Label, str] = {
     Label.UNPAIRED: "it was measured at another time than the reference",
     Label.VARYING: "its steps were not alike",
     Label.EAGER_QUANTISER: "its quantisers were not compiled",
+    Label.NOT_FINITE: "its numbers became infinite or NaN",
     Label.ENERGY_UNRESOLVED: "its energy is not resolved",
     Label.CROSS_RUN: "its sides were measured at different times",
 }

@@ -1,0 +1,151 @@
+"""Whether the numbers of a state are still finite after its steps: those that are not may take another time.
+
+Infinities and NaNs may be there from the start: masks of attention hold -inf, and memory that nobody has written yet
+may hold anything. So an element counts as lost only if it was finite when the state had been prepared, or if it lies in
+a tensor that steps have made since. Of those, a tensor that was made before the first timed step and not written again
+is an input too (a mask that is made when it is first needed), and -inf beside finite numbers is a mask, or scores under
+one. A mask in a tensor that was prepared may move: where such a tensor held -inf, others may come.
+
+What the time does not suffice for is not looked at, and nothing is said of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fp8bench.worker.state_tensors import View, tensors_of, version_of, view_of
+
+# For a whole state, each time that it is looked at.
+SECONDS = 0.5
+# Elements at a time, of those that must be converted first.
+_PIECE = 1 << 22
+
+
+class Lost(NamedTuple):
+    """So many of the elements that were looked at are not finite; `where` is the first tensor that has some."""
+
+    lost: int = 0
+    looked: int = 0
+    where: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of all elements that were looked at."""
+        return self.lost / self.looked if self.looked else 0.0
+
+    def __str__(self) -> str:
+        if not self.lost:
+            return ""
+        return f"its state is not finite: {self.lost} of {self.looked} numbers, the first in {self.where}"
+
+
+class _Before(NamedTuple):
+    """What was not finite in a tensor that had been prepared, element by element, and whether some of it was -inf."""
+
+    strange: Any
+    masks: bool
+
+
+class FiniteState:
+    """What a state was like when it had been prepared, to tell what its steps have spoilt."""
+
+    def __init__(self, state: object) -> None:
+        self._prepared: dict[View, _Before | None] = {}
+        self._unknown = set[View]()
+        self._made: dict[View, int] = {}
+        end = time.monotonic() + SECONDS
+        for tensor in _numbers_of(state):
+            if time.monotonic() > end:
+                self._unknown.add(view_of(tensor))
+                continue
+            strange = _not_finite(tensor)
+            masks = strange is not None and bool(_below_all(tensor).any())
+            self._prepared[view_of(tensor)] = None if strange is None else _Before(strange, masks)
+
+    def begin(self, state: object) -> None:
+        """Steps are timed from here on: what has been made until now, and is not written again, is an input."""
+        end = time.monotonic() + SECONDS
+        for tensor in _numbers_of(state):
+            view = view_of(tensor)
+            if view in self._prepared or view in self._unknown:
+                continue
+            if time.monotonic() > end or _not_finite(tensor) is not None:
+                self._made[view] = version_of(tensor)
+
+    def lost(self, state: object) -> Lost:
+        """What steps have left that is not finite."""
+        count, looked, where = 0, 0, ""
+        end = time.monotonic() + SECONDS
+        for tensor in _numbers_of(state):
+            if time.monotonic() > end:
+                break
+            if view_of(tensor) in self._unknown:
+                continue
+            looked += tensor.numel()
+            number = self._lost_of(tensor)
+            if number and not where:
+                shape = " x ".join(map(str, tensor.shape)) or "one number"
+                where = f"a tensor of {shape} ({str(tensor.dtype).removeprefix('torch.')})"
+            count += number
+        return Lost(count, looked, where)
+
+    def _lost_of(self, tensor: Any) -> int:
+        strange = _not_finite(tensor)
+        if strange is None:
+            return 0
+        view = view_of(tensor)
+        if view not in self._prepared:
+            is_input = self._made.get(view) == version_of(tensor)
+            is_mask = bool((_below_all(tensor) == strange).all()) and not bool(strange.all())
+            return 0 if is_input or is_mask else int(strange.sum())
+        before = self._prepared[view]
+        if before is not None:
+            strange = strange & ~before.strange
+            if before.masks:
+                strange = strange & ~_below_all(tensor)
+        return int(strange.sum())
+
+
+def _numbers_of(state: object) -> Iterator[Any]:
+    """Its floating-point tensors, complex ones as pairs."""
+    import torch
+
+    for tensor in tensors_of(state):
+        dtype = tensor.dtype
+        if dtype.is_complex and not tensor.is_conj():
+            yield torch.view_as_real(tensor.detach())
+        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or _converts(dtype)):
+            yield tensor.detach()
+
+
+@functools.cache
+def _converts(dtype: Any) -> bool:
+    """Whether there are numbers in it that torch can read one by one: of pairs in a byte it cannot."""
+    import torch
+
+    try:
+        return torch.empty(1, dtype=dtype).to(torch.float32).numel() == 1
+    except NotImplementedError:
+        return False
+
+
+def _not_finite(tensor: Any) -> Any:
+    """Where, None if nowhere. The smallest and the largest are asked first, which takes a fiftieth of the time."""
+    import torch
+
+    if tensor.dtype.itemsize > 1:
+        ends = torch.stack(torch.aminmax(tensor))
+        return None if bool(ends.isfinite().all()) else ~tensor.isfinite()
+    # No arithmetic is done in a byte: a piece after the other is converted.
+    pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE)]
+    return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
+
+
+def _below_all(tensor: Any) -> Any:
+    """Where it is -inf."""
+    import torch
+
+    return (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.float32)) == float("-inf")
