@@ -22,6 +22,7 @@ from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
+from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
@@ -43,6 +44,7 @@ def examine(calibrate: bool) -> Iterator[str]:
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
         yield from _processor(environment.facts)
+        yield f"switches  {environment.get(SWITCHES_SET) or 'all as torch and the system set them'}"
         for one in facts:
             yield ""
             yield from _device(one)

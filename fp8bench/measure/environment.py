@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
+from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.variables import READ_BY_TORCH
 from fp8bench.store.asv.identity import as_facts, identify
 from fp8bench.user_code import digest_of
 
-_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "FP8BENCH_QUANTISERS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)  # fmt: skip
+_VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
 _PACKAGE = Path(__file__).parents[1]
 

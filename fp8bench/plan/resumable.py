@@ -7,11 +7,15 @@ from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
+from fp8bench.model.variables import SWITCHES_SET
 
 # Facts of the environment, and how a sentence calls them where it is not by that name.
-_SAME = ("machine", "fp8bench", "python", "torch", "torch_git", "threads", "commit", "dirty", "imports_sha256")
+_SAME = (
+    "machine", "fp8bench", "python", "torch", "torch_git", "threads", "commit", "dirty", "imports_sha256", SWITCHES_SET,
+)  # fmt: skip
 _CALLED = {
     "commit": "the commit", "dirty": "whether files differ from the commit", "imports_sha256": "the code of --import",
+    SWITCHES_SET: "what is set in the process",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
@@ -85,6 +85,9 @@ def float32_products(setting: str) -> Iterator[None]:
     import torch
 
     before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    # Newer switches, which the older one writes: 'as the others' is a value of theirs, and of theirs alone.
+    backends: Any = torch.backends
+    newer = [(one, one.fp32_precision) for one in (backends.cuda.matmul, backends.mkldnn.matmul)]
     torch.set_float32_matmul_precision(setting)
     # A switch of its own, and on unless told otherwise: fp32 convolutions would be TF32's.
     torch.backends.cudnn.allow_tf32 = setting != "highest"
@@ -93,3 +96,5 @@ def float32_products(setting: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = convolutions
+        for one, setting in newer:
+            one.fp32_precision = setting

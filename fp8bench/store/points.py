@@ -25,6 +25,7 @@ from fp8bench.model import (
 from fp8bench.model.metric_names import time_of_phase
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
+from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import (
@@ -43,9 +44,8 @@ _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
 # Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
 _CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "float32_matmul_precision", "deterministic",
-    "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "cpu_count", "cpu_affinity",
-    "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
+    "fp8bench", "python", "torch", "torch_git", "cudnn", SWITCHES_SET, "cpu_count", "cpu_affinity", "cpu_governor",
+    "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
 # Of the machine's main device, as its driver says.
 _SETTINGS = ("driver", "power_cap", "ecc", "mig")

@@ -30,7 +30,7 @@ from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart, aside, still_running, threads
-from fp8bench.worker.switches import unchanged
+from fp8bench.worker.switches import recorded, unchanged
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 
@@ -54,6 +54,7 @@ class Bench:
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         import_user_modules(settings.imports)
+        self._switches = recorded()
 
     def close(self) -> None:
         """Put the process's threads back: without isolation it is the user's own."""
@@ -68,21 +69,16 @@ class Bench:
         return tuple(facts for kind in devices.names() for facts in devices.get(kind).available())
 
     def software(self) -> dict[str, Scalar | None]:
-        """torch's build and the switches that change what it measures."""
+        """torch's build, and what every switch was at before anything was measured."""
         import torch
 
-        gpu, matmul, cudnn = torch.cuda.is_available(), torch.backends.cuda.matmul, torch.backends.cudnn
+        cudnn = torch.backends.cudnn
         return {
             "torch": str(torch.__version__),
             "torch_git": torch.version.git_version,
             "torch_config": torch.__config__.show().strip(),
-            "torch_threads": torch.get_num_threads(),
-            "torch_interop_threads": torch.get_num_interop_threads(),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "cudnn": cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
-            "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction if gpu else None,
-            "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction if gpu else None,
+            "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+            **self._switches,
         }
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "driver_state", lambda: "NVML says: there is no driver")
     text = "\n".join(examine(False))
     assert f"torch {torch.__version__}" in text and "Python 3." in text
-    for word in ("machine ", "cores ", "load ", "clocks ", "energy ", "NVML says: "):
+    for word in ("switches ", "machine ", "cores ", "load ", "clocks ", "energy ", "NVML says: "):
         assert word in text
     assert "what looking costs" not in text
 

@@ -231,6 +231,7 @@ def test_the_same_place_is_no_foreign_one() -> None:
         ("commit", "the commit", "0123abcd"),
         ("dirty", "whether files differ from the commit", True),
         ("imports_sha256", "the code of --import", "0123abcd"),
+        ("switches_set", "what is set in the process", "oneDNN at False"),
     ],
 )
 def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:

@@ -312,7 +312,7 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
         assert "Traceback" in caught.value.trace and not caught.value.out_of_memory
         worker.release("talk")
         worker.release("nobody")
-        assert worker.software()["torch_threads"] == 1
+        assert worker.software()["switch the number of threads"] == 1
         pid = worker.pid
         assert pid is not None
     worker.close()

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import platform
+import re
 import signal
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.model import Case
+from fp8bench.model.variables import SWITCH, SWITCHES_SET
+from fp8bench.process_switches import now
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.switches import SwitchesChanged, _now, unchanged
+from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged
 from fp8bench.workloads.gemm import Gemm
 from tests.fakes import CPU
 
+_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine(), 0)
+
+
+def _same(*arguments: Any) -> Any:
+    """Does nothing: a hook, a tracer, a profiler."""
+
+
+CLOCKS = (
+    "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns",
+    "time", "time_ns", "sleep",
+)  # fmt: skip
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR2")
 LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "dtype": (lambda: torch.set_default_dtype(torch.bfloat16), "the default dtype at torch.bfloat16 (it was torch.fl"),
     "grad": (lambda: torch.set_grad_enabled(False), "gradients at False (it was True)"),
@@ -34,7 +56,7 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "same": (lambda: torch.use_deterministic_algorithms(True, warn_only=True), "deterministic algorithms at 1"),
     "bf16": (
         lambda: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-        "bf16's reduced-precision sums at False (it was True)",
+        "bf16's reduced-precision sums at False, True (it was True, True)",
     ),
     "oneDNN": (lambda: setattr(torch.backends.mkldnn, "enabled", False), "oneDNN at False (it was True)"),
     "its products": (
@@ -47,7 +69,7 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "new and old": (
         lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
-        "cuDNN's TF32 at mixed (it was True)",
+        "cuDNN's TF32 at mixed (it was True), cuDNN's float32 convolutions at ieee",
     ),
     "all backends": (lambda: setattr(torch.backends, "fp32_precision", "ieee"), "float32 of all backends at ieee"),
     "flash": (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash attention at False (it was True)"),
@@ -57,14 +79,147 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "same cuDNN": (lambda: setattr(torch.backends.cudnn, "deterministic", True), "cuDNN's deterministic algorithms at"),
     "same oneDNN": (lambda: setattr(torch.backends.mkldnn, "deterministic", True), "oneDNN's deterministic algorithms"),
     "garbage": (gc.disable, "garbage collection at False (it was True)"),
-    "processors": (lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}), "the processors at {"),
-    "environment": (lambda: os.environ.update(OMP_WAIT_POLICY="active"), "the environment at {"),
-    "clock": (lambda: setattr(time, "perf_counter", time.time), "time.perf_counter at <built-in function time>"),
-    "signal": (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the handler of SIGUSR1 at 1 (it was 0)"),
+    "processors": (lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}), "the processors at "),
+    "environment": (lambda: os.environ.update(OMP_WAIT_POLICY="active"), "the environment at "),
+    "clock": (
+        lambda: setattr(time, "perf_counter", time.time),
+        "time.perf_counter at time.time (it was time.perf_counter)",
+    ),
+    "profiling timer": (lambda: signal.setitimer(signal.ITIMER_PROF, 1000), "the profiling timer at True (it was F"),
+    **{
+        name: (partial(setattr, time, name, max), f"time.{name} at builtins.max (it was time.{name})")
+        for name in CLOCKS
+    },
+    **{
+        name: (partial(signal.signal, signal.Signals[name], signal.SIG_IGN), f"the handler of {name} at SIG_IGN (it w")
+        for name in SIGNALS
+    },
+    "signal": (
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        "the handler of SIGUSR1 at SIG_IGN (it was SIG_DFL)",
+    ),
     "timer": (lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000), "the virtual timer at True (it was False)"),
     "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "autocast on cpu at True (it was False)"),
     "anomaly": (lambda: torch.set_anomaly_enabled(True), "anomaly detection at True (it was False)"),
+    "locked": (torch.backends.disable_global_flags, "torch's lock on its flags at True (it was False)"),
+    "locked and set": (
+        lambda: (setattr(torch.backends.mkldnn, "enabled", False), torch.backends.disable_global_flags()),
+        "torch's lock on its flags at True (it was False), oneDNN at False (it was True)",
+    ),
+    "saved": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(_same, _same).__enter__(),
+        "hooks of saved tensors at ",
+    ),
+    "autocast dtype": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        "the dtype of autocast on cpu at torch.",
+    ),
+    "autocast cache": (lambda: torch.set_autocast_cache_enabled(False), "the cache of autocast at False (it was True)"),
+    "backward": (lambda: torch.autograd.set_multithreading_enabled(False), "autograd's threads at False (it was True)"),
+    "filling": (
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        "the filling of new memory at F",
+    ),
+    "limit": (lambda: setattr(torch.backends.miopen, "immediate", True), "MIOpen's immediate mode at True"),
+    "engine": (
+        lambda: setattr(torch.backends.quantized, "engine", "onednn"),
+        "the engine of quantised operators at onednn",
+    ),
+    "einsum": (lambda: setattr(torch.backends.opt_einsum.m, "enabled", True), "the path finder of einsum at True"),
+    "NNPACK": (lambda: torch.backends.nnpack.set_flags(False), "NNPACK at False (it was True)"),
+    "native": (
+        lambda: (
+            torch.backends.python_native.disable_operations("scaled_mm"),
+            setattr(torch.backends.python_native.triton, "enabled", False),
+            torch.backends.python_native.disable_dispatch_keys("CPU"),
+        ),
+        "operators in Python's kernel languages at language, triton, operator, scaled_mm, device, CPU (it was none)",
+    ),
+    "order": (
+        lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
+        "the order of attention's kernels at 0, 1, 2, 3, 4 (it was 1, 2, 0, 3, 4)",
+    ),
+    "sums": (
+        lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+        "reduced-precision sums in attention at T",
+    ),
+    "depthwise": (
+        lambda: setattr(torch.backends.cudnn, "depthwise_kernel", "cudnn"),
+        "cuDNN's depthwise kernel at cudnn",
+    ),
+    "rocm": (
+        lambda: torch.backends.cuda.preferred_rocm_fa_library("ck"),
+        "the library of attention on ROCm at _ROC",
+    ),
+    "path": (lambda: setattr(torch.backends.opt_einsum.m, "strategy", "optimal"), "the strategy of einsum at optimal"),
+    "fp16": (
+        lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", (False, False)),
+        "fp16's reduced-precision sums at False, False (it was True, True)",
+    ),
+    "autocast on a GPU": (lambda: torch.set_autocast_enabled("cuda", True), "autocast on cuda at True (it was False)"),
+    "its dtype": (
+        lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+        "the dtype of autocast on cuda at torch.b",
+    ),
+    "recurrences": (
+        lambda: setattr(torch.backends.mkldnn.rnn, "fp32_precision", "bf16"),
+        "oneDNN's float32 recurrences at bf16",
+    ),
+    "recurrences on CUDA": (
+        lambda: setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+        "cuDNN's TF32 at mixed (it was True), cuDNN's float32 recurrences at ieee",
+    ),
+    "CUDA's": (
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "float32 products at mixed (it was highest), CUDA's float32 products at tf32",
+    ),
+    "encoders": (lambda: torch.backends.mha.set_fastpath_enabled(False), "the fast path of encoders at False"),
+    "hooks": (
+        lambda: torch.nn.modules.module.register_module_forward_hook(_same),
+        "hooks of all modules at none, none, ",
+    ),
+    "accumulators": (
+        lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        "fp16's accumulators at True",
+    ),
+    "convolutions on CUDA": (
+        lambda: setattr(torch.backends.cudnn, "fp32_precision", "ieee"),
+        "float32 on CUDA at ieee (it was none)",
+    ),
+    "oneDNN's own": (
+        lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
+        "float32 products at mixed (it was highest), float32 in oneDNN at bf16 (it was none)",
+    ),
+    "thresholds": (lambda: gc.set_threshold(5, 5, 5), "the thresholds of garbage collection at 5, 5, 5 (it was 700, "),
+    "tracer": (lambda: sys.settrace(_same), "the tracer at tests.worker.test_switches._same (it was None)"),
+    "profiler": (lambda: sys.setprofile(_same), "the profiler of calls at tests.worker.test_switches._same"),
+    "allocations": (tracemalloc.start, "tracing of allocations at True (it was False)"),
+    "interval": (lambda: sys.setswitchinterval(1.0), "the interpreter's switch interval at 1.0 (it was 0.005)"),
+    "rounding": (lambda: ctypes.CDLL(None).fesetround(_UPWARD), "the rounding of floats at "),
     "denormals": (lambda: torch.set_flush_denormal(True), "denormals as zero at True (it was False)"),
+}
+
+
+# Contexts that somebody has entered and keeps: nobody else can leave them.
+KEPT: dict[str, tuple[Callable[[], Any], str]] = {
+    "inference": (torch.inference_mode, "inference mode at True (it was False, and cannot be put back)"),
+    "functions": (BaseTorchFunctionMode, "modes of torch's functions at 1 (it was 0, and cannot be put back)"),
+    "operators": (FlopCounterMode, "modes of torch's dispatcher at 1 (it was 0, and cannot be put back)"),
+    "profiler": (torch.profiler.profile, "torch's profiler at True (it was False, and cannot be put back)"),
+}
+# Switches that are not set here, and why.
+NOT_HERE = {
+    "the working directory": "a test of its own",
+    "niceness": "only the superuser takes back what made a process nicer",
+    "the scheduling policy": "the superuser's to set",
+    "the number of interop threads": "to be set once in a process",
+    "cuDNN's limit of benchmarks": "of builds for CUDA",
+    "the library of linear algebra": "of builds for CUDA",
+    "the library of products on a GPU": "of builds for CUDA",
+    "the implementation of flash attention": "there is none to choose from",
+    "the real timer": "the limits of these tests run on it",
+    "the stance of torch.compile": "a test of its own, which imports the compiler",
+    "the default backend of torch.compile": "a test of its own, which imports the compiler",
 }
 
 
@@ -73,12 +228,65 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     """The next case finds it as it was."""
     if which == "processors" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one processor, and no other to leave")
+    if which == "rounding" and not _UPWARD:
+        pytest.skip("how this processor is told to round up is not known")
     leave, words = LEFT[which]
-    before = _now()
+    before = now(switches())
     with pytest.raises(SwitchesChanged) as caught, unchanged():
         leave()
     assert f"it left {words}" in str(caught.value)
-    assert _now() == before
+    assert now(switches()) == before
+
+
+@pytest.mark.parametrize("which", KEPT)
+def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
+    """A worker goes with its case; in a process of somebody's own the next case would run under it."""
+    make, words = KEPT[which]
+    kept = make()
+    try:
+        with pytest.raises(SwitchesChanged, match=re.escape(words)), unchanged():
+            kept.__enter__()
+    finally:
+        kept.__exit__(None, None, None)
+
+
+def test_every_switch_is_left_changed_by_a_test() -> None:
+    """One that is watched wrongly is not watched."""
+    planted = " ".join(words for _, words in [*LEFT.values(), *KEPT.values()])
+    names = [switch.name for switch in switches()]
+    assert len(set(names)) == len(names)
+    assert [name for name in names if name not in planted and name not in NOT_HERE] == []
+
+
+def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> None:
+    """The same in every process: a run is compared with another one by them."""
+    torch.backends.mkldnn.enabled = False
+    try:
+        found = recorded()
+    finally:
+        torch.backends.mkldnn.enabled = True
+    assert found["switch oneDNN"] is False and found["switch the default dtype"] == "torch.float32"
+    assert "oneDNN at False (usually True)" in str(found[SWITCHES_SET]).split("; ")
+    assert all(value is None or type(value) in (bool, int, float, str) for value in found.values())
+    assert not any(" at 0x" in str(value) for value in found.values())
+    kept = {name.removeprefix(SWITCH) for name in found if name != SWITCHES_SET}
+    assert kept == {switch.name for switch in switches()} - {"the working directory", "the environment"}
+
+
+@pytest.mark.slow
+def test_the_compilers_switches_are_watched_too() -> None:
+    """They are torch._dynamo's, whose import takes seconds."""
+    import torch._dynamo
+
+    before = now(switches())
+    with pytest.raises(SwitchesChanged, match=r"the stance of torch.compile at .*force_eager"), unchanged():
+        torch.compiler.set_stance("force_eager")
+    with (
+        pytest.raises(SwitchesChanged, match=r"the default backend of torch.compile at eager \(it was induc"),
+        unchanged(),
+    ):
+        torch.compiler.set_default_backend("eager")
+    assert now(switches()) == before
 
 
 def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +308,7 @@ def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pyte
 def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
     """It would end the process a second later."""
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-    with pytest.raises(SwitchesChanged, match=r"the virtual timer at False \(it was True\)"), unchanged():
+    with pytest.raises(SwitchesChanged, match=r"the virtual timer at False \(it was True, and"), unchanged():
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     assert not any(signal.getitimer(signal.ITIMER_VIRTUAL))
 

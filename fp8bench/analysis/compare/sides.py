@@ -9,9 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench.model import Case, Finding, Record, Run, Scalar, Status
+from fp8bench.model.variables import SWITCH, SWITCHES_SET
 
 # What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
-_PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter"})
+_PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})
+# Of runs from before every switch was recorded. Of what one side alone has recorded nobody can say that it differs.
+_OLDER = frozenset({
+    "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",
+    "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
+})  # fmt: skip
 # Which machine it is, for the series of a history as well: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
 # Times on different ones of these are times of different things.
@@ -76,11 +82,15 @@ class Differing:
 def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, ...]:
     """All facts that differ, those of the hardware first."""
     old, new = _all_facts(before), _all_facts(after)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and not _told_once(name, old, new)]
     found = [
         Differing(name, _shown(old.get(name, [])), _shown(new.get(name, [])), _is_hardware(name)) for name in names
     ]
     return tuple(sorted(found, key=lambda one: not one.hardware))
+
+
+def _told_once(name: str, *sides: Mapping[str, object]) -> bool:
+    return (name in _OLDER or name.startswith(SWITCH)) and not all(name in side for side in sides)
 
 
 Machine = tuple[tuple[str, Scalar | None], ...]

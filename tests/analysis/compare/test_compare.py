@@ -285,6 +285,20 @@ def test_what_only_one_side_has() -> None:
     assert "only in B" in render(page_of(compared)) and "gemm[m=64]@cpu/bf16" in render(page_of(compared))
 
 
+def test_a_switch_that_differs_is_said() -> None:
+    """One that a side has not recorded, being of an older version, is not known to differ."""
+    off, on = (
+        {"switch oneDNN": value, "switches_set": text} for value, text in ((False, "oneDNN at False"), (True, None))
+    )
+    compared = held([run(1, facts=on)], [run(2, facts=off)])
+    assert [one.name for one in compared.differing] == ["switch oneDNN"]
+    assert "switch oneDNN: True -> False" in render(page_of(compared))
+    older = run(1, facts={"torch_threads": 1, "deterministic": False})
+    assert not held([older], [run(2, facts=off)]).differing
+    other = run(2, facts={"torch_threads": 2, "deterministic": False})
+    assert [one.name for one in held([older], [other]).differing] == ["torch_threads"]
+
+
 def test_what_differs_is_said() -> None:
     """Load and commits are not it; a processor makes times another matter."""
     after = run(2, facts={"torch": "2.14.0", "asv_cpu": "Xeon", "commit": "ab" * 20})

@@ -10,6 +10,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
+from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
 from fp8bench.report.material import Entry, Material
@@ -76,6 +77,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("system", fact(run, "system")),
         ("processors", _processors(run)),
         ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
+        ("switches", fact(run, SWITCHES_SET)),
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
         ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
         ("started", when(run)),

@@ -31,6 +31,7 @@ def test_what_is_known_has_a_line_and_nothing_else() -> None:
             "cpu_count": 64, "cpu_affinity": 2, "cpu_governor": "performance", "threads": 1, "load_1min": 1.5,
             "commit": "0a1b2c3d4e", "dirty": True, "machine": "box", "system": "Linux", "smt": None,
             "fp8bench": "0.1.0", "numpy": "2.3.1", "imports_sha256": "abc", "env_OMP_NUM_THREADS": "2", "env_A": "1",
+            "switch niceness": 5, "switch oneDNN": False, "switches_set": "oneDNN at False (usually True)",
         }
     )  # fmt: skip
     always = {"seed": "0", "samples": "this run was not stored", "format of the file": "schema 1"}
@@ -42,6 +43,7 @@ def test_what_is_known_has_a_line_and_nothing_else() -> None:
         "system": "Linux",
         "processors": "2 of 64, governor performance",
         "threads": "1",
+        "switches": "oneDNN at False (usually True)",
         "load at start": "1.5 (mean of 1 minute)",
         "commit": "0a1b2c3d4e with uncommitted changes",
         "started": "2026-01-05 12:00 UTC",

@@ -1,0 +1,194 @@
+"""Switches that one case, or the import of one file, could leave to whatever comes next in its process.
+
+Here are those of the interpreter, the process and the C library, which need no torch; those of torch are the worker's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import os
+import signal
+import sys
+import time
+import tracemalloc
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from fp8bench.model import Scalar
+from fp8bench.model.variables import READ_BY_TORCH
+
+
+class Unset:
+    """What no value equals: the machine, or whoever runs the process, says what is usual."""
+
+
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """One of them; `write` is None for what ends with the object that holds it.
+
+    `names` are those of torch's public names that set it: a census holds them against what torch has. `usual` is the
+    value of a fresh process. `bends` says of a value that a reference measured under it is not the reference: where
+    fp8bench measures in somebody's process, that is refused. Without it any value will do, and is recorded.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object] | None
+    names: tuple[str, ...] = ()
+    usual: Any = Unset
+    bends: Callable[[Any], bool] | None = None
+    recorded: bool = True
+    mend: str = ""
+
+
+def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
+    """A switch that is an attribute of a module or an object."""
+    return Switch(name, lambda: getattr(holder, word), lambda value: setattr(holder, word, value), **more)
+
+
+def now(switches: Iterable[Switch]) -> tuple[Any, ...]:
+    """What they are at."""
+    return tuple(switch.read() for switch in switches)
+
+
+def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
+    """What had changed, in words."""
+    after = now(switches)
+    if after == before:
+        return []
+    found = list(zip(switches, before, after, strict=True))
+    for switch, old, _ in found:  # each is read again: one of torch's older switches writes several of the newer ones
+        if switch.write is not None and switch.read() != old:
+            # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
+            with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
+                switch.write(old)
+    return [
+        f"{switch.name} at {plain(new)!s:.200} (it was {plain(old)!s:.200}"
+        f"{', and cannot be put back' if switch.read() != old else ''})"
+        for switch, old, new in found
+        if old != new
+    ]
+
+
+def plain(value: Any) -> Scalar | None:
+    """A switch's value as a run stores it, the same in every process."""
+    match value:
+        case enum.Enum():
+            return value.name
+        case None | bool() | int() | float() | str():
+            return value
+        case set() | frozenset():
+            return ", ".join(sorted(map(str, value)))
+        case dict():
+            return ", ".join(f"{name}={one}" for name, one in value.items()) or "none"
+        case tuple() | list():
+            return ", ".join(str(plain(one)) for one in value) or "none"
+    name = getattr(value, "__qualname__", None)
+    return f"{value.__module__}.{name}" if name is not None else str(value)
+
+
+# As bytes: half the time, and it is read around every slot.
+_KEYS = tuple((name, os.fsencode(name)) for name in READ_BY_TORCH)
+# Programs are bound by variables too, and OpenMP binds the thread itself, at its first loop.
+_BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+_CLOCKS = (
+    "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time",
+    "thread_time_ns", "time", "time_ns", "sleep",
+)  # fmt: skip
+_HANDLED = tuple(
+    signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
+)
+_TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
+
+
+@cache
+def of_the_process() -> tuple[Switch, ...]:
+    """All of these."""
+    return (*_of_the_interpreter(), *_of_the_system(), *_of_the_library(), *_of_clocks_and_signals())
+
+
+def _of_the_interpreter() -> Iterator[Switch]:
+    yield Switch("the working directory", _folder, os.chdir, recorded=False)
+    yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), usual=True)
+    yield Switch("the thresholds of garbage collection", gc.get_threshold, lambda old: gc.set_threshold(*old))
+    yield Switch("the tracer", sys.gettrace, sys.settrace, usual=None)
+    yield Switch("the profiler of calls", sys.getprofile, sys.setprofile, usual=None)
+    yield Switch("tracing of allocations", tracemalloc.is_tracing, _trace_allocations, usual=False)
+    yield Switch("the interpreter's switch interval", sys.getswitchinterval, sys.setswitchinterval, usual=0.005)
+
+
+def _of_the_system() -> Iterator[Switch]:
+    bound = _BINDS & os.environ.keys()
+    if hasattr(os, "sched_getaffinity") and not bound:
+        yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
+    yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
+    if hasattr(os, "sched_getscheduler"):
+        yield Switch("the scheduling policy", partial(os.sched_getscheduler, 0), _set_policy)
+    yield Switch("the environment", _environment, _set_environment, recorded=False)  # a fact for each variable
+
+
+def _of_clocks_and_signals() -> Iterator[Switch]:
+    for name in _CLOCKS:
+        yield attribute(
+            f"time.{name}", time, name, usual=f"time.{name}", bends=partial(_is_other, name),
+            mend="end what replaces the clocks of this process",
+        )  # fmt: skip
+    for number in _HANDLED:
+        yield Switch(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
+    for kind, timer in _TIMERS.items():  # one that was left running is stopped; one that ended cannot be wound up again
+        yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer), usual=False)
+
+
+def _trace_allocations(on: bool) -> None:
+    tracemalloc.start() if on else tracemalloc.stop()
+
+
+def _of_the_library() -> Iterator[Switch]:
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "fegetround"):
+        yield Switch(
+            "the rounding of floats", library.fegetround, library.fesetround, usual=0, bends=bool,
+            mend="call fesetround(FE_TONEAREST)",
+        )  # fmt: skip
+
+
+def _is_other(name: str, clock: Any) -> bool:
+    """By what it is, not by what it was when somebody first looked: it may have been replaced before."""
+    own = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
+    return not own or clock.__name__ != name
+
+
+def _runs(timer: int) -> bool:
+    return any(signal.getitimer(timer))
+
+
+def _stop(timer: int, ran: bool) -> object:
+    return ran or signal.setitimer(timer, 0)
+
+
+def _set_policy(policy: int) -> None:
+    os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.fsdecode(value) for name, key in _KEYS if (value := os.environb.get(key)) is not None}
+
+
+def _set_environment(old: dict[str, str]) -> None:
+    for name in _environment().keys() - old.keys():
+        del os.environ[name]
+    os.environ.update(old)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a quarter of the time, and it is read around every slot
+    except OSError:
+        return "a folder that is no more"

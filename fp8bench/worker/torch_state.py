@@ -1,0 +1,124 @@
+"""What torch's public functions do not tell of its switches, or do not put back: read and written below them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def unmixed(read: Callable[[], Any]) -> Any:
+    """torch refuses to say what newer settings, backend by backend, have made of an older one."""
+    try:
+        return read()
+    except RuntimeError:
+        return "mixed"
+
+
+def freeze(frozen: bool) -> None:
+    import torch
+
+    own: Any = torch.backends
+    setattr(own.m, "__allow_nonbracketed_mutation_flag", not frozen)
+
+
+def function_modes() -> list[Any]:
+    import torch
+
+    if not torch._C._len_torch_function_stack():
+        return []
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+
+def default_device() -> Any:
+    """None if none was set: one that was, be it the processor, stands in the way of every call."""
+    from torch.utils._device import DeviceContext
+
+    return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
+
+
+def saved_hooks() -> Any:
+    import torch
+
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def put_back_saved_hooks(old: Any) -> None:
+    import torch
+
+    while (top := saved_hooks()) is not None and top != old:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def native_off() -> tuple[tuple[str, str], ...]:
+    """What of torch's operators written in Python is turned off: languages, operators, kinds of devices."""
+    import torch
+
+    native: Any = torch.backends.python_native
+    state = native._get_filter_state()
+    kinds = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
+    return tuple((kind, name) for kind, names in kinds for name in sorted(names))
+
+
+def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
+    import torch
+
+    native = torch.backends.python_native
+    words = {"operator": "operations", "device": "dispatch_keys"}
+    now = native_off()
+    for turn, changed in (("enable", set(now) - set(old)), ("disable", set(old) - set(now))):
+        for kind, name in changed:
+            if kind == "language":
+                getattr(native, name).enabled = turn == "enable"
+            else:
+                getattr(native, f"{turn}_{words[kind]}")(name)
+
+
+def activate(implementation: str | None) -> None:
+    from torch.nn import attention
+
+    if implementation is None:
+        attention.restore_flash_attention_impl()
+    else:
+        attention.activate_flash_attention_impl(implementation)
+
+
+def stance() -> Any:
+    """None as long as nothing has asked for the compiler, whose import takes seconds."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return None if frames is None or frames._stance == frames.DynamoStance() else frames._stance
+
+
+def set_stance(old: Any) -> None:
+    frames = sys.modules["torch._dynamo.eval_frame"]
+    frames._set_stance(frames.DynamoStance() if old is None else old)
+
+
+def default_compiler() -> Any:
+    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
+    return registry.get_default_backend() if hasattr(registry, "get_default_backend") else "inductor"
+
+
+def set_default_compiler(old: Any) -> None:
+    sys.modules["torch._dynamo.backends.registry"].set_default_backend(old)
+
+
+def set_stream(handle: int) -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
+
+
+def once_used(read: Callable[[], Any], before: Any) -> Any:
+    """What is read, once the GPU is in use; asking would begin to use it."""
+    import torch
+
+    cuda: Any = torch.cuda
+    return read() if cuda.is_initialized() else before
+
+
+def pools_memory() -> bool:
+    import torch
+
+    return bool(torch._C._cuda_cudaCachingAllocator_is_enabled())

@@ -1,0 +1,79 @@
+"""Every public name of torch that could be a switch is watched, or left out for a reason that somebody gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.process_switches import Unset
+from fp8bench.worker import torch_switches
+from fp8bench.worker.switches import switches
+from tests.worker.census import TABLE, census, decided, versions
+
+HERE = ".".join(torch.__version__.split(".")[:2])
+WATCHED = "watched"
+ON_A_GPU = "watched where there is a GPU"
+
+
+def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
+    """A new one is a switch until somebody says otherwise; one that is gone is watched in vain."""
+    assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
+    names, known = census(Path(torch.__file__).parent), decided(HERE)
+    assert names - known.keys() == set(), f"decide on these in {TABLE.name}"
+    assert known.keys() - names == set(), f"torch {HERE} has these no longer: say so in {TABLE.name}"
+    # What the interpreter sees, too: C has functions of which no file speaks.
+    assert {f"torch.{name}" for name in dir(torch) if name.startswith("set_")} <= known.keys()
+
+
+@pytest.mark.parametrize("version", versions())
+def test_what_the_table_calls_watched_is_watched(version: str) -> None:
+    """And nothing is watched that the table leaves out, of any version."""
+    known = decided(version)
+    watched = {name for switch in switches() for name in switch.names}
+    table = {name for name, heading in known.items() if heading == WATCHED}
+    assert table - watched == set()
+    assert {name for name in watched if name in known} - table == set()
+    assert watched - known.keys() <= {name for other in versions() for name in decided(other)}
+
+
+def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for nothing before the GPU is in use: on this machine it never is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    of_gpus = list(torch_switches._of_gpus())
+    table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
+    assert {name for switch in of_gpus for name in switch.names} == table
+    if not torch.cuda.is_initialized():
+        assert all(switch.read() == (None if switch.usual is Unset else switch.usual) for switch in of_gpus)
+
+
+@pytest.mark.parametrize("version", versions())
+def test_every_heading_is_a_reason(version: str) -> None:
+    """A table that leaves names out without one cannot fail."""
+    headings = set(decided(version).values())
+    assert {WATCHED, ON_A_GPU} < headings and all(len(heading.split()) > 1 for heading in headings - {WATCHED})
+
+
+def test_a_new_switch_is_found(tmp_path: Path) -> None:
+    """In every form that torch has given them: an attribute, a property, a function, one of C's, one from elsewhere."""
+    for name, text in {
+        "__init__.py": "__all__ = ['set_elsewhere', 'ask']\ndef set_numbers(on): pass\ndef _set_private(on): pass\n",
+        "overrides.py": "ignored = (torch.set_in_c,)\n",
+        "_C/__init__.pyi": "def set_stub(on: bool) -> None: ...\ndef get_stub() -> bool: ...\n",
+        "_C/_VariableFunctions.pyi": "",
+        "backends/__init__.py": "",
+        "backends/new.py": (
+            "class NewModule(PropModule):\n    fast = ContextProp(get, set)\n    if True:\n"
+            "        slow = ContextProp(get, set)\n"
+            "class _Products:\n    def __setattr__(self, name, value):\n        if name == 'lowered':\n"
+            "            pass\n"
+            "products = _Products()\ndef prefer(library): pass\n"
+        ),
+    }.items():
+        path = tmp_path / "torch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    new = {f"torch.backends.new{name}" for name in ("", ".fast", ".slow", ".products", ".products.lowered", ".prefer")}
+    functions = {f"torch.set_{name}" for name in ("elsewhere", "numbers", "in_c", "stub")}
+    assert census(tmp_path / "torch") == {"torch.backends"} | new | functions
