@@ -1,6 +1,7 @@
 """How fast the fused quantisers are, as ratios of neighbouring runs in one process: CPU time of one thread.
 
-For suites/harness.py. Every figure is the least of many on both sides, taken in turns.
+For suites/harness.py. Every figure is the least of many on both sides, taken in turns. `python -m suites.quantisers`
+prints what each has of the speed of a copy, with vectors of each width and with the width that fp8bench chooses.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
 from fp8bench.formats.scalings import MX, NVFP4, TENSOR, Scaling
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 SIDE = 4096
 _TURNS = 15
+_REPEATS = 5
 # Name: elements, scaling, dtype of what is quantised and of what comes out. 'given': with a scale from before.
 CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
     "e4m3 fp32": (E4M3, None, "float32"),
@@ -70,6 +73,20 @@ def ready(name: str) -> tuple[Callable[[], object], Callable[[], object]]:
     if KERNELS.eager != before:
         raise RuntimeError(f"the quantiser {name} does not run as one kernel")
     return cast, lambda: out.copy_(x)
+
+
+def shares(name: str, bits: int = 0) -> tuple[list[float], int]:
+    """What a cast has of the speed of copy_, several times, in order, and its vectors' bits: those given, or chosen."""
+    from fp8bench.formats import operators, vector_width
+
+    forced = {"return_value": (bits,)} if bits else {"side_effect": vector_width.widths}
+    with (
+        mock.patch.object(operators, "KERNELS", operators.Kernels()) as kernels,
+        mock.patch.object(vector_width, "widths", **forced),
+    ):
+        calls = ready(name)
+        found = sorted(1 / _ratio(*calls) for _ in range(_REPEATS))
+        return found, next(iter(kernels.fused))
 
 
 def over_copy(name: str) -> float:
@@ -132,3 +149,12 @@ def _cpu(call: Callable[[], object]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+if __name__ == "__main__":
+    for _name in CASTS:
+        for _bits in (256, 512, 0):
+            _shares, _taken = shares(_name, _bits)
+            _words = f"{_bits or f'chosen: {_taken}'!s:<12} {_shares[_REPEATS // 2]:6.1%} of copy_"
+            _load = f"load {os.getloadavg()[0]:.1f}"
+            print(f"{_name:<18} {_words} ({_shares[0]:.1%} to {_shares[-1]:.1%}), {_load}", flush=True)  # noqa: T201

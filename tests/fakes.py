@@ -210,7 +210,7 @@ class FakeWorker(Worker):
         fused = min(asked, self._compiled.get(mode, 0)) * (calls + discard)
         eager = asked * (calls + discard) - fused
         raw = tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept)
-        return RawSlot(raw, seconds, seconds, seconds / calls, eager, fused)
+        return RawSlot(raw, seconds, seconds, seconds / calls, eager, fused, vector_bits=(256,) if fused else ())
 
     def _release(self, key: str) -> tuple[str, ...]:
         held = self._calls.pop(key, None)

@@ -6,6 +6,7 @@ is given. Sizes are free where a layout says so: a kernel serves tensors of all 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fp8bench.formats import vector_width
 from fp8bench.formats.blocks import block_values, magnitudes_left
 from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
 from fp8bench.formats.quantise import quantised, rounded_magnitudes
@@ -30,8 +32,6 @@ from fp8bench.formats.vector_access import (
     result_words,
     words,
 )
-
-Compiled = Callable[..., object]
 
 
 class Layout(StrEnum):
@@ -62,8 +62,6 @@ _FREE = {
 
 _SHORTEST = 16
 """Columns of a block whose values are taken by twos: half as many words fill a vector of 256 bits."""
-_SHORT = 32
-"""Columns up to which a processor's shorter vectors are faster: a block's largest element is found in fewer steps."""
 
 
 @dataclass(frozen=True)
@@ -177,21 +175,65 @@ class Kernel:
 _compiling = threading.Lock()
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel to be called as it is, with what it takes alone, in the same order.
+
+    `bits` are those of its vectors, 0 where torch had none to choose from.
+    """
+
+    run: Callable[..., object]
+    bits: int = 0
+
+
 def compiled(kernel: Kernel) -> Compiled:
-    """The kernel compiled, to be called as it is (with what it takes alone, in the same order).
+    """The kernel compiled; with the width of vectors that is fastest here, for which it is compiled with each once.
+
+    Raises whatever torch or a compiler raises; a width alone that does not compile is not taken.
+    """
+    with _compiling, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's about itself
+        widths = vector_width.widths(kernel.device)
+        if len(widths) < 2:
+            return Compiled(_built(kernel, *widths), *widths)
+        kept = vector_width.Kept(_made_of(kernel))
+        bits = kept.read()
+        return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
+
+
+def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
+    """The kernel with each width, timed; the choice is kept."""
+    built: dict[int, Callable[..., object]] = {}
+    for bits in widths:
+        with contextlib.suppress(Exception):  # a compiler may fail in any way
+            built[bits] = _built(kernel, bits)
+    if not built:
+        return Compiled(_built(kernel, widths[0]), widths[0])  # which raises the reason
+    bits, seconds = vector_width.fastest(built, _examples(kernel))
+    bits = kept.keep(bits, kernel=str(kernel), seconds=seconds)
+    return Compiled(built[bits] if bits in built else _built(kernel, bits), bits)
+
+
+def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
+    """The kernel compiled with vectors of so many bits, of torch's choice for 0.
 
     Inductor is called directly: what torch.compile gives has guards, four times the overhead of a call, and is lost
-    where a dispatch mode was on at its first call. Raises whatever torch or a compiler raises.
+    where a dispatch mode was on at its first call.
     """
     from torch._inductor import config, standalone_compile
 
-    with _compiling, warnings.catch_warnings(), config.patch(_options(kernel, config)):
-        warnings.simplefilter("ignore")  # of torch's about itself
+    with config.patch(_options(kernel, bits, config)):
         graph, inputs = _traced(kernel)
         return standalone_compile(graph, [*inputs], dynamic_shapes="from_graph")
 
 
-def _options(kernel: Kernel, config: object) -> dict[str, object]:
+def _made_of(kernel: Kernel) -> str:
+    """All that a compiler is given, as text."""
+    graph, inputs = _traced(kernel)
+    return "\n".join([graph.code, *(f"{one.dtype} {tuple(one.shape)} {one.stride()}" for one in inputs)])
+
+
+def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
     """Inductor's options, as far as this version of torch has them.
 
     Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
@@ -204,10 +246,8 @@ def _options(kernel: Kernel, config: object) -> dict[str, object]:
         "emulate_divison_rounding": True,  # its name until torch 2.12
         "eager_numerics.division_rounding": True,
         "eager_numerics.disable_ftz": True,
+        **(vector_width.options(bits) if bits else {}),
     }
-    short = kernel.layout in (Layout.BLOCKS, Layout.RECTANGLES) and kernel.block[1] <= _SHORT
-    if short and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        wanted["cpp.simdlen"] = 256
     if kernel.stochastic and kernel.layout is Layout.UPRIGHT:
         # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
         wanted["constant_and_index_propagation"] = False
@@ -240,7 +280,7 @@ _MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
 
 
 def _examples(kernel: Kernel) -> list[Tensor]:
-    """Tensors of a kernel's layout, large enough that a compiler thinks of threads."""
+    """Tensors of a kernel's layout with random numbers, large enough that a compiler thinks of threads."""
     shapes = {
         Layout.FLAT: (_MANY,),
         Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
@@ -250,11 +290,11 @@ def _examples(kernel: Kernel) -> list[Tensor]:
         Layout.RECTANGLES: (_ROWS, kernel.block[0], _COLUMNS, kernel.block[1]),
     }
     device = torch.device(kernel.device)
-    x = torch.empty(shapes[kernel.layout], dtype=kernel.source, device=device)
+    x = torch.randn(shapes[kernel.layout], generator=torch.Generator().manual_seed(0)).to(device, kernel.source)
     given, out = words(x, kernel.twos), result_words(torch.empty_like(x, dtype=kernel.target), kernel.twos)
     factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
-    factor = torch.empty(factors.get(kernel.layout, ()), dtype=torch.float32, device=device)
+    factor = torch.full(factors.get(kernel.layout, ()), 0.75, dtype=torch.float32, device=device)
     if kernel.layout is Layout.COLUMNS:
         factor = result_words(factor, kernel.twos)
-    key = torch.empty((), dtype=torch.int32, device=device)
+    key = torch.zeros((), dtype=torch.int32, device=device)
     return [given, out, *([factor] if kernel.factor else []), *([key] if kernel.stochastic else [])]

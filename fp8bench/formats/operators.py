@@ -8,6 +8,7 @@ whichever way it runs.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import lru_cache
 
 import torch
@@ -35,14 +36,14 @@ class Kernels:
 
     `wanted` are those that calls would have taken, had they been compiled, and `refused` says why some stay eager that
     did not compile. `eager` counts the calls that ran as many operations, though there is a kernel for them, `fused`
-    those that ran as one kernel.
+    those that ran as one kernel, by the bits of its vectors.
     """
 
     def __init__(self) -> None:
         self.wanted: dict[Kernel, None] = {}
         self.refused: dict[Kernel, str] = {}
         self.eager = 0
-        self.fused = 0
+        self.fused = Counter[int]()
         self._ready: dict[Kernel, Compiled] = {}
         self._lock = threading.Lock()
 
@@ -51,7 +52,7 @@ class Kernels:
         found = self._ready.get(kernel)
         with self._lock:
             if found is not None:
-                self.fused += 1
+                self.fused[found.bits] += 1
                 return found
             self.eager += 1
             if kernel not in self.refused:
@@ -59,7 +60,7 @@ class Kernels:
         return None
 
     def compile(self, *kernels: Kernel) -> None:
-        """Compile kernels: seconds for each the first time, tenths where torch's cache on disk has it.
+        """Compile kernels: seconds for each the first time on a machine, tenths where torch's cache on disk has it.
 
         Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
         """
@@ -157,7 +158,7 @@ def _run_fused(
     direct = found.takes(out)
     written = found.empty(out.device) if not direct else out.t() if found.turned else out
     others = [one for one in (factor, None if seed is None else key_of(seed)) if one is not None]
-    kernel(found.words(found.matrix(x)), found.result_words(written), *others)
+    kernel.run(found.words(found.matrix(x)), found.result_words(written), *others)
     if not direct:
         found.keep(written, out)
 

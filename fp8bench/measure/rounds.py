@@ -61,6 +61,7 @@ class Arm:
     why_eager: str | None = None
     ran_eager: bool = False
     ran_fused: bool = False
+    vector_bits: frozenset[int] = frozenset()
 
     @property
     def emulated(self) -> bool:
@@ -167,6 +168,7 @@ class Arm:
         assert self.segmentation is not None
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
+        self.vector_bits |= set(raw.vector_bits)
         rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
         if self.varying or any(row is None for row in rows):
             self._vary()
@@ -196,7 +198,8 @@ class Arm:
         codes = Counter(self.segmentation.codes if self.segmentation else ())
         entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
         eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
-        return Timing(segments, tuple(self.slots), entries, self.varying, eager, self.ran_fused)
+        bits = tuple(sorted(self.vector_bits))
+        return Timing(segments, tuple(self.slots), entries, self.varying, eager, self.ran_fused, bits)
 
 
 def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:

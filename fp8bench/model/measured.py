@@ -111,7 +111,8 @@ class Timing:
 
     `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step
     to step, so that there is one cell a phase. `eager` says why quantisers that could have been one compiled kernel
-    each ran as separate operations, '' if none did; `fused` that some ran compiled.
+    each ran as separate operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide a CPU's
+    vectors are in those, where there were widths to choose from.
     """
 
     segments: Segments
@@ -120,6 +121,7 @@ class Timing:
     varying: bool = False
     eager: str = ""
     fused: bool = False
+    vector_bits: tuple[int, ...] = ()
 
     @property
     def num_rounds(self) -> int:

@@ -44,6 +44,7 @@ class RawSlot:
     """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
 
     Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
+    `vector_bits` are those of the vectors of compiled ones, where there were several to choose from.
     """
 
     steps: tuple[RawStep, ...]
@@ -56,3 +57,4 @@ class RawSlot:
     preemptions: int | None = None
     stolen_seconds: float | None = None
     waited_seconds: float | None = None
+    vector_bits: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp8bench.formats.grids import E4M3
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
-_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused=0)
+_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused=Counter())
 
 
 def forget_waiting() -> None:
@@ -46,10 +47,10 @@ def why_eager() -> str:
     return f"compiling failed: {_one_line(reasons[0])}" if reasons else ""
 
 
-def calls() -> tuple[int, int]:
-    """How often quantisers have run in this process: as many operations, and as one compiled kernel."""
+def calls() -> tuple[int, Counter[int]]:
+    """How often quantisers have run in this process: as many operations, and as one kernel, by its vectors' bits."""
     kernels = _kernels()
-    return kernels.eager, kernels.fused
+    return kernels.eager, Counter(kernels.fused)
 
 
 def tried(device: str) -> str:
@@ -63,7 +64,12 @@ def tried(device: str) -> str:
     begun = time.perf_counter()
     compile_waiting()
     seconds = time.perf_counter() - begun
-    return why_eager() or f"a quantiser compiles in {seconds:.1f} s"
+    if reason := why_eager():
+        return reason
+    before = calls()[1]
+    values(torch.ones(64, device=device), E4M3)
+    bits = [str(one) for one in calls()[1] - before if one]
+    return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {one} bits" for one in bits)
 
 
 def _kernels() -> Any:

@@ -74,11 +74,13 @@ class Prepared:
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
         eager_now, fused_now = fusing.calls()
+        fused_now.subtract(fused)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
-            steps, wall, cpu, host / calls, eager_now - eager, fused_now - fused, thread,
+            steps, wall, cpu, host / calls, eager_now - eager, fused_now.total(), thread,
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
+            tuple(bits for bits, count in sorted(fused_now.items()) if bits and count),
         )  # fmt: skip
 
     def _waited(self, counted: float | None, off_core: float) -> float | None:

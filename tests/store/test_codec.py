@@ -77,6 +77,7 @@ TIMING = Timing(
     varying=True,
     eager="--quick",
     fused=True,
+    vector_bits=(256, 512),
 )
 MEASUREMENT = Measurement("product_error", "ratio", (0.5, math.inf, -math.inf), Provenance.DERIVED, "cast", "words")
 STATISTICS = TensorStatistics("attn", "input", 640, 3.5, (("e4m3", 0.0, 0.25), ("e2m1", 0.5, 1.0)))

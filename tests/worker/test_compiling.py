@@ -33,9 +33,9 @@ def measure(
 
 
 def told(records: Mapping[str, Record]) -> dict[str, tuple[str, bool]]:
-    """By mode: why quantisers were eager, and whether some were compiled."""
+    """By mode: why quantisers were eager, and whether some were compiled, which have vectors of 256 bits here."""
     timings = {mode: one.timing for mode, one in records.items()}
-    assert all(isinstance(one, Timing) for one in timings.values())
+    assert all(isinstance(one, Timing) and one.vector_bits == (256,) * one.fused for one in timings.values())
     return {mode: (one.eager, one.fused) for mode, one in timings.items() if one is not None}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.api import load
 from fp8bench.cli.main import main
-from fp8bench.formats import fused, operators
+from fp8bench.formats import fused, operators, vector_width
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.model import Case, Record, Status
 from fp8bench.protocols import SilentPhases
@@ -52,6 +52,8 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
     assert bench.quantisers()[1] == ""
     compiled = bench.slot("key", 2, 1)
     assert (compiled.eager_quantisers, compiled.fused_quantisers) == (0, 6)
+    widths = vector_width.widths("cpu")
+    assert len(compiled.vector_bits) == bool(widths) and set(compiled.vector_bits) <= set(widths)
     assert torch.equal(operators.values(x, E4M3).view(torch.int32), before.view(torch.int32))
 
 
@@ -91,15 +93,16 @@ def test_the_untimed_step_runs_again_after_compiling(bench: Bench, monkeypatch: 
 def test_a_process_without_operators_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who measures fp32 alone need not import them."""
     monkeypatch.delitem(sys.modules, "fp8bench.formats.operators")
-    assert (fusing.waiting(), fusing.why_eager(), fusing.calls()) == (0, "", (0, 0))
+    assert (fusing.waiting(), fusing.why_eager(), fusing.calls()) == (0, "", (0, {}))
     fusing.forget_waiting()
     fusing.compile_waiting()
 
 
 def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the doctor."""
-    monkeypatch.setattr(operators, "compiled", lambda kernel: lambda *arguments: None)
-    assert bench.compiler(CPU).startswith("a quantiser compiles in 0.")
+    monkeypatch.setattr(operators, "compiled", lambda kernel: fused.Compiled(lambda *arguments: None, 512))
+    said = bench.compiler(CPU)
+    assert said.startswith("a quantiser compiles in 0.") and said.endswith(" s, with vectors of 512 bits")
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(operators, "compiled", broken)
     assert bench.compiler(CPU) == "compiling failed: RuntimeError: no compiler here"

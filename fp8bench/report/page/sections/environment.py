@@ -76,6 +76,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("machine", fact(run, "machine")),
         ("system", fact(run, "system")),
         ("processors", _processors(run)),
+        ("compiled quantisers", _vectors(run.records)),
         ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
         ("switches", fact(run, SWITCHES_SET)),
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
@@ -140,8 +141,18 @@ def _processors(run: Run) -> str:
 
 def _timed(records: Iterable[Record]) -> float:
     """Seconds inside slots, those of the reference's second entry too."""
-    timings = [one for record in records for one in (record.timing, record.control, record.paired_with)]
-    return sum(slot.wall_seconds for timing in timings if isinstance(timing, Timing) for slot in timing.slots)
+    return sum(slot.wall_seconds for timing in _timings(records) for slot in timing.slots)
+
+
+def _vectors(records: Iterable[Record]) -> str:
+    """'vectors of 256, 512 bits': how wide those of compiled quantisers were, where they could be chosen."""
+    bits = sorted({one for timing in _timings(records) for one in timing.vector_bits})
+    return f"vectors of {', '.join(map(str, bits))} bits" if bits else ""
+
+
+def _timings(records: Iterable[Record]) -> Iterator[Timing]:
+    for record in records:
+        yield from (one for one in (record.timing, record.control, record.paired_with) if one is not None)
 
 
 def _remarks(entry: Entry) -> Iterator[Element]:

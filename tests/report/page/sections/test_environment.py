@@ -96,6 +96,16 @@ def test_time_inside_slots_counts_every_entry() -> None:
     assert facts((replace(run, records=(record,)), findings))["timed"] == "1 min 31 s inside timed slots"
 
 
+def test_how_wide_vectors_of_compiled_quantisers_were_is_told() -> None:
+    run, findings = measured()
+    timing = run.records[0].timing
+    assert timing is not None
+    wide, both = replace(timing, vector_bits=(512,)), replace(timing, vector_bits=(256, 512))
+    records = (replace(run.records[0], timing=wide, control=both), *run.records[1:])
+    assert facts((replace(run, records=records), findings))["compiled quantisers"] == "vectors of 256, 512 bits"
+    assert "compiled quantisers" not in facts((run, findings))
+
+
 def test_what_was_not_simply_measured_is_explained() -> None:
     assert remarks(gemm()) == [
         Text(

@@ -1,0 +1,112 @@
+"""How many bits the vectors of a CPU's kernel have: measured once a machine for every kernel, and kept.
+
+There is no rule that holds. With 512 bits the kernel of e4m3 takes half the time that it takes with 256, where the
+compiler makes vectors of all its loops; where it does not, a kernel takes 7 to 20 times as long, and which kernels that
+happens to depends on the compiler and on the processor that it tunes for (reports/quantisers_cpu_202611).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8bench.errors import StoreError
+from fp8bench.files import locked, write_whole
+
+NARROW, WIDE = 256, 512
+_TURNS = 7
+# Wider vectors have to save so much: figures of a tie would choose otherwise the next time.
+_LEAST_GAIN = 0.1
+
+
+def widths(device: str) -> tuple[int, ...]:
+    """What there is to choose from, narrow first; nothing where torch knows one width, or no vectors at all."""
+    both = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return (NARROW, WIDE) if both else ()
+
+
+def options(bits: int) -> dict[str, object]:
+    """Inductor's options for a kernel of that width.
+
+    For many of Intel's processors gcc prefers vectors of 256 bits. What torch writes as a loop over 16 numbers is then
+    16 instructions: e4m3 took 39 ms instead of 3.7 ms.
+    """
+    return {"cpp.simdlen": bits, **({"cpp.march": f"native -mprefer-vector-width={WIDE}"} if bits == WIDE else {})}
+
+
+def fastest(kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Tensor]) -> tuple[int, dict[int, float]]:
+    """The width to take, and the least seconds of a processor that a call took with each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        taken: dict[int, list[float]] = {bits: [] for bits in kernels}
+        for turn in range(1 + _TURNS):
+            for bits, kernel in kernels.items():
+                begun = time.thread_time()
+                kernel(*arguments)
+                if turn:  # the first call is dear
+                    taken[bits].append(time.thread_time() - begun)
+    finally:
+        torch.set_num_threads(threads)
+    least = {bits: min(found) for bits, found in taken.items()}
+    return choice(least), least
+
+
+def choice(seconds: Mapping[int, float]) -> int:
+    """The narrowest, unless a wider one is clearly faster."""
+    narrow, fast = min(seconds), min(seconds, key=lambda bits: seconds[bits])
+    return fast if seconds[fast] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
+
+
+class Kept:
+    """The choice for one kernel on this machine: a file beside the compiled kernels of torch's.
+
+    `made_of` is what the kernel computes. Another compiler, torch or processor has choices of its own.
+    """
+
+    def __init__(self, made_of: str) -> None:
+        from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        parts = (made_of, torch.__version__, get_compiler_version_info(get_cpp_compiler()), _processor())
+        name = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        self._path = Path(cache_dir()) / "fp8bench" / f"{name}.json"
+
+    def read(self) -> int | None:
+        """The width that was chosen, None if none was."""
+        try:
+            found = json.loads(self._path.read_bytes())["bits"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found if found in (NARROW, WIDE) else None
+
+    def keep(self, bits: int, **why: object) -> int:
+        """Write a choice down, unless another process was first, whose choice is given: all take the same.
+
+        Where nothing can be written, the next process measures again.
+        """
+        with contextlib.suppress(OSError, StoreError), locked(self._path.parent):
+            first = self.read()
+            if first is not None:
+                return first
+            write_whole(self._path, json.dumps({"bits": bits, **why}), sync=False)
+        return bits
+
+
+def _processor() -> str:
+    """The processor as Linux describes it, which a compiler tunes for; what Python knows of it elsewhere."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        return "\n".join(
+            re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*", first, re.MULTILINE)
+        )
+    return platform.processor()

@@ -1,0 +1,175 @@
+"""How wide a kernel's vectors are: measured, chosen, and kept, with kernels that are slow on purpose."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.formats import fused, operators, vector_width
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.vector_width import Kept, choice
+from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
+
+F32 = torch.float32
+KERNEL = fused.Kernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
+Planted = Callable[[dict[int, float]], list[int]]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where choices are kept: nowhere yet, by a processor with two widths."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    return tmp_path / "fp8bench"
+
+
+@pytest.fixture
+def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """Kernels that take so many seconds of a processor by their width, or do not compile at 0; what is compiled."""
+
+    def plant(seconds: dict[int, float]) -> list[int]:
+        built: list[int] = []
+
+        def build(kernel: fused.Kernel, bits: int = 0) -> Callable[..., object]:
+            built.append(bits)
+            if not seconds.get(bits):
+                raise RuntimeError(f"no {bits} bits here")
+
+            def run(*arguments: object) -> None:
+                end = time.thread_time() + seconds[bits]
+                while time.thread_time() < end:
+                    pass
+
+            return run
+
+        monkeypatch.setattr(fused, "_built", build)
+        return built
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bits"),
+    [
+        ({256: 1.0, 512: 7.0}, 256),
+        ({256: 1.0, 512: 0.5}, 512),
+        ({256: 1.0, 512: 0.95}, 256),
+        ({512: 1.0}, 512),
+        ({256: 1.0}, 256),
+    ],
+)
+def test_wider_vectors_are_taken_where_they_save_a_tenth(seconds: dict[int, float], bits: int) -> None:
+    assert choice(seconds) == bits
+
+
+@pytest.mark.parametrize(("seconds", "bits"), [({256: 5e-4, 512: 5e-3}, 256), ({256: 5e-3, 512: 5e-4}, 512)])
+def test_the_faster_width_is_found_and_kept(
+    seconds: dict[int, float], bits: int, planted: Planted, cache: Path
+) -> None:
+    """The kernel is compiled with both once a machine; from then on with the one that was chosen."""
+    built = planted(seconds)
+    assert fused.compiled(KERNEL).bits == bits and built == [256, 512]
+    assert fused.compiled(KERNEL).bits == bits and built == [256, 512, bits]
+    (kept,) = cache.glob("*.json")
+    told = json.loads(kept.read_text())
+    assert told["bits"] == bits and told["kernel"] == str(KERNEL) and set(told["seconds"]) == {"256", "512"}
+
+
+def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
+    planted({512: 1e-4})
+    assert fused.compiled(KERNEL).bits == 512
+    planted({256: 1e-4})
+    assert fused.compiled(fused.Kernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits == 256
+
+
+@pytest.mark.usefixtures("cache")
+def test_where_none_compiles_the_reason_is_told(planted: Planted) -> None:
+    planted({})
+    with pytest.raises(RuntimeError, match="no 256 bits here"):
+        fused.compiled(KERNEL)
+
+
+@pytest.mark.parametrize(("capability", "widths"), [("AVX2", ()), ("DEFAULT", ()), ("AVX512", (256, 512))])
+def test_only_what_has_a_choice_is_measured(
+    capability: str, widths: tuple[int, ...], planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    built = planted({0: 1e-4, 256: 1e-4, 512: 5e-3})
+    assert fused.compiled(KERNEL).bits == (256 if widths else 0)
+    assert tuple(built) == (widths or (0,)) and vector_width.widths("cuda:0") == ()
+
+
+def test_threads_are_as_they_were(planted: Planted) -> None:
+    planted({256: 1e-4, 512: 1e-4})
+    before = torch.get_num_threads()
+    fused.compiled(KERNEL)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_first_choice_counts_for_all() -> None:
+    """Two workers that measure at once take the same width: else identical code would differ."""
+    one, other = Kept("a kernel"), Kept("a kernel")
+    assert one.read() is None
+    assert one.keep(512) == 512 and other.keep(256) == 512 and other.read() == 512
+    assert Kept("another kernel").read() is None
+
+
+def test_another_torch_compiler_or_processor_has_choices_of_its_own(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpp_builder
+
+    Kept("a kernel").keep(512)
+    for holder, name, other in (
+        (torch, "__version__", "2.99"),
+        (cpp_builder, "get_compiler_version_info", lambda compiler: "gcc 99"),
+        (vector_width, "_processor", lambda: "model name : another one"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, other)
+            assert Kept("a kernel").read() is None, name
+    assert Kept("a kernel").read() == 512
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"bits": 128}', '{"bits": [512]}', '"512"'])
+def test_a_file_that_says_nothing_is_measured_anew(content: str, cache: Path) -> None:
+    Kept("a kernel").keep(512)
+    (path,) = cache.glob("*.json")
+    path.write_text(content)
+    assert Kept("a kernel").read() is None
+    assert Kept("a kernel").keep(256) == 256 and Kept("a kernel").read() == 256
+
+
+def test_what_cannot_be_written_is_measured_again(cache: Path) -> None:
+    cache.write_text("a file where the folder would be")
+    assert Kept("a kernel").keep(512) == 512 and Kept("a kernel").read() is None
+
+
+def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> None:
+    """gcc prefers 256 bits where it tunes for some of Intel's, and e4m3 takes ten times as long."""
+    from torch._inductor import config
+
+    wide, narrow = (fused._options(KERNEL, bits, config) for bits in (512, 256))
+    assert (wide["cpp.simdlen"], narrow["cpp.simdlen"]) == (512, 256) and "cpp.march" not in narrow
+    assert wide.get("cpp.march", "") == "native -mprefer-vector-width=512" * hasattr(config.cpp, "march")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not vector_width.widths("cpu"), reason="this processor has no vectors of 512 bits")
+@pytest.mark.parametrize("asked", [ASKED[0], ASKED[14], ASKED[18]], ids=str)
+@pytest.mark.parametrize("bits", vector_width.widths("cpu"))
+def test_fused_is_eager_bit_by_bit_with_either_width(bits: int, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are forced to a width give what the operations give."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: (bits,))
+    x = AWKWARD.to(asked.source)
+    called(x, asked)
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    assert differences(called(x, asked), eagerly(x, asked)) == 0
+    assert dict(operators.KERNELS.fused) == {bits: 1}
