@@ -20,13 +20,16 @@ from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
 
 BELOW_FLOOR_MARKERS = 20
+# What two times of three digits say is as sure as this.
+_SEEN = 0.01
 
 
 @dataclass(frozen=True)
 class _Standard:
     """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former.
 
-    `place` is what a place in these rounds does, where that is more than noise.
+    `place` is what a place in these rounds does, where that is more than noise. `best` is the reference's best case in
+    seconds, as reports show it.
     """
 
     timing: Timing | None = None
@@ -34,6 +37,7 @@ class _Standard:
     emulated: bool = False
     hard: tuple[Labelled, ...] = ()
     place: PlaceEffect | None = None
+    best: float | None = None
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -55,7 +59,8 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
         emulated = reference.support.level is Level.EMULATED
         together = [one.timing for one in records if one.timing and one.paired and one.paired_with is None]
         place = _beyond_noise([*together, reference.control], aa)
-        shared = _Standard(reference.timing, reference.control, emulated, hard, place)
+        best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing))
+        shared = _Standard(reference.timing, reference.control, emulated, hard, place, best)
     return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
 
 
@@ -86,7 +91,7 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
         hard = hard_labels(record.paired_with, None, None, record.case.device)
         own = verdicts.noise(record.paired_with, record.control)
         place = _beyond_noise([timing, record.paired_with, record.control], own)
-        standard = _Standard(record.paired_with, record.control, shared.emulated, hard, place)
+        standard = _Standard(record.paired_with, record.control, shared.emulated, hard, place, shared.best)
     finding, aa = _with_verdict(finding, record, standard, aa)
     labels = labels_of(record, finding, standard.timing, aa, standard.place if record.paired else None)
     finding = replace(
@@ -114,6 +119,9 @@ def _with_verdict(
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
     aa = conclusion.aa
+    why = _why_unsure(conclusion, record.timing.num_rounds) if conclusion.verdict is Verdict.UNSURE else ""
+    assert finding.best_seconds is not None
+    share = finding.best_seconds / standard.best if standard.best else conclusion.ratio.point
     return replace(
         finding,
         verdict=conclusion.verdict,
@@ -121,7 +129,7 @@ def _with_verdict(
         typical=conclusion.typical,
         rarest=rarest(record.timing.num_calls),
         floor=aa.reach if aa is not None else None,
-        why=_why_unsure(conclusion, record.timing.num_rounds) if conclusion.verdict is Verdict.UNSURE else "",
+        why="; ".join(filter(None, (why, _wider_floor(conclusion), _other_times(conclusion.ratio, share)))),
         median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
 
@@ -146,6 +154,28 @@ def _why_unsure(conclusion: verdicts.Conclusion, rounds: int) -> str:
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
+
+
+def _wider_floor(conclusion: verdicts.Conclusion) -> str:
+    """Why a verdict stands beside a noise floor that is wider than what it tells."""
+    verdict, ratio, aa = conclusion.verdict, conclusion.ratio, conclusion.aa
+    told = verdicts.SAME if verdict is Verdict.SAME else abs(ratio.point - 1)
+    if verdict is Verdict.UNSURE or aa is None or aa.reach <= told:
+        return ""
+    if verdict is Verdict.SAME:
+        why = f"the whole interval lies within +-{units.percent(verdicts.SAME, 0)}"
+    else:
+        why = f"it surely differs by {units.percent(verdicts.band_of(aa))} at most, and the whole interval lies beyond"
+    return f"the noise floor, +-{units.percent(aa.reach)}, is the most that identical code may differ by; {why}"
+
+
+def _other_times(ratio: Interval, share: float) -> str:
+    """That the best cases of case and reference, as they are shown, have another ratio, where a reader would see it."""
+    outside = not ratio.low <= share <= ratio.high or (share - 1) * (ratio.point - 1) < 0
+    if not outside or abs(share / ratio.point - 1) <= _SEEN:
+        return ""
+    shown = units.speed_up(1 / share)
+    return f"the best times shown would give {shown}: the speed-up is by as many calls and rounds of all entries"
 
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:

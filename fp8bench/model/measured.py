@@ -219,9 +219,9 @@ class Finding:
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
     the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; of slower
-    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `label_reasons` is
-    what there is to say of some labels beyond their meaning; `hard` are those, its own or its reference's, that leave
-    it no verdict.
+    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `why` says why it
+    has no verdict, or what a reader may hold against the one it has. `label_reasons` is what there is to say of some
+    labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
     """
 
     case: Case
@@ -247,10 +247,14 @@ class Finding:
         return any(label.casts_doubt for label in self.labels)
 
     @property
+    def judged(self) -> bool:
+        """Whether it has a verdict on speed."""
+        return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
+
+    @property
     def verdict_words(self) -> str:
         """The verdict as everyone is told it: 'faster', 'perhaps faster' where a label casts doubt on it."""
-        judged = self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
-        return f"perhaps {self.verdict}" if judged and self.doubtful else self.verdict.value
+        return f"perhaps {self.verdict}" if self.judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)

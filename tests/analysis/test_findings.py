@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from fp8bench import units
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, Timing, Verdict
-from tests.fakes import MS, record, steady
+from tests.fakes import MS, called, record, steady, timing
 
 TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
@@ -123,3 +124,26 @@ def test_early_stopping_looks_at_samples_alone() -> None:
     """What is starved and told apart from itself is decided as if it were not: rounds are not spent on it."""
     assert decided(starved(FIVE), starved(TEN), starved(TEN))
     assert decided(FIVE, TEN, steady(10_300_000, 24))
+
+
+def test_a_verdict_beside_a_wider_noise_floor_says_why_it_stands() -> None:
+    """In the reason that tables, pages and CSV show; a narrow floor needs no word."""
+    control = timing((9_500_000,), *[(10 * MS,)] * 23)  # a single fast round
+    finding = found(reference(TEN, control), record(steady(round(9.6 * MS), 24)))["bf16"]
+    assert finding.verdict is Verdict.FASTER and finding.ratio is not None and finding.floor is not None
+    assert finding.floor > 1 - finding.ratio.point > 0.03
+    floor = f"the noise floor, +-{units.percent(finding.floor)}, is the most that identical code may differ by; "
+    assert finding.why == floor + "it surely differs by 0.5% at most, and the whole interval lies beyond"
+    assert found(reference(), record(FIVE))["bf16"].why == ""
+    assert not found(reference(TEN, control), record(FIVE))["bf16"].why
+
+
+def test_times_that_say_something_else_than_the_ratio_are_explained() -> None:
+    """The table shows the best of all calls of each, and the ratio is of as many calls on both sides."""
+    case = record(called(*[[9_900_000, 9_600_000]] * 24))
+    finding = found(reference(), case)["bf16"]
+    assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.99)
+    assert finding.why == (
+        "the best times shown would give 1.04x: the speed-up is by as many calls and rounds of all entries"
+    )
+    assert found(reference(), record(steady(9_900_000, 24)))["bf16"].why == ""

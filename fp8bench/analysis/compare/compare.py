@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
 from fp8bench.analysis.compare.matched_figures import Figures, counted, sensed, timed
@@ -98,7 +97,7 @@ def _of_case(
         exact = exact_change(first, second)
         yield Comparison(
             new.case.id, new.case.workload, metric.name, metric.unit, exact.direction, Evidence.CROSS_RUN,
-            median(first), median(second), exact.ratio, exact.p_value, why=exact.why,
+            exact.before, exact.after, exact.ratio, exact.p_value, why=exact.why,
         )  # fmt: skip
 
 

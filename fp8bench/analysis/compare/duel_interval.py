@@ -39,7 +39,9 @@ _NOTHING = 1e-9
 
 @dataclass(frozen=True)
 class Judged:
-    """What the times of one case say. `before` and `after` are seconds, `ratio` is after over before.
+    """What the times of one case say. `ratio` is after over before, which are seconds.
+
+    Both are without what slowed a session on both sides; their product is that of the times as they were measured.
 
     `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
     `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
@@ -89,10 +91,12 @@ def judge(
     verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(before, after)
     if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
+    middle = (_low(before) + _low(after)) / 2
     apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
     return Judged(
-        verdict, ratio, math.exp(_low(before)), math.exp(_low(after)), apart, deals.chance(0.0), deals.finest,
-        deals.distance(deals.shift), max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
+        verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
+        deals.chance(0.0), deals.finest, deals.distance(deals.shift), max(1, len(logs) - 1 - len(kept)), rounds,
+        len(kept), typical,
     )  # fmt: skip
 
 

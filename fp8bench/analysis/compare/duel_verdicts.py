@@ -108,7 +108,10 @@ def _value(result: CaseResult, metric: str) -> Comparison:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
     said = exact_change(*(one.samples for one in found if one is not None))
-    return replace(blank, direction=said.direction, ratio=said.ratio, p_value=said.p_value, why=said.why)
+    return replace(
+        blank, direction=said.direction, before=said.before, after=said.after, ratio=said.ratio, p_value=said.p_value,
+        why=said.why,
+    )  # fmt: skip
 
 
 def _middle(one: Measurement | None) -> float | None:

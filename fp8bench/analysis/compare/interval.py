@@ -89,9 +89,14 @@ def direction(difference: Difference) -> tuple[Direction, str]:
 
 
 class Change(NamedTuple):
-    """What became of a value. `ratio` is None from or to nothing, `p_value` where the value is exact."""
+    """What became of a value. `ratio` is None from or to nothing, `p_value` where the value is exact.
+
+    `before` and `after` are what the ratio is of.
+    """
 
     direction: Direction
+    before: float
+    after: float
     ratio: Interval | None = None
     p_value: float | None = None
     why: str = ""
@@ -105,22 +110,23 @@ def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
     """
     every, old, new = (*before, *after), median(before), median(after)
     if any(math.isnan(one) for one in every):
-        return Change(Direction.NONE, why="it is no number on one side")
+        return Change(Direction.NONE, old, new, why="it is no number on one side")
     if not (0 < old < math.inf and 0 < new < math.inf):
         if old == new:
-            return Change(Direction.SAME)
+            return Change(Direction.SAME, old, new)
         why = "from or to nothing, or without bound: no ratio says it"
-        return Change(Direction.WORSE if new > old else Direction.BETTER, why=why)
+        return Change(Direction.WORSE if new > old else Direction.BETTER, old, new, why=why)
     varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
     if varies and all(0 < one < math.inf for one in every):
         old_logs, new_logs = ([Estimate(math.log(one), 0.0) for one in side] for side in (before, after))
         difference = across(old_logs, new_logs)
         where, why = direction(difference)
-        return Change(where, difference.ratio, difference.p_value, why)
+        old, new = (math.exp(fmean(one.log for one in side)) for side in (old_logs, new_logs))
+        return Change(where, old, new, difference.ratio, difference.p_value, why)
     ratio = new / old
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
     where = Direction.SAME if abs(ratio - 1) <= ROUNDING else where
-    return Change(where, Interval(ratio, ratio, ratio, 1.0))
+    return Change(where, old, new, Interval(ratio, ratio, ratio, 1.0))
 
 
 def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float) -> Interval:

@@ -28,6 +28,9 @@ _HOW_RATIO = (
     f"change: of the time from A to B, below 0 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
     "the faster three fifths of its processes, each by its best case"
 )
+_HOW_TIME = (
+    "A, B: the time of a step, without what slowed a session on both sides; the change is that from A to B as shown"
+)
 _HOW_APART = (
     "apart: how much slower a side's slowest process was than its fastest, which run the same code; the interval "
     "allows for it"
@@ -37,7 +40,7 @@ _HOW_VERDICT = (
     f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sessions), only what "
     f"lies beyond {units.percent(BELIEVED, 0)}, and further apart than processes of one side, is told"
 )
-_LEGEND = (_HOW_RATIO, _HOW_APART, _HOW_VERDICT)
+_LEGEND = (_HOW_TIME, _HOW_RATIO, _HOW_APART, _HOW_VERDICT)
 
 
 def page_of(duel: Duel) -> Page:

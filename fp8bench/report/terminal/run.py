@@ -93,7 +93,7 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
                 word = "FAILED" if record.status is Status.FAILED else record.status.value
                 yield f"{result.mode} {word}", record.reason, place
                 continue
-            if finding is not None and finding.why:
+            if finding is not None and finding.why and not finding.judged:
                 word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
                 yield f"{result.mode} {word}", finding.why, place
             if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):

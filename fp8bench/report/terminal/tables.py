@@ -89,6 +89,7 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
     known = result.record.status is Status.OK
     tone = Tone.STRONG if case_status.standing(result) is case_status.Standing.FAILED else case_status.tone_of(result)
     labels = ", ".join(case_status.named_labels(result)) if known else ""
+    why = finding.why if finding and finding.judged else ""
     return {
         "case": Field(result.mode),
         "verdict": Field(case_status.status_words(result), tone=tone),
@@ -98,7 +99,7 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
         "error": Field(units.relative_error(figures[error].value)),
         "spread": Field(units.percent(finding.spread if finding and known else None)),
         "throughput": Field(figures.shown(figures.rate) if known else units.NONE),
-        "labels": Field(f"labels: {labels}" if labels else ""),
+        "labels": Field("\n".join(filter(None, (f"labels: {labels}" if labels else "", why)))),
     }
 
 

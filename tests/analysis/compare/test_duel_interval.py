@@ -65,6 +65,20 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
 
 
+def test_the_times_have_the_ratio_that_is_told() -> None:
+    """As they were measured they may say the opposite: a session that is slow on both sides weighs on one of them."""
+    sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
+    found = known([session(*([one / 1e3 for one in side] for side in pair)) for pair in sides])
+    raw = [sorted(one for pair in sides for one in pair[place])[:4] for place in (0, 1)]
+    before, after = map(statistics.geometric_mean, raw)
+    assert after / before > 1.014 and found.ratio.point < 0.984
+    assert found.after / found.before == pytest.approx(found.ratio.point)
+    assert found.after * found.before == pytest.approx(before * after * 1e-6)
+    for seed in range(5):
+        found = known(drawn(seed, 4))
+        assert found.after / found.before == pytest.approx(found.ratio.point)
+
+
 @pytest.mark.parametrize(
     ("fastest", "slow", "verdict", "uneven"),
     [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fp8bench.analysis.compare.interval import Estimate, across, direction, p_value, quantile
+from fp8bench.analysis.compare.interval import Estimate, across, direction, exact_change, p_value, quantile
 from fp8bench.model import Direction
 
 
@@ -113,3 +113,11 @@ def test_quantile(level: float, freedom: float) -> None:
 def test_the_ends() -> None:
     """No difference has p = 1, an infinite one none."""
     assert p_value(0.0, 3) == pytest.approx(1.0) and p_value(math.inf, 3) == 0.0
+
+
+def test_values_that_vary_are_shown_as_their_ratio_has_them() -> None:
+    """Medians may have moved the other way."""
+    said = exact_change((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
+    assert said.ratio is not None and said.ratio.point < 1
+    assert said.after / said.before == pytest.approx(said.ratio.point)
+    assert exact_change((2.0,), (3.0, 3.0))[1:3] == (2.0, 3.0)
