@@ -144,6 +144,8 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
 
 def _implausible(record: Record) -> Iterator[Labelled]:
     """What untimed looks at its state and its steps have found."""
+    if record.memory is not None and record.memory.leak:
+        yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:
         yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
 

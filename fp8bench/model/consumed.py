@@ -79,7 +79,8 @@ class MemoryUse:
 
     `peak` are bytes of tensors; `roles` say what they are, and sum to it (`fp8bench.model.MemoryRole`). `process` is
     what the driver counts for the worker's process on the device, its context included, right after the step;
-    `resident` the most that the process had in the machine's memory during it.
+    `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
+    tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked.
     """
 
     peak: int
@@ -89,6 +90,7 @@ class MemoryUse:
     process: int | None = None
     resident: int | None = None
     why: str = ""
+    leak: float | None = None
 
 
 @dataclass(frozen=True)

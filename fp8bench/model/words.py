@@ -65,6 +65,7 @@ class Label(StrEnum):
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
+    LEAK = "leak"
     NOT_FINITE = "not-finite"
     ENERGY_UNRESOLVED = "energy-unresolved"
     CROSS_RUN = "cross-run"

@@ -139,6 +139,18 @@ def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:
     )  # fmt: skip
 
 
+def live_at_turns(events: Iterable[Event]) -> list[int]:
+    """Bytes that are held at each turn, beyond what was at the beginning."""
+    live, found = 0, []
+    for event in events:
+        match event:
+            case Sized():
+                live += event.size
+            case Begun():
+                found.append(live)
+    return found
+
+
 # The profiler's names for an allocation or a release and for a node of a backward pass, and ours for what we say.
 _CHANGE = "[memory]"
 _NODE = "autograd::engine::evaluate_function"
@@ -146,15 +158,15 @@ _NOTE = "fp8bench: note "
 
 
 class AllocationStream:
-    """Events of one device ('cpu', 'cuda:1'), with what is said of them in between.
+    """Events of some devices ('cpu', 'cuda:1'), with what is said of them in between.
 
     The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
     not threads of Python's. It only listens on the host: nothing is attached to a GPU. Of a GPU's allocations torch
     keeps only those that lie within another event: a record that is open from start to stop holds them all.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, *devices: str) -> None:
+        self._devices = devices
         self._notes: list[Begun | Said] = []
         self._profile: torch.autograd.profiler.profile | None = None
         self._whole: AbstractContextManager[object] = nullcontext()
@@ -200,7 +212,7 @@ class AllocationStream:
         for event, node in sorted(told, key=lambda pair: pair[0].start_time_ns):
             if event.name != _CHANGE:
                 events.append(self._notes[int(event.name.removeprefix(_NOTE))])
-            elif str(event.extra_fields.device) == self._device:
+            elif str(event.extra_fields.device) in self._devices:
                 events.append(Sized(event.extra_fields.ptr, event.extra_fields.alloc_size, node))
         return events
 

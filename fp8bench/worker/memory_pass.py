@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from fp8bench.protocols import (
     Workload,
 )  # fmt: skip
 from fp8bench.worker.host_counters import memory, reset_high_water
+from fp8bench.worker.leaks import leak_of
 from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tensors
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
@@ -55,14 +57,19 @@ def memory_of_step(
             resident = reset_high_water()
             meter.mark()
             stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+            begun = time.perf_counter()
             step(workload, state, setup.scales, Markers(lambda name: ListeningMarker(name, stack, meter.enter)))
+            seconds = time.perf_counter() - begun
             if isinstance(resident, Reading):
                 resident = memory()["rss_high_water"]
         finally:
             course = meter.stop()
         if course is None:
             return "torch's profiler recorded nothing", None
-        return _use(course, before, state_tensors(state), resident), state
+        use = _use(course, before, state_tensors(state), resident)
+        again = partial(step, workload, state, setup.scales, SilentPhases())
+        leak = leak_of(again, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", seconds)
+        return replace(use, leak=leak), state
 
 
 def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:

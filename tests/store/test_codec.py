@@ -91,7 +91,7 @@ ENERGY = EnergyUse(
 WATCH = DeviceWatch(7, 2.5, 0x44, (("thermal", 0.5),), 1.7e9, 1.2e9, 2.6e9, 83.0, "the memory clock is unknown")
 MEMORY = MemoryUse(
     300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
-    "why",
+    "why", 4096.0,
 )  # fmt: skip
 COURSE_OF_MEMORY = MemoryCourse(
     300, (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),), MEMORY.phases, 512, "why"

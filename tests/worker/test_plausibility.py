@@ -33,8 +33,10 @@ class PlantedLies(Workload):
         return Work(1.0)
 
     def prepare(self, setup):
-        how = setup.case.param("how")
-        return SimpleNamespace(x=torch.ones(8, 8), mask=torch.full((8, 8), -torch.inf), step=getattr(self, f"_{how}"))
+        (how,) = dict(setup.case.params).values()
+        step = getattr(self, "_" + how.replace(" ", "_"))
+        mask = torch.full((8, 8), -torch.inf)
+        return SimpleNamespace(x=torch.ones(8, 8), mask=mask, kept=[], steps=0, step=step)
 
     def step(self, state, phase):
         with phase.gemm:
@@ -45,11 +47,27 @@ class PlantedLies(Workload):
 
     _misnamed = _honest
 
+    def _leaks(self, state):
+        state.kept.append(torch.ones(32, 32))
+
+    def _leaks_now_and_then(self, state):
+        state.steps += 1
+        if state.steps % 3 == 0:
+            state.kept.append(torch.ones(32, 32))
+
+    def _fills_a_cache(self, state):
+        state.kept = [*state.kept[-15:], torch.ones(32, 32)]
+
+    def _empties_a_cache(self, state):
+        if len(state.kept) == 10:
+            state.kept.clear()
+        state.kept.append(torch.ones(32, 32))
+
     def _spoils(self, state):
         state.x[0] *= 1e30
 
     def error(self, setup):
-        name = {"misnamed": "time"}.get(setup.case.param("how"), "some_error")
+        name = {"misnamed": "time"}.get(*dict(setup.case.params).values(), "some_error")
         return {name: 0.5}
 
 
@@ -57,9 +75,12 @@ class PlantedLies(Workload):
 class Diverging(PlantedLies):
     name = "diverging"
     may_diverge = True
+
+    def axes(self, facts):
+        return (Axis("way", "what is wrong", ("honest", "spoils"), str),)
 """
-PLAUSIBILITY = (Label.NOT_FINITE,)
-HOWS = ("honest", "misnamed", "spoils")
+PLAUSIBILITY = (Label.LEAK, Label.NOT_FINITE)
+HOWS = ("honest", "misnamed", "spoils", "leaks", "leaks now and then", "fills a cache", "empties a cache")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def record_of(run: Run, how: str, suite: str = "planted_lies") -> Record:
-    return next(one for one in run.records if (one.case.workload, one.case.param("how")) == (suite, how))
+    return next(one for one in run.records if (one.case.workload, *dict(one.case.params).values()) == (suite, how))
 
 
 def told(run: Run, record: Record) -> dict[Label, str]:
@@ -111,3 +132,17 @@ def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
     record = record_of(run, "spoils", "diverging")
     assert record.status is Status.OK and told(run, record) == {Label.NOT_FINITE: "6.2% of the state"}
     assert told(run, record_of(run, "honest", "diverging")) == {}
+
+
+@pytest.mark.parametrize(("how", "said"), [("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step")])
+def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
+    """Whatever the period: what is kept in every third step is kept for good."""
+    record = record_of(run, how)
+    assert record.status is Status.OK and told(run, record) == {Label.LEAK: said}
+
+
+@pytest.mark.parametrize("how", ["fills a cache", "empties a cache"])
+def test_a_cache_that_is_filled_or_emptied_is_none(run: Run, how: str) -> None:
+    """Both grow for a while."""
+    record = record_of(run, how)
+    assert told(run, record) == {} and record.memory is not None and record.memory.leak == 0
