@@ -20,7 +20,7 @@ from functools import cache, partial
 from typing import Any
 
 from fp8bench.model import Scalar
-from fp8bench.model.variables import READ_BY_TORCH
+from fp8bench.model.variables import LOWERING, READ_BY_TORCH
 
 
 class Unset:
@@ -33,7 +33,8 @@ class Switch:
 
     `names` are those of torch's public names that set it: a census holds them against what torch has. `usual` is the
     value of a fresh process. `bends` says of a value that a reference measured under it is not the reference: where
-    fp8bench measures in somebody's process, that is refused. Without it any value will do, and is recorded.
+    fp8bench measures in somebody's process, that is refused, with what is `wanted` (`usual`, if it is not said) and how
+    to `mend` it. Without `bends` any value will do, and is recorded.
     """
 
     name: str
@@ -41,8 +42,9 @@ class Switch:
     write: Callable[[Any], object] | None
     names: tuple[str, ...] = ()
     usual: Any = Unset
-    bends: Callable[[Any], bool] | None = None
+    bends: Callable[[Any], object] | None = None
     recorded: bool = True
+    wanted: str = ""
     mend: str = ""
 
 
@@ -94,6 +96,7 @@ def plain(value: Any) -> Scalar | None:
 
 # As bytes: half the time, and it is read around every slot.
 _KEYS = tuple((name, os.fsencode(name)) for name in READ_BY_TORCH)
+_LOWERING = frozenset(LOWERING)
 # Programs are bound by variables too, and OpenMP binds the thread itself, at its first loop.
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = (
@@ -129,7 +132,15 @@ def _of_the_system() -> Iterator[Switch]:
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     if hasattr(os, "sched_getscheduler"):
         yield Switch("the scheduling policy", partial(os.sched_getscheduler, 0), _set_policy)
-    yield Switch("the environment", _environment, _set_environment, recorded=False)  # a fact for each variable
+    yield Switch(
+        "the environment",
+        _environment,
+        _set_environment,
+        recorded=False,
+        bends=_LOWERING.intersection,
+        wanted="none of " + " and ".join(sorted(_LOWERING)),
+        mend="unset it, and start Python again",
+    )  # fmt: skip - each variable is a fact of its own
 
 
 def _of_clocks_and_signals() -> Iterator[Switch]:

@@ -8,19 +8,26 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
+from fp8bench.process_switches import Switch, now, of_the_process, put_back
 from fp8bench.registry import devices, precisions, workloads
 
 
-def import_user_modules(names: Iterable[str]) -> None:
-    """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output."""
+def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
+    """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output.
+
+    One that leaves a switch of the process changed, or one of those that are `watched`, is refused: whatever is
+    measured afterwards would be measured under that, in this process and in those that it starts.
+    """
+    watched = watched or of_the_process()
     for name in names:
         for registry in (workloads, precisions, devices):
             registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
+        before = now(watched)
         try:
             with _stdout_to_stderr():
                 _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
@@ -31,6 +38,14 @@ def import_user_modules(names: Iterable[str]) -> None:
                 f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
                 "registers workloads, precisions or devices."
             ) from error
+        finally:
+            changed = put_back(watched, before)
+        if changed:
+            sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a second try fails alike
+            raise ImportFailed(
+                f"importing {name!r} leaves {', '.join(changed)}: everything would be measured under that. Set it in "
+                "prepare or step, and put it back there."
+            )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
+from fp8bench.model.variables import LOWERING
 from fp8bench.worker.bench import Bench, described
 
 START_SECONDS = 300.0
@@ -95,9 +96,9 @@ class LocalWorker(Worker):
         self._bench: Bench | None = None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        if self._bench is None:
+            self._bench = Bench(self._settings)  # what refuses this process is no fault of a worker's
         try:
-            if self._bench is None:
-                self._bench = Bench(self._settings)
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:
             raise
@@ -168,8 +169,8 @@ class ProcessWorker(Worker):
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        # It would turn TF32 on or off behind a precision's name; set it and nothing here means what it says.
-        environment.pop("NVIDIA_TF32_OVERRIDE", None)
+        for name in LOWERING:  # set one and nothing here means what it says
+            environment.pop(name, None)
         # Its pool of compiling processes and threads would go on running beside what is timed.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)

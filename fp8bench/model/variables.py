@@ -13,6 +13,8 @@ READ_BY_TORCH = (
     "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_LINALG_PREFER_CUSOLVER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_PRELOAD",
 )  # fmt: skip
+# Of these, what lowers the precision of products behind a precision's name.
+LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 # What a switch's fact in a run's environment begins with; the fact of those that are not as in a fresh process.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"

@@ -30,7 +30,7 @@ from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart, aside, still_running, threads
-from fp8bench.worker.switches import recorded, unchanged
+from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 
@@ -51,9 +51,10 @@ class Bench:
         self._prepared: dict[str, Prepared] = {}
         self._kept: dict[str, _Kept] = {}
         self._calibrations = Calibrations()
+        refuse_bent()
+        import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        import_user_modules(settings.imports)
         self._switches = recorded()
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class Bench:
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = threads()
         fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
-        with precision.scope(), unchanged(), aside():
+        with under(precision), unchanged(), aside():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
             finite = FiniteState(state)
@@ -132,7 +133,7 @@ class Bench:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
         prepared = self._selected(key)
         before = threads()
-        with prepared.precision.scope(), unchanged(), aside():
+        with under(prepared.precision), unchanged(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
@@ -263,7 +264,7 @@ class Bench:
         """
         device, workload = devices.get(facts.kind), workloads.get(case.workload)
         device.select(facts.index)
-        with precisions.get(case.precision).scope(), unchanged(), apart():
+        with under(precisions.get(case.precision)), unchanged(), apart():
             yield workload, device, partial(self._setup, case, facts)
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:

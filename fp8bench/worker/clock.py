@@ -61,6 +61,11 @@ class PhaseClock(Markers[Marker]):
             )
         )
 
+    @property
+    def now(self) -> Callable[[], Any]:
+        """Where stamps come from."""
+        return self._now
+
     def begin(self) -> None:
         """Start a step; whatever an aborted step left behind is dropped."""
         self._codes.clear()

@@ -16,8 +16,9 @@ from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
+from fp8bench.worker.second_clock import agreeing
 from fp8bench.worker.step_guards import apart, silent_step
-from fp8bench.worker.switches import collected_by_hand, unchanged
+from fp8bench.worker.switches import collected_by_hand, unchanged, under
 
 
 @dataclass
@@ -48,12 +49,18 @@ class Prepared:
 
         return begin
 
+    @property
+    def _clocks(self) -> dict[str, Callable[[], float]]:
+        """Those of the host that time a slot, in nanoseconds."""
+        own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
+        return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
+
     def slot(self, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         clock, begin, timed, state = self.clock, self.begin, self.workload.step, self.state
         marks = []
         eager, fused = fusing.calls()
-        with self.precision.scope(), collected_by_hand(), unchanged(), silent_step():
+        with under(self.precision), collected_by_hand(), unchanged(), silent_step(), agreeing(self._clocks):
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
             for _ in range(discard):
                 begin()
@@ -100,7 +107,7 @@ class Prepared:
     def loop(self, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
         silent = SilentPhases()
-        with self.precision.scope(), unchanged(), silent_step():
+        with under(self.precision), unchanged(), silent_step():
             for _ in range(steps):
                 if self.scales is not None:
                     self.scales.begin_step()

@@ -16,7 +16,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.variables import SWITCH, SWITCHES_SET
 from fp8bench.process_switches import Switch, Unset, now, of_the_process, plain, put_back
-from fp8bench.protocols.precision import float32_products
+from fp8bench.protocols import Precision, float32_products
 from fp8bench.worker.torch_switches import of_torch
 
 _MOST_NAMED = 8
@@ -40,6 +40,14 @@ def unchanged() -> Iterator[None]:
         raise SwitchesChanged(
             f"it left {', '.join(changed)}: other cases run in the same process. Put switches back, in a finally."
         )
+
+
+@contextlib.contextmanager
+def under(precision: Precision) -> Iterator[None]:
+    """In a precision's scope. That of somebody's own has to put back what it sets; ours have tests."""
+    own = type(precision).__module__.startswith("fp8bench.")
+    with contextlib.nullcontext() if own else unchanged(), precision.scope():
+        yield
 
 
 @contextlib.contextmanager
@@ -82,15 +90,13 @@ def refuse_bent() -> None:
     wrong = [(switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)]
     if not wrong:
         return
-    words = [f"{switch.name} at {plain(value)!s:.100} (expected {plain(switch.usual)})" for switch, value in wrong]
-    mends = [switch.mend for switch, _ in wrong]
+    words = [
+        f"{switch.name} at {plain(value)!s:.100} (expected {switch.wanted or plain(switch.usual)})"
+        for switch, value in wrong[:_MOST_NAMED]
+    ]
+    more = [f"{len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
+    mends = dict.fromkeys(switch.mend for switch, _ in wrong[:_MOST_NAMED])
     raise UsageError(
-        f"this process has {listed(words)}, and the reference would run under that. Put it right first "
-        f"({listed(mends)}), or leave isolation on: then a process of its own measures."
+        f"the process that is to measure has {'; '.join([*words, *more])}, and the reference would run under that. "
+        f"Put it right first ({'; '.join(mends)}), or let a process of its own measure (isolation)."
     )
-
-
-def listed(words: list[str]) -> str:
-    """Some of many."""
-    more = [f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else []
-    return "; ".join([*words[:_MOST_NAMED], *more])

@@ -261,7 +261,7 @@ def _of_products() -> Iterator[Switch]:
             words, partial(torch._C._get_fp32_precision_getter, backend, operators),
             partial(torch._C._set_fp32_precision_setter, backend, operators),
             (f"torch.backends.{path}fp32_precision",), "tf32" if path in ("cudnn.conv.", "cudnn.rnn.") else "none",
-            _LOWERED.__contains__, mend=f'torch.backends.{path}fp32_precision = "ieee"',
+            _LOWERED.__contains__, wanted="ieee", mend=f'torch.backends.{path}fp32_precision = "ieee"',
         )  # fmt: skip
 
 

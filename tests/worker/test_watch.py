@@ -1,0 +1,280 @@
+"""Real workers, and processes of somebody's own, whose switches and clocks are not as they should be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8bench
+from fp8bench import pipeline
+from fp8bench.errors import ImportFailed, UsageError, WorkerFault
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.model import Case, Request, Status
+from fp8bench.model.raw import Settings
+from fp8bench.process_switches import now
+from fp8bench.protocols import SilentObserver
+from fp8bench.user_code import import_user_modules
+from fp8bench.worker.second_clock import ClocksDisagree, agreeing
+from fp8bench.worker.switches import refuse_bent, switches
+from tests.own_suites import forgotten
+
+SUITES = """
+import os, time
+import torch
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+# Where a case of the culprit sets switches, and which.
+SET = {
+    "oneDNN": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "products": lambda: torch.set_float32_matmul_precision("medium"),
+    "denormals": lambda: torch.set_flush_denormal(True),
+}
+
+
+@workloads.register("culprit")
+class Culprit(Workload):
+    name = "culprit"
+    summary = "sets switches and leaves them"
+    dtypes = ("bf16",)
+
+    def axes(self, facts):
+        return (Axis("where", "the method", ("step",), str), Axis("what", "the switch", tuple(SET), str))
+
+    def work(self, params):
+        return Work(1.0)
+
+    def at(self, where, case):
+        if case.param("where") == where and case.precision == "bf16":
+            SET[case.param("what")]()
+
+    def prepare(self, setup):
+        self.at("prepare", setup.case)
+        return setup.case
+
+    def step(self, state, phase):
+        with phase.gemm:
+            sum(range(1000))
+        self.at("step", state)
+
+    def error(self, setup):
+        self.at("error", setup.case)
+        return {"some_error": 0.0}
+
+    def check(self, state):
+        self.at("check", state)
+        return ""
+
+
+@workloads.register("witness")
+class Witness(Culprit):
+    name = "witness"
+    summary = "tells what switches its steps and passes find"
+
+    def at(self, where, case):
+        x = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(), 5e-324 * 1.0
+        if x != (True, "highest", 5e-324):
+            raise ValueError(f"{where} found {x}")
+"""
+WORDS = {
+    "oneDNN": "oneDNN at False",
+    "products": "float32 products at medium",
+    "denormals": "denormals as zero at True",
+}
+WHERE = ("step", "prepare", "error", "check")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of both suites."""
+    path = tmp_path_factory.mktemp("own") / "own_switches.py"
+    path.write_text(SUITES)
+    with forgotten(path.parent):
+        yield path
+
+
+@pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
+    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were.
+
+    Also in one process, where no worker ends with its culprit.
+    """
+    axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
+    request = Request(
+        f"culprit,gemm,{own}", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, imports=(str(own),), energy=False,
+        isolation=isolation,
+    )  # fmt: skip
+    import_user_modules(request.imports)
+    before = now(switches())
+    run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")
+    assert now(switches()) == before
+    failed = [record for record in run.records if record.status is not Status.OK]
+    assert len(failed) == len(WHERE) * len(WORDS)
+    for record in failed:
+        assert record.case.workload == "culprit" and record.case.precision == "bf16"
+        assert f"it left {WORDS[str(record.case.param('what'))]}" in record.reason
+    suites = {record.case.workload for record in run.records if record.status is Status.OK}
+    assert suites == {"culprit", "gemm", "witness"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import time; time.perf_counter = lambda: 0.0", "time.perf_counter at "),
+        ("import os; os.environ['OMP_WAIT_POLICY'] = 'active'", "the environment at .*OMP_WAIT_POLICY=active"),
+        ("import gc; gc.disable()", "garbage collection at False"),
+    ],
+)
+def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp_path: Path) -> None:
+    """In the parent, whose environment workers inherit. It is put back, and a second try fails alike."""
+    path = tmp_path / "sets_at_import.py"
+    path.write_text(line)
+    before = now(switches())
+    for _ in range(2):
+        with pytest.raises(
+            ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything would be"
+        ):
+            import_user_modules([str(path)])
+        assert now(switches()) == before
+
+
+def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
+    """The parent knows no torch."""
+    path = tmp_path / "sets_at_import.py"
+    path.write_text("import torch; torch.backends.mkldnn.enabled = False; torch.set_default_dtype(torch.float64)")
+    words = r"ImportFailed: importing .* leaves the default dtype at torch.float64 .*, oneDNN at False"
+    with ProcessWorker(Settings(imports=(str(path),))) as worker, pytest.raises(WorkerFault, match=words):
+        worker.probe()
+
+
+@contextmanager
+def attribute(holder: Any, word: str, value: object) -> Iterator[None]:
+    before = getattr(holder, word)
+    setattr(holder, word, value)
+    try:
+        yield
+    finally:
+        setattr(holder, word, before)
+
+
+@contextmanager
+def called(function: Callable[[Any], object], value: object, usual: object) -> Iterator[None]:
+    function(value)
+    try:
+        yield
+    finally:
+        function(usual)
+
+
+BENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "autocast": (lambda: torch.autocast("cpu"), r"autocast on cpu at True \(expected False\).*set_autocast_enabled"),
+    "inference": (torch.inference_mode, r"inference mode at True \(expected False\).*leave torch.inference_mode"),
+    "grad": (torch.no_grad, r"gradients at False \(expected True\).*torch.set_grad_enabled\(True\)"),
+    "dtype": (
+        lambda: called(torch.set_default_dtype, torch.float64, torch.float32),
+        r"the default dtype at torch.float64 \(expected torch.float32\)",
+    ),
+    "device": (lambda: torch.device("cpu"), r"the default device at cpu \(expected None\)"),
+    "oneDNN": (
+        lambda: attribute(torch.backends.mkldnn, "enabled", False),
+        r"oneDNN at False \(expected True\), .*Put it right first \(torch.backends.mkldnn.enabled = True\)",
+    ),
+    "convolutions": (
+        lambda: attribute(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        r"oneDNN's float32 convolutions at bf16 \(expected ieee\)",
+    ),
+    "products": (
+        lambda: attribute(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        r"float32 products at mixed \(expected highest\)",
+    ),
+    "sums": (
+        lambda: attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        r"fp16's accumulators at True \(expected False\)",
+    ),
+    "flash": (
+        lambda: called(torch.backends.cuda.enable_flash_sdp, False, True), r"flash attention at False \(expected T",
+    ),
+    "denormals": (
+        lambda: called(torch.set_flush_denormal, True, False), r"denormals as zero at True \(expected False\)",
+    ),
+    "anomaly": (torch.autograd.detect_anomaly, r"anomaly detection at True \(expected False\)"),
+    "modes": (FlopCounterMode, r"modes of torch's dispatcher at 1 \(expected 0\)"),
+    "clock": (lambda: attribute(time, "perf_counter", time.monotonic), r"time.perf_counter at time.monotonic \(ex"),
+    "variable": (
+        lambda: variable("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+        r"the environment at .*ONEDNN_DEFAULT_FPMATH_MODE=BF16.* \(expected none of NVIDIA_TF32_OVERRIDE and ONEDNN_",
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("which", BENT)
+def test_a_process_that_would_bend_its_reference_is_refused(which: str, tmp_path: Path) -> None:
+    """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
+    make, words = BENT[which]
+    with make():
+        before = now(switches())
+        with pytest.raises(UsageError, match=words):
+            fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
+        assert now(switches()) == before
+    refuse_bent()
+
+
+def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
+    """All cases run under it alike; the precision's own scope sees to float32 products."""
+    with (
+        called(torch.use_deterministic_algorithms, True, False),
+        called(torch.set_float32_matmul_precision, "high", "highest"),
+    ):
+        run = fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
+        assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
+    assert run.ok and "deterministic algorithms at 2 (usually 0)" in str(run.environment.get("switches_set"))
+    assert run.environment.get("switch float32 products") == "high"
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
+def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
+    """However long this process was kept from going on meanwhile."""
+    begun = time.perf_counter_ns()
+    clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
+    with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):
+        time.sleep(0.01)
+
+
+def test_clocks_that_were_replaced_before_the_worker_began_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a module of the interpreter's own start-up can."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ProcessWorker(Settings()) as worker, pytest.raises(WorkerFault, match=r"time.perf_counter at time.monotonic"):
+        worker.probe()
+
+
+def test_a_clock_that_looks_as_it_should_and_goes_wrong_fails_the_slot(tmp_path: Path) -> None:
+    """One that is no switch of the process: what stamps are read from."""
+    path = tmp_path / "half_speed.py"
+    path.write_text(
+        "import time\nfrom fp8bench.devices import cpu\n"
+        "cpu.HostStamper.source = lambda self: lambda: time.perf_counter_ns() // 2\n"
+    )
+    case = Case("gemm", (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
+    with ProcessWorker(Settings(imports=(str(path),))) as worker:
+        worker.within(60.0).prepare("one", case, worker.probe()[0])
+        with pytest.raises(
+            WorkerFault, match=r"ClocksDisagree: the clock of phases counted .* where the hardware's clock"
+        ):
+            worker.within(60.0).slot("one", 2000, 1)
