@@ -9,17 +9,20 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import NotKept, StoreError, UsageError
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError
 from fp8bench.files import check_folder
 from fp8bench.measure.capacity import CapacityRule
+from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
+from fp8bench.measure.ceilings import measures_ceilings
 from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
@@ -30,7 +33,7 @@ from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.model import DeviceFacts, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
 from fp8bench.plan.asked_suites import reads_corpus
@@ -45,6 +48,7 @@ from fp8bench.plan.make import (
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
+from fp8bench.store.ceilings import ceilings_of
 from fp8bench.store.runs.listing import store_of
 from fp8bench.store.runs.read import load_run, missing_groups
 from fp8bench.store.runs.write import RunWriter, check_store, reopen_run, running_beside, start_run
@@ -70,7 +74,7 @@ def execute(
         observer.planned(run.plan)
         writer = start_run(run, store)
         run = replace(run, path=str(writer.path))
-        return _measure(run, run.plan.groups, writer, worker, meters, observer, start)
+        return _measure(run, run.plan.groups, store, writer, worker, meters, observer, start)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -95,7 +99,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
-        return True, _measure(run, missing_groups(run), writer, worker, meters, observer, start)
+        return True, _measure(run, missing_groups(run), store, writer, worker, meters, observer, start)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
@@ -118,7 +122,8 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         again = replace(again, plan=replace(again.plan, groups=groups))
         observer.planned(again.plan)
         writer = start_run(again, store)
-        return _measure(replace(again, path=str(writer.path)), groups, writer, worker, meters, observer, start)
+        again = replace(again, path=str(writer.path))
+        return _measure(again, groups, store, writer, worker, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
@@ -132,6 +137,7 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 def _measure(
     run: Run,
     groups: Sequence[Group],
+    store: Path,
     writer: RunWriter,
     worker: Worker,
     meters: Meters,
@@ -143,12 +149,13 @@ def _measure(
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
     try:
+        ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, meters, observer, quantisers)
+            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -165,11 +172,35 @@ def _measure(
         return load_run(writer.path)
 
 
+def _ceilings(
+    run: Run, groups: Sequence[Group], store: Path, worker: Worker, observer: Observer
+) -> dict[str, Ceilings]:
+    """What each device can do at most, with the threads of this run, where it is known or measured now."""
+    first = {one.case.device: one.case for group in reversed(groups) for one in reversed(group.cases) if one.runs}
+
+    def measured(device: DeviceFacts) -> Ceilings:
+        observer.working(first[device.key], "measuring what this machine can do, once", 0.0)
+        return worker.within(START_SECONDS).ceilings(device, CEILING_SECONDS)
+
+    found = {}
+    for device in (one for one in run.devices if one.key in first):
+        wanted = measures_ceilings(run.request.quick, os.environ)
+        try:
+            known = ceilings_of(store, run.environment, device, partial(measured, device) if wanted else None)
+        except WorkerError:  # it goes without a check, in a fresh worker
+            worker.restart()
+            continue
+        if known is not None:
+            found[device.key] = known if device.accelerated else known.times(run.request.threads)
+    return found
+
+
 def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | None:
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)
     quantisers_for(request.quick, os.environ)
+    measures_ceilings(request.quick, os.environ)
     if request.trace is not None and write:
         check_folder("--trace", Path(request.trace))
     if write:
@@ -231,6 +262,7 @@ def _group(
     meters: Meters,
     observer: Observer,
     quantisers: Quantisers,
+    ceilings: Mapping[str, Ceilings],
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
     energy = energy_rule_for(request.quick, request.budget) if request.energy else None
@@ -247,6 +279,7 @@ def _group(
         energy=energy,
         capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
         traces=trace_folder(run),
+        ceilings=ceilings,
     )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()

@@ -34,6 +34,8 @@ sys.dont_write_bytecode = False
 
 # Compiling takes seconds a quantiser. Tests of compiling take it out of their environment.
 os.environ["FP8BENCH_QUANTISERS"] = "eager"
+# Seconds in every new store. Tests of ceilings take it out of their environment.
+os.environ["FP8BENCH_CEILINGS"] = "off"
 # Texts are as wide as without a terminal, whatever the tests run in.
 os.environ["COLUMNS"] = "100"
 

@@ -23,6 +23,7 @@ from fp8bench.model import (
     MemoryUse,
     OperatorTime,
     PlannedCase,
+    Products,
     Record,
     Segments,
     SlotSample,
@@ -243,6 +244,11 @@ class FakeWorker(Worker):
         assert not self.held, "a trace was recorded beside states"
         self._strike("trace", case.mode)
         return self._script(case.mode).operators
+
+    def _products(self, case: Case, facts: DeviceFacts) -> Products | None:
+        self.log.append(("products", case.mode))
+        self._strike("products", case.mode)
+        return None
 
     def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         self.log.append(("error", case.mode))

@@ -15,6 +15,7 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
+from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
@@ -28,16 +29,18 @@ _SEEN = 0.01
 class _Standard:
     """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former.
 
-    `place` is what a place in these rounds does, where that is more than noise. `best` is the reference's best case in
-    seconds, as reports show it.
+    `place` is what a place in these rounds does, where that is more than noise. `best` is the best case in seconds, as
+    reports show it, of the reference `record`; `claims` are the hard labels that it has wherever it was measured.
     """
 
+    record: Record | None = None
     timing: Timing | None = None
     control: Timing | None = None
     emulated: bool = False
     hard: tuple[Labelled, ...] = ()
     place: PlaceEffect | None = None
     best: float | None = None
+    claims: tuple[Labelled, ...] = ()
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -60,7 +63,10 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
         together = [one.timing for one in records if one.timing and one.paired and one.paired_with is None]
         place = _beyond_noise([*together, reference.control], aa)
         best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing))
-        shared = _Standard(reference.timing, reference.control, emulated, hard, place, best)
+        claims = tuple(claims_of(reference, None))
+        shared = _Standard(
+            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims
+        )  # fmt: skip
     return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
 
 
@@ -91,9 +97,13 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
         hard = hard_labels(record.paired_with, None, None, record.case.device)
         own = verdicts.noise(record.paired_with, record.control)
         place = _beyond_noise([timing, record.paired_with, record.control], own)
-        standard = _Standard(record.paired_with, record.control, shared.emulated, hard, place, shared.best)
+        standard = replace(
+            shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
+        )
     finding, aa = _with_verdict(finding, record, standard, aa)
-    labels = labels_of(record, finding, standard.timing, aa, standard.place if record.paired else None)
+    claims = tuple(claims_of(record, standard.record))
+    place = standard.place if record.paired else None
+    labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(
         finding,
         labels=tuple(one.label for one in labels),

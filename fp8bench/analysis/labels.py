@@ -21,7 +21,9 @@ from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record,
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
-CAN_BE_HARD = frozenset({Label.AA_FAILED, Label.CONTENDED, Label.THROTTLED, Label.UNEVEN})
+CAN_BE_HARD = frozenset(
+    {Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.CONTENDED, Label.THROTTLED, Label.UNEVEN}
+)
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,18 @@ BIMODAL_LESSER = 0.2
 
 
 def labels_of(
-    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, place: PlaceEffect | None = None
+    record: Record,
+    finding: Finding,
+    reference: Timing | None,
+    aa: Interval | None,
+    place: PlaceEffect | None = None,
+    claims: Sequence[Labelled] = (),
 ) -> tuple[Labelled, ...]:
     """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in.
 
-    `place` is what a place in these rounds does beyond noise.
+    `place` is what a place in these rounds does beyond noise, `claims` are labels for what the case says of itself.
     """
-    found = [*_found(record, finding, reference, aa), *_of_place(place)]
+    found = [*_found(record, finding, reference, aa), *_of_place(place), *claims]
     return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
+from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
@@ -23,7 +24,7 @@ from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Sess
 from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
-from fp8bench.model import DeviceFacts, DeviceWatch, Group, Level, Record
+from fp8bench.model import Ceilings, DeviceFacts, DeviceWatch, Group, Level, Record
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
@@ -32,7 +33,10 @@ from fp8bench.registry import precisions
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times."""
+    """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times.
+
+    `ceilings` are the most that devices do, by key, where it is known.
+    """
 
     rule: StoppingRule
     judge: Judge
@@ -42,6 +46,7 @@ class Method:
     energy: EnergyRule | None = None
     capacity: CapacityRule | None = None
     traces: TraceFolder | None = None
+    ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
 
 
 # A look takes the driver up to milliseconds, in which the device idles.
@@ -122,6 +127,7 @@ class GroupMeasurement:
             self._unpair()
         if reference is not None:
             passes.statistics(reference)
+        passes.products(self._alive())
         passes.memory(self._alive(), self._meter)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
@@ -129,6 +135,8 @@ class GroupMeasurement:
             searching.search([one for one in self._outcomes if one.may_fit])
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
+        for one in self._alive():
+            one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
         return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
 
     def _unpair(self) -> None:

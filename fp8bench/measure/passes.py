@@ -139,6 +139,13 @@ class Passes:
         with self._asking(reference, "statistics of the data") as (bench, case, facts):
             reference.note(statistics=bench.statistics(case, facts))
 
+    def products(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """What the products of every case ran on; a case of which nobody can say it stands all the same."""
+        for outcome in outcomes:
+            self._observer.working(outcome.planned.case, "looking at products", 1.0)
+            with self._asking(outcome, "look at its products") as (bench, case, facts):
+                outcome.note(products=bench.products(case, facts))
+
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
         """Memory at the highest point of a step; a case without it stands all the same.
 

@@ -4,6 +4,7 @@ Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, 
 Nothing here knows torch, files or text.
 """
 
+from fp8bench.model.claims import Ceiling, Ceilings, Products
 from fp8bench.model.consumed import (
     Capacity,
     DeviceWatch,
@@ -73,11 +74,13 @@ from fp8bench.model.words import (
 )
 
 __all__ = [
-    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Cell",
+    "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "RELATIVE", "UNATTRIBUTED", "Ack", "Capacity", "Case",
+    "Ceiling", "Ceilings", "Cell",
     "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending", "EnergyUse", "EnergyWindow",
     "Environment", "Evidence", "Fault", "Figure", "Finding", "Group", "HeldBlock", "Interval", "Label", "LayerScale",
     "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "OperatorTime", "Overheads", "Params", "Phase",
-    "PhaseMemory", "Plan", "PlannedCase", "Point", "Provenance", "Record", "Request", "Resumption", "Run", "Scalar",
+    "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
+    "Request", "Resumption", "Run", "Scalar",
     "Segments", "Series", "SlotSample", "StaticScales", "Status", "Support", "TensorStatistics", "Timing", "Trend",
     "Verdict", "Work", "trend_name",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar, Support, Work
 from fp8bench.model.request import Request
@@ -145,6 +146,7 @@ class Record:
     `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
     `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
     may be.
+    `ceiling` is the most that it can do where it ran, `products` what its products ran on; None where nobody looked.
     """
 
     case: Case
@@ -169,6 +171,8 @@ class Record:
     memory: MemoryUse | None = None
     capacity: Capacity | None = None
     not_finite: float = 0.0
+    ceiling: Ceiling | None = None
+    products: Products | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -52,6 +52,8 @@ class Label(StrEnum):
 
     NOISY = "noisy"
     AA_FAILED = "aa-failed"
+    ABOVE_CEILING = "above-ceiling"
+    NOT_LOW_PRECISION = "not-low-precision"
     CONTENDED = "contended"
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"

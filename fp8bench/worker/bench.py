@@ -17,17 +17,29 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from fp8bench.model import Case, DeviceFacts, LayerScale, MemoryUse, OperatorTime, Overheads, Scalar, TensorStatistics
+from fp8bench.model import (
+    Case,
+    Ceilings,
+    DeviceFacts,
+    LayerScale,
+    MemoryUse,
+    OperatorTime,
+    Overheads,
+    Products,
+    Scalar,
+    TensorStatistics,
+)
 from fp8bench.model.raw import RawSlot, Settings, StateCheck
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import fusing
+from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
+from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart, aside, still_running, threads
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
@@ -158,6 +170,11 @@ class Bench:
         with self._apart(case, facts) as (workload, _, setup):
             return statistics_of(workload.statistics(setup()))
 
+    def products(self, case: Case, facts: DeviceFacts) -> Products | None:
+        """What the products of a step run on; None where nobody knows the formats that they should have."""
+        with self._apart(case, facts) as (workload, _, setup):
+            return products_of_step(workload, setup, facts)
+
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
         """What a step's memory is made of at its highest point, or why nobody can say.
 
@@ -226,6 +243,19 @@ class Bench:
         device = devices.get(facts.kind)
         device.select(facts.index)
         return calibrate(device, facts.index)
+
+    def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
+        """The most that a device does: a processor with one thread: several would wait for each other if it is busy."""
+        import torch
+
+        device = devices.get(facts.kind)
+        device.select(facts.index)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return ceilings.measured(device, facts, seconds)
+        finally:
+            torch.set_num_threads(threads)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""

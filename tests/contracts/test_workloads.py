@@ -28,6 +28,7 @@ from fp8bench.store.points import followed
 from fp8bench.store.series import check_grid, series_of
 from fp8bench.units import unit_of
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.products import formats_of
 from tests.counts import sampled
 from tests.facts import CPU, H200
 
@@ -216,6 +217,43 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
         assert one.kind and one.count > 0 and math.isfinite(one.amax)
         above = [share for _, share, _ in one.outside]
         assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
+
+
+# One of each kind of number; the others, and recipes with options, where slow tests are asked for.
+LOW = ("tf32", "bf16", "fp8", "nvfp4")
+OTHERS = (
+    "fp8:scale=pow2", "fp8:weight-gradient=bf16", "fp8:accumulator=short", "fp8-block:scale=exact", "nvfp4:hadamard=on",
+    "custom:scaling=row", "custom:scaling=none", "custom:format=e2m1:scaling=1x128",
+    "custom:format=e3m2:scaling=128x128",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", sampled(LOW, (*precisions.names(), *OTHERS)))
+def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpus, bench: Bench) -> None:
+    """In every workload that has some. Nothing is claimed of fp32, nor of a map that leaves a precision no layer."""
+    looked = 0
+    for name in NAMES:
+        for one in precisions_of(name, corpus, precision):
+            case = smallest(name, one, corpus)
+            products = bench.products(case, CPU)
+            if one == "fp32":
+                assert products is None
+            else:
+                assert products is not None and (products.low or not products.count), f"{case.id}: {products}"
+                looked += products.count
+    assert looked == (0 if precision == "fp32" else 5)
+
+
+def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, bench: Bench) -> None:
+    case = replace(smallest("mlp", "fp8", corpus), precision_map=(("up", "bf16"), ("down", "bf16")))
+    workload = workloads.get("mlp")
+    assert [one.name for one in formats_of(workload, case)] == ["bf16"]
+    partly = replace(case, precision_map=(("up", "bf16"),))
+    assert [one.name for one in formats_of(workload, partly)] == ["e4m3fn", "e5m2"]
+    assert formats_of(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32")))) == ()
+    for one in (case, partly):
+        products = bench.products(one, CPU)
+        assert products is not None and products.low
 
 
 @pytest.fixture(scope="module")

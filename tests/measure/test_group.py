@@ -443,15 +443,16 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_observer_hears_of_every_stage() -> None:
-    """Preparing, measuring with a share that grows, checking numbers, measuring memory."""
+    """Preparing, measuring with a share that grows, checking numbers, looking at products, measuring memory."""
     listener = Listener()
     measure({}, *native("fp32", "bf16"), observer=listener)
     assert listener.told[:3] == [("fp32", "preparing", 0.0), ("fp32", "preparing", 0.0), ("bf16", "preparing", 0.0)]
     shares = [share for _, doing, share in listener.told if doing == "measuring"]
     assert shares == [round_ / 10 for round_ in range(10) for _ in range(3)]
     after = [("fp32", "checking numbers"), ("bf16", "checking numbers")]
+    after += [("fp32", "looking at products"), ("bf16", "looking at products")]
     after += [("fp32", "measuring memory"), ("bf16", "measuring memory")]
-    assert listener.told[-4:] == [(*one, 1.0) for one in after]
+    assert listener.told[-6:] == [(*one, 1.0) for one in after]
 
 
 def test_a_record_keeps_what_the_plan_knew() -> None:

@@ -13,6 +13,8 @@ from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 LABELS: dict[Label, str] = {
     Label.NOISY: "so much noise that the A/A interval reaches further than 3% from 1",
     Label.AA_FAILED: "identical code was provably told apart: the A/A interval lies 2% or more away from 1",
+    Label.ABOVE_CEILING: "the work that it declares, over its time, is more than this machine can do",
+    Label.NOT_LOW_PRECISION: "its products had no operand of its formats, or its errors are exactly the reference's",
     Label.CONTENDED: "other processes took the CPU in most slots: wall time was well above CPU time",
     Label.THROTTLED: "the device held its clocks back, and not for its power cap alone",
     Label.POWER_CAPPED: "the clocks are those that the device's power cap allows, as is normal for large products",
@@ -36,6 +38,8 @@ LABELS: dict[Label, str] = {
 REASONS: dict[Label, str] = {
     Label.NOISY: "the times varied a lot",
     Label.AA_FAILED: "the reference differs from itself",
+    Label.ABOVE_CEILING: "it claims more than this machine can do",
+    Label.NOT_LOW_PRECISION: "it did not compute in its precision",
     Label.CONTENDED: "other processes took the CPU",
     Label.THROTTLED: "the device held its clocks back",
     Label.POWER_CAPPED: "it ran at the clocks that the device's power cap allows",
@@ -92,8 +96,8 @@ VERDICT = (
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
 )
 HARD = (
-    "no verdict: where identical code was told apart, where the device's hardware slowed it down, and where less than "
-    "a fifth of a core was left; nor beside such a reference"
+    "no verdict: where identical code was told apart, where the device's hardware slowed it down, where less than a "
+    "fifth of a core was left, and where a case is not what it says; nor beside such a reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

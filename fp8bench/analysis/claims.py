@@ -1,0 +1,68 @@
+"""What a workload says of itself, held against what can be: labels that foreign code cannot argue away.
+
+Its throughput against the most that the machine does; its time against that of other sizes; its precision against
+what its products ran on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8bench import units
+from fp8bench.analysis import verdicts
+from fp8bench.analysis.labels import Labelled
+from fp8bench.analysis.metric import MEMORY
+from fp8bench.model import Label, Record
+
+# The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
+# EPYC (Zen 5), the highest is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
+# times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
+# in fp32's four.
+MARGIN = 2.5
+
+
+def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
+    """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
+    yield from _above_ceiling(record)
+    yield from _not_low_precision(record, reference)
+
+
+def _above_ceiling(record: Record) -> Iterator[Labelled]:
+    if record.ceiling is None or not (seconds := _best(record)):
+        return
+    for count, bound, unit, did in (
+        (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
+        (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
+    ):
+        if bound is not None and count / seconds > MARGIN * bound:
+            claimed, most = units.count(count / seconds, unit), units.count(bound, unit)
+            yield Labelled(Label.ABOVE_CEILING, f"claims {claimed}, this machine {did} {most} at most", hard=True)
+            return
+
+
+def _not_low_precision(record: Record, reference: Record | None) -> Iterator[Labelled]:
+    """Suites without products are exempt: what precision could change there is not known."""
+    products = record.products
+    if products is None or not products.count:
+        return
+    if not products.low:
+        ran = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
+        yield Labelled(
+            Label.NOT_LOW_PRECISION, f"{ran}: none has an operand of {record.case.mode}'s formats", hard=True
+        )
+    elif reference is not None and reference is not record and (same := _same_errors(record, reference)):
+        what = f"{', '.join(same)} exactly {reference.case.mode}'s"
+        yield Labelled(Label.NOT_LOW_PRECISION, what, hard=True)
+
+
+def _same_errors(record: Record, reference: Record) -> list[str]:
+    """The errors of both, where they are equal to the last bit; none where there is no error at all."""
+    own, theirs = (
+        {error.metric: error.samples for error in one.measurements if error.metric != MEMORY}
+        for one in (record, reference)
+    )
+    return list(own) if own == theirs and any(any(samples) for samples in own.values()) else []
+
+
+def _best(record: Record) -> float:
+    return sum(seconds for _, seconds in verdicts.best_phases(record.timing)) if record.timing else 0.0

@@ -1,0 +1,42 @@
+"""Whether a run measures what its devices can do at most, and which of that holds for a case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Ceiling, Ceilings, Level, PlannedCase
+from fp8bench.registry import precisions
+
+VARIABLE = "FP8BENCH_CEILINGS"
+_OFF, _MEASURED = "off", "measured"
+# For all of a device's, once a machine.
+SECONDS = 5.0
+
+
+def measures_ceilings(quick: bool, environment: Mapping[str, str]) -> bool:
+    """Unless a quick look was asked for, or the variable says off: then what is known already is used."""
+    asked = environment.get(VARIABLE, "") or _MEASURED
+    if asked not in (_OFF, _MEASURED):
+        raise UsageError(
+            f"{VARIABLE} is {asked!r:.80}. Set it to {_OFF} to measure no ceilings, or to {_MEASURED}, which is what "
+            "is done without it."
+        )
+    return asked == _MEASURED and not quick
+
+
+def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
+    """The most that a case can do.
+
+    Products of a narrow dtype may be computed in a wider one, where that is faster: fp16's on a processor, say. An
+    emulated case may multiply in whatever there is.
+    """
+    if known is None:
+        return None
+    dtypes = [dtype for dtype, _ in known.flops]
+    if planned.support.level is not Level.EMULATED:
+        names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
+        rank = max(precisions.get(name).rank for name in names)
+        dtypes = [dtype for dtype in dtypes if precisions.get(dtype).rank <= rank]
+    flops = [rate for dtype in dtypes if (rate := known.bound(dtype, "flops")) is not None]
+    return Ceiling(max(flops, default=None), known.bound("", "bytes"))

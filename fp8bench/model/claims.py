@@ -1,0 +1,45 @@
+"""What is held against what a workload says of itself: how much a device does at most, and what products ran on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The most that a device was seen to do in a second, measured once a machine; a processor with one thread.
+
+    `flops` are those of products, by the dtype they multiply in; `bytes` those of copies, read and written.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    bytes: float | None = None
+
+    def bound(self, dtype: str, kind: str) -> float | None:
+        """'flops' of products in a dtype, or 'bytes' in whatever dtype; None where it was not measured."""
+        return self.bytes if kind == "bytes" else dict(self.flops).get(dtype)
+
+    def times(self, threads: int) -> Ceilings:
+        """Of so many threads, if none ever waits for another one."""
+        flops = tuple((dtype, rate * threads) for dtype, rate in self.flops)
+        return Ceilings(flops, None if self.bytes is None else self.bytes * threads)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Of one case: the most FLOPs and bytes a second that it can be; None where nobody knows."""
+
+    flops: float | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the products of a step ran on, up to the first with an operand of the case's own formats.
+
+    `low` says whether there was one. `count` products were looked at, and `operands` are the dtypes that they read.
+    """
+
+    count: int
+    low: bool
+    operands: tuple[str, ...] = ()

@@ -1,0 +1,100 @@
+"""What is said of cases that are not what they say, from values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8bench.analysis.claims import MARGIN, claims_of
+from fp8bench.analysis.findings import find
+from fp8bench.model import Ceiling, Label, Level, Measurement, Products, Record, Verdict, Work
+from tests.fakes import MS, record, steady
+
+CALM = steady(10 * MS, 24)
+LOW, HIGH = Products(1, True, ("bfloat16",)), Products(3, False, ("float32", "bfloat16"))
+
+
+def claims(one: Record, reference: Record | None = None) -> dict[Label, str]:
+    found = tuple(claims_of(one, reference))
+    assert all(label.hard for label in found)
+    return {label.label: label.reason for label in found}
+
+
+def working(ceiling: Ceiling | None, **work: float) -> Record:
+    """A step of 10 ms."""
+    return record(CALM, work=Work(**work), ceiling=ceiling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        (working(Ceiling(1e11, 1e11), flops=1e9), None),
+        (working(Ceiling(1e11, 1e11), flops=0.99 * MARGIN * 1e9, bytes=0.99 * MARGIN * 1e9), None),
+        (working(Ceiling(1e11, 1e11), flops=1e10), "claims 1.00 TFLOP/s, this machine multiplied 100 GFLOP/s at most"),
+        (working(Ceiling(1e11, 41e9), bytes=3.5e10), "claims 3.50 TB/s, this machine copied 41.0 GB/s at most"),
+        (working(Ceiling(None, 1e11), flops=1e15), None),
+        (working(Ceiling(1e11, None), bytes=1e15), None),
+        (working(None, flops=1e15, bytes=1e15), None),
+        (working(Ceiling(1e11, 1e11)), None),
+    ],
+)
+def test_above_ceiling(one: Record, reason: str | None) -> None:
+    """By FLOPs or by bytes, with a margin; without a bound, or without work, nothing is said. Emulated cases too."""
+    expected = {Label.ABOVE_CEILING: reason} if reason else {}
+    assert claims(one) == expected
+    assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
+
+
+def error(*values: float) -> tuple[Measurement, ...]:
+    return tuple(Measurement(f"error_{place}", "", (value,)) for place, value in enumerate(values))
+
+
+def test_products_of_other_formats() -> None:
+    found = claims(record(CALM, "fp8", products=HIGH))
+    assert found == {
+        Label.NOT_LOW_PRECISION: "3 products, of float32 and bfloat16: none has an operand of fp8's formats"
+    }
+    assert claims(record(CALM, "fp8", products=LOW)) == {}
+    assert claims(record(CALM, "fp8", products=Products(0, False))) == {}
+    assert claims(record(CALM, "fp8")) == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "products", "said"),
+    [
+        (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 exactly fp32's"),
+        (error(0.0, 0.5), error(0.0, 0.5), LOW, "error_0, error_1 exactly fp32's"),
+        (error(0.25, 0.5), error(0.25, 0.6), LOW, None),
+        (error(0.0, 0.0), error(0.0, 0.0), LOW, None),  # data that all formats hold
+        ((), (), LOW, None),
+        (error(0.25), error(0.25, 0.5), LOW, None),
+        (error(0.25), error(0.25), None, None),
+        (error(0.25), error(0.25), Products(0, False), None),
+    ],
+)
+def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products | None, said: str | None) -> None:
+    """To the last bit, where there are any; what memory they took is none. Suites without products are exempt."""
+    memory = Measurement("peak_memory", "B", (1.0,))
+    reference = record(CALM, "fp32", is_reference=True, measurements=(*theirs, memory))
+    one = record(CALM, "tf32", measurements=(*own, replace(memory, samples=(2.0,))), products=products)
+    assert claims(one, reference) == ({Label.NOT_LOW_PRECISION: said} if said else {})
+    assert claims(reference, reference) == {}
+
+
+def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:
+    """A reference takes away the verdicts of those held against it, of those too that were measured with it alone."""
+    fast, slow = steady(5 * MS, 24), CALM
+    reference = record(slow, "fp32", is_reference=True, control=slow)
+    others = [record(fast, "bf16", products=LOW), record(fast, "fp16", products=HIGH)]
+    alone = record(fast, "fp8", products=LOW, paired_with=slow, control=slow)
+    honest = {one.case.mode: one for one in find([reference, *others, alone], {})}
+    assert honest["bf16"].verdict is honest["fp8"].verdict is Verdict.FASTER
+    assert honest["fp16"].verdict is Verdict.UNSURE and honest["fp16"].hard == (Label.NOT_LOW_PRECISION,)
+    boasting = replace(reference, work=Work(flops=1e15), ceiling=Ceiling(1e11, 1e11))
+    beside = {one.case.mode: one for one in find([boasting, *others, alone], {})}
+    for mode in ("bf16", "fp8"):
+        assert beside[mode].verdict is Verdict.UNSURE and beside[mode].hard == (Label.ABOVE_CEILING,)
+        assert "the reference is labelled above-ceiling (claims 100 PFLOP/s" in beside[mode].why
+    assert beside["fp32"].labels == (Label.ABOVE_CEILING,) and beside["fp32"].verdict is Verdict.REFERENCE

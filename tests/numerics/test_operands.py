@@ -1,0 +1,135 @@
+"""Whether values lie on a format's grid, whatever their scales; and which operands products are seen to have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E8M0, FORMATS, Format
+from fp8bench.formats.operators import values
+from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.numerics.operands import Enough, ProductWatch, is_of
+
+NARROW = (E4M3, E4M3FNUZ, E5M2, E3M2, E2M3, E2M1)
+EXACT, POWER = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
+SCALINGS = {
+    "none": None,
+    "tensor": Scaling(0, 0, rounding=EXACT),
+    "tensor, power of two": Scaling(0, 0, rounding=POWER),
+    "row": Scaling(1, 0, rounding=EXACT),
+    "1x128": Scaling(1, 128, rounding=EXACT),
+    "128x128": Scaling(128, 128, rounding=EXACT),
+    "mx": Scaling(1, 32, E8M0, ScaleRounding.RCEIL),
+    "nvfp4": Scaling(1, 16, E4M3, ScaleRounding.NEAREST),
+}
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "gaussian": lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "softmax": lambda x: x.softmax(-1),
+}
+
+
+def made(kind: str, columns: int) -> Tensor:
+    return MADE[kind](torch.randn(64, columns, generator=torch.Generator().manual_seed(columns)))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("fmt", NARROW, ids=lambda fmt: fmt.name)
+def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None:
+    """Turned, too, and in other dimensions."""
+    if (scaling == "nvfp4" and fmt is not E2M1) or (scaling == "mx" and fmt is E4M3FNUZ):
+        pytest.skip("no such recipe")
+    for columns in (32, 128, 512):
+        x = values(made("gaussian", columns), fmt, SCALINGS[scaling])
+        assert is_of(x, fmt) and is_of(x.t(), fmt)
+        assert is_of(x.t().contiguous().view(1, columns, 64), fmt)
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("columns", [16, 100, 256, 1024])
+def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:
+    """What a bfloat16 network computes with is no fp8, and what a float32 one does is nothing narrower."""
+    wide = made(kind, columns)
+    for tensor, own in ((wide.bfloat16(), "bf16"), (wide.half(), "fp16"), (wide, None)):
+        found = {
+            name for name, fmt in FORMATS.items() if fmt is not E8M0 and (is_of(tensor, fmt) or is_of(tensor.t(), fmt))
+        }
+        assert found == ({own} if own else set())
+
+
+def test_a_dtype_of_its_own_is_enough() -> None:
+    x = made("gaussian", 64)
+    assert is_of(x.to(torch.float8_e4m3fn), E4M3) and not is_of(x.to(torch.float8_e4m3fn), E5M2)
+    assert is_of(x.to(torch.float8_e5m2), E5M2) and is_of(x.to(torch.float8_e4m3fnuz), E4M3FNUZ)
+
+
+def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
+    """As emulation keeps them; but the bfloat16 of an fp16 case is not fp16's."""
+    x = made("gaussian", 64)
+    assert is_of(x.bfloat16().float(), FORMATS["bf16"]) and is_of(x.half().double(), FORMATS["fp16"])
+    assert not is_of(x.bfloat16(), FORMATS["fp16"])
+    assert not is_of(torch.full((8, 8), torch.nan), E4M3) and not is_of(torch.ones(4, dtype=torch.int8), E4M3)
+
+
+def seen(run: Callable[[], object]) -> list[tuple[torch.dtype, ...]]:
+    """The dtypes of each product's operands."""
+    found: list[tuple[torch.dtype, ...]] = []
+
+    def looks(operands: Sequence[Tensor]) -> bool:
+        found.append(tuple(one.dtype for one in operands))
+        return False
+
+    with ProductWatch(looks):
+        run()
+    return found
+
+
+LOW, HIGH = torch.bfloat16, torch.float32
+
+
+def test_products_are_seen_and_nothing_else() -> None:
+    """A sum that is added is no operand."""
+    a, b, c = torch.randn(8, 8, dtype=LOW), torch.randn(8, 8, dtype=LOW), torch.randn(8, 8, dtype=LOW)
+    assert seen(lambda: (a + b).softmax(-1).sum()) == []
+    assert seen(lambda: a @ b) == [(LOW, LOW)]
+    assert seen(lambda: torch.addmm(c, a, b)) == [(LOW, LOW)]
+    assert seen(lambda: torch.einsum("ij,kj->ik", a, b)) == [(LOW, LOW)]
+    assert seen(lambda: F.conv2d(torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))) == [(HIGH, HIGH)]
+    heads = torch.randn(1, 2, 8, 16, dtype=LOW)
+    assert seen(lambda: F.scaled_dot_product_attention(heads, heads, heads))[0][:3] == (LOW,) * 3
+
+
+def test_backward_products_are_seen_too() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    weight = torch.randn(8, 8, requires_grad=True)
+    y = x @ weight
+    assert seen(lambda: y.sum().backward()) == [(HIGH, HIGH)] * 2
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_too(grad: Callable[[], torch.no_grad]) -> None:
+    """Where a layer arrives in one piece."""
+    with grad():
+        layer = torch.nn.Linear(8, 8, dtype=LOW)
+        assert seen(lambda: layer(torch.randn(2, 8, dtype=LOW)))[0] == (LOW, LOW)
+
+
+def test_a_step_ends_where_enough_was_seen() -> None:
+    """A step that catches exceptions does not catch that."""
+    done = []
+
+    def run() -> None:
+        for _ in range(3):
+            with contextlib.suppress(Exception):
+                done.append(torch.ones(2, 2) @ torch.ones(2, 2))
+
+    watch = ProductWatch(lambda operands: True)
+    with pytest.raises(Enough), watch:
+        run()
+    assert watch.enough and done == []

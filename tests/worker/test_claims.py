@@ -1,0 +1,163 @@
+"""Suites of a few lines that are not what they say, through a real worker: each is told, and what is honest is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.analysis.findings import findings
+from fp8bench.measure.ceilings import VARIABLE
+from fp8bench.model import Case, Label, Products, Request, Run, Verdict
+from fp8bench.user_code import import_user_modules
+from fp8bench.worker.bench import Bench
+from tests.facts import CPU
+from tests.fakes import Listener
+from tests.own_suites import forgotten
+
+SUITE = """
+import torch
+
+from fp8bench.suites import Axis, Operand, Role, Work, Workload, workloads
+
+
+@workloads.register("claims")
+class Claims(Workload):
+    name = "claims"
+    summary = "products that are not what they seem"
+
+    def axes(self, facts):
+        return (Axis("how", "what is wrong", ("honest",), str),)
+
+    def work(self, params):
+        how = params["how"]
+        flops = 2 * 64**3 * (1000 if how == "boasts" else 1)
+        return Work(flops=flops, bytes=1e13 if how == "copies" else 0.0)
+
+    def prepare(self, setup):
+        random = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(64, 64, generator=random) for _ in range(2))
+        how, arithmetic = setup.case.param("how"), setup.arithmetic
+        if how == "deaf":
+            return lambda: a @ b
+        carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
+        if how == "keeps":
+            return lambda: carried[0] @ carried[1]
+        if how == "adds":
+            return lambda: carried[0] + carried[1]
+        if how == "by_hand":
+            low = [(one * 50).to(torch.float8_e4m3fn).to(torch.bfloat16) / 8 for one in carried]
+            return lambda: low[0] @ low[1]
+        cast = arithmetic.cast(carried[0], Role.INPUT), arithmetic.cast(carried[1], Role.WEIGHT)
+        return lambda: arithmetic.product(*cast, arithmetic.carrier)
+
+    def step(self, state, phase):
+        with phase.gemm:
+            state()
+
+    def error(self, setup):
+        own = {"fp32": 1e-7, "bf16": 1e-3}.get(setup.case.precision, 0.01)
+        return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
+"""
+HOWS = ("honest", "boasts", "copies", "deaf", "keeps", "repeats")
+CLAIMS = (Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION)
+LOW = ("bf16", "fp8")
+
+
+@pytest.fixture(scope="module")
+def told() -> Listener:
+    return Listener()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Run]:
+    """In three precisions, two rounds each."""
+    folder = tmp_path_factory.mktemp("claims")
+    file = folder / "claims.py"
+    file.write_text(SUITE)
+    with forgotten(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "measured")
+        patch.setattr(pipeline, "CEILING_SECONDS", 0.8)
+        import_user_modules([str(file)])
+        request = Request(
+            "claims", ("fp32", *LOW), ("cpu",), axes=(("how", HOWS),), rounds=2, imports=(str(file),), energy=False
+        )
+        yield pipeline.execute(request, folder / "store", told, "a test")
+
+
+def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
+    """By precision, the labels for claims with what is said of each."""
+    found = findings(run)
+    return {
+        record.case.precision: {
+            label: reason for label, reason in found[record.case.id].label_reasons if label in CLAIMS
+        }
+        for record in run.records
+        if record.case.param("how") == how
+    }
+
+
+def test_what_is_honest_has_no_label(run: Run) -> None:
+    assert reasons(run, "honest") == {mode: {} for mode in ("fp32", *LOW)}
+
+
+def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
+    """With what it claims and what the machine did; a reference that claims so takes all verdicts away."""
+    for found in reasons(run, "boasts").values():
+        assert list(found) == [Label.ABOVE_CEILING]
+        assert (
+            found[Label.ABOVE_CEILING].startswith("claims ") and "this machine multiplied" in found[Label.ABOVE_CEILING]
+        )
+    for found in reasons(run, "copies").values():
+        assert "B/s, this machine copied" in found[Label.ABOVE_CEILING]
+    (bf16,) = (one for one in findings(run).values() if one.case.param("how") == "boasts" and one.case.mode == "bf16")
+    assert bf16.verdict is Verdict.UNSURE and Label.ABOVE_CEILING in bf16.hard and "claims" in bf16.why
+
+
+def test_a_suite_that_ignores_its_precision_is_not_in_it(run: Run) -> None:
+    """The reference is what it says."""
+    found = reasons(run, "deaf")
+    assert found.pop("fp32") == {}
+    assert {mode: one[Label.NOT_LOW_PRECISION] for mode, one in found.items()} == {
+        mode: f"1 product, of float32: none has an operand of {mode}'s formats" for mode in LOW
+    }
+
+
+def test_a_result_kept_in_the_carrier_is_no_fp8(run: Run) -> None:
+    """bf16 is what it says, there."""
+    found = reasons(run, "keeps")
+    assert found["bf16"] == {} and "of bfloat16: none" in found["fp8"][Label.NOT_LOW_PRECISION]
+
+
+def test_the_errors_of_the_reference_are_not_those_of_a_low_precision(run: Run) -> None:
+    found = reasons(run, "repeats")
+    assert found.pop("fp32") == {}
+    assert found == {mode: {Label.NOT_LOW_PRECISION: "some_error exactly fp32's"} for mode in LOW}
+
+
+def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -> None:
+    """And kept in the store, with each case's own bound in its record."""
+    doing = "measuring what this machine can do, once"
+    assert [one for one in told.told if one[1] == doing] == [("fp32", doing, 0.0)]
+    assert all(record.ceiling and record.ceiling.flops and record.ceiling.bytes for record in run.records)
+
+
+@pytest.mark.parametrize(
+    ("how", "precision", "products"),
+    [
+        ("deaf", "fp32", None),
+        ("deaf", "tf32", Products(1, False, ("float32",))),
+        ("honest", "tf32", Products(1, True, ("float32",))),
+        ("honest", "fp8:scale=pow2", Products(1, True, ("float32",))),
+        ("by_hand", "fp8", Products(1, True, ("bfloat16",))),
+        ("by_hand", "nvfp4", Products(1, False, ("bfloat16",))),
+        ("adds", "fp8", Products(0, False)),
+    ],
+)
+def test_what_the_products_of_a_step_run_on(
+    how: str, precision: str, products: Products | None, run: Run, bench: Bench
+) -> None:
+    """Of fp8 that a suite rounds by itself, and of a suite without products; nobody looks at fp32."""
+    case = Case("claims", (("how", how),), precision, "cpu")
+    assert bench.products(case, CPU) == products
