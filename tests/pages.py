@@ -35,7 +35,7 @@ LONG = "gemm_" + "x" * 295
 NUISANCES = (
     SCRIPT,
     LONG,
-    "\u05de\u05d8\u05e8\u05d9\u05e6\u05d4 \u202eabc",
+    "\u05de\u05d8\u05e8\u05d9\u05e6\u05d4 abc",
     "\U0001f680 & 'quoted' \"twice\" `code` a|b",
     "*a* _b_ [c](d)\n# e",
 )

@@ -21,6 +21,7 @@ from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Status
 from fp8bench.model.duel import Duel
 from fp8bench.protocols import Observer, SilentObserver
+from fp8bench.report.elements import printable
 
 REDRAW_SECONDS = 0.2
 # An estimate from less than this would jump about.
@@ -44,7 +45,7 @@ class LiveLine:
 
     def show(self, text: str) -> None:
         """That text, cut where the terminal ends."""
-        self._write(_ERASE + text[: self.room])
+        self._write(_ERASE + printable(text)[: self.room])
         self._drawn = True
 
     def close(self) -> None:

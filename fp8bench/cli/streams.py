@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fp8bench.errors import NotPrinted
+from fp8bench.report.elements import printable
 from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
 
@@ -42,7 +43,7 @@ def complain(text: str) -> None:
     """
     wanted = os.environ.get("COLUMNS", "")
     width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
-    lines = f"fp8bench: {text}".splitlines()
+    lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
     if width:
         wide = max(width, MIN_WIDTH)
         lines = [

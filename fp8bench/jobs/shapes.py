@@ -19,6 +19,7 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from fp8bench.report.elements import printable
 
 LARGEST = (1 << 31) - 1
 MOST_SHAPES = 10_000
@@ -152,7 +153,7 @@ def _shape(given: Mapping[str, str], place: str) -> LinearShape:
         raise UsageError(f"{place}: {UnknownName('output', output, OUTPUTS)}")
     if layout not in _LAYOUTS:
         raise UsageError(f"{place}: {UnknownName('layout of the second operand', layout, _LAYOUTS)}")
-    name = "".join(letter if letter.isprintable() else " " for letter in given.get("name", "")).strip()
+    name = printable(given.get("name", "")).strip()
     return LinearShape(name or f"{m}x{n}x{k}", m, n, k, output, layout == "row")
 
 

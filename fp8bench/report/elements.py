@@ -11,6 +11,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+def printable(text: str) -> str:
+    """A text on one line with a blank for whatever is no letter and no sign.
+
+    Those are control characters and what a terminal obeys, marks that turn the order of letters round, halves of
+    surrogate pairs. Names, errors and files are others' words, and only say something.
+    """
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 class Tone(StrEnum):
     """How something is meant; never told by colour alone. DOUBT is grey: labelled, emulated, not to be trusted."""
 

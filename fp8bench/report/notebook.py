@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench import units
 from fp8bench.model import Case, Finding, Interval, Run, Verdict
 from fp8bench.report.case_status import inverse, show_speed
+from fp8bench.report.page.drawing.labels import escaped
 from fp8bench.report.panels import shared_params, show_params
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def as_html(run: Run, findings: Findings) -> str:
         for name, found in list(findings.items())[:_MOST_ROWS]
     ]
     left = len(findings) - len(cells)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in cells)
+    rows = "".join(f"<tr>{''.join(f'<td>{escaped(text)}</td>' for text in row)}</tr>" for row in cells)
     more = f"<p>and {left} more</p>" if left else ""
     head = "".join(f"<th>{word}</th>" for word in ("case", "verdict", "speed-up", "best"))
-    return f"<p>{html.escape(repr(run))}</p><table><tr>{head}</tr>{rows}</table>{more}"
+    return f"<p>{escaped(repr(run))}</p><table><tr>{head}</tr>{rows}</table>{more}"
 
 
 def _speed_up(found: Finding) -> Interval | None:

@@ -12,7 +12,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, in_store, options_of, say_folded, tell
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
 from fp8bench.files import is_locked
 from fp8bench.registry import workloads
@@ -110,7 +110,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
 
     if not all_files(store):
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        say(f"{store}: {'no runs that may be read' if closed_folders(store) else begin}\n")
+        say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
     word = arguments.word.lower()
     if arguments.runs:

@@ -8,6 +8,7 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK
+from fp8bench.report.elements import printable
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     pages = Pages(arguments.html, arguments.md, arguments.csv_wide, arguments.open)
     page = report_of(arguments.runs, arguments.store, pages)
-    say(f"{typed_from_here(page)}\n")
+    say(f"{printable(typed_from_here(page))}\n")
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         complain(problem)

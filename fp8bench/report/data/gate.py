@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fp8bench.analysis.gate.judging import Judged, Outcome, Verdict
 from fp8bench.model import Comparison
+from fp8bench.report.elements import printable
 from fp8bench.report.panels import together
 from fp8bench.report.words.comparisons import limit, signed, value
 
@@ -19,8 +19,6 @@ _TAGS = {
     Outcome.REGRESSION: "failure", Outcome.FAILED: "error", Outcome.NONE: "skipped", Outcome.IGNORED: "skipped",
 }  # fmt: skip
 _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-# What XML 1.0 has no way to write.
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def as_junit(verdict: Verdict) -> str:
@@ -85,7 +83,7 @@ def _both(found: Comparison) -> str:
 
 
 def _text(words: str) -> str:
-    return _FORBIDDEN.sub("?", words)
+    return "\n".join(map(printable, words.split("\n")))
 
 
 def as_trend(judged: Sequence[Judged]) -> str:

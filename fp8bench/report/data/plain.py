@@ -8,21 +8,30 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fp8bench.report.elements import printable
+
+# As they are typed anywhere, and with the wide signs of East Asian keyboards.
+_BEGIN_FORMULAS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
+
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Rows under their column names (RFC 4180, but lines end as everywhere else); nothing for what is not known.
 
-    A text that a spreadsheet would run as a formula gets an apostrophe in front, as one types it there.
+    A text is one line, and one that a spreadsheet would run as a formula gets an apostrophe in front, as one types it
+    there.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
-def _no_formula(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value[1:] and value[0] in "=+-@" else value
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text[1:] and text.lstrip()[:1] in _BEGIN_FORMULAS else text
 
 
 def json_line(document: Any) -> str:

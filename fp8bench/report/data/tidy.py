@@ -13,6 +13,7 @@ from pathlib import Path
 from fp8bench.analysis.metric import ENERGY, STEP, TIME, Metric, Rank
 from fp8bench.model import Finding, Record, Run, Scalar
 from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import printable
 from fp8bench.report.panels import Result, ResultGroup, metrics_within, panels_of, show_params
 from fp8bench.units import unit_of
 
@@ -59,14 +60,13 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
             found += [about | figures for figures in _figures(group, result)]
     # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
     return [
-        {name: _one_line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()}
-        for row in found
+        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in found
     ]
 
 
 @lru_cache(maxsize=4096)  # most texts stand in every row of their case
-def _one_line(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
+def _line(text: str) -> str:
+    return printable(text).strip()
 
 
 def _about(record: Record, reference: str) -> TidyRow:

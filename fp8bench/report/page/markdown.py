@@ -23,6 +23,7 @@ from fp8bench.report.elements import (
     Text,
     Tone,
     Verdicts,
+    printable,
 )
 from fp8bench.report.page.charts import numbers_table
 
@@ -35,8 +36,6 @@ _MOST_NUMBERS = 25
 _SIGNS = {Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ", Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
           Tone.DOUBT: "\N{WHITE CIRCLE} "}  # fmt: skip
 _SPACES = re.compile(r"\s+")
-# Control characters and halves of surrogate pairs: no file in UTF-8 can hold the latter.
-_FORBIDDEN = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 # What would be read as a mark wherever it stands; an underscore within a word is none.
 _MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
 # What would make a line something else than a paragraph.
@@ -145,7 +144,8 @@ def _code(text: str) -> str:
     """Between fences longer than any run of backticks in it."""
     runs = [len(run) for run in re.findall("`+", text)]
     fence = "`" * max(3, *(run + 1 for run in runs)) if runs else "```"
-    return f"{fence}\n{_FORBIDDEN.sub(' ', text).rstrip(chr(10))}\n{fence}"
+    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.rstrip("\n").split("\n"))
+    return "\n".join([fence, *lines, fence])
 
 
 def _heading(level: int, text: str) -> str:
@@ -169,6 +169,6 @@ def _toned(text: str, tone: Tone) -> str:
 
 def _line(text: str) -> str:
     """A text as one line that reads as it is: no tag, link, emphasis or cell's end in it."""
-    line = _SPACES.sub(" ", _FORBIDDEN.sub(" ", text)).strip()
+    line = _SPACES.sub(" ", printable(text)).strip()
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(lambda found: f"\\{found[0]}", line)

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from fp8bench import units
-from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import (
+    Code,
+    Column,
+    Element,
+    Facts,
+    Field,
+    Items,
+    Page,
+    Part,
+    Table,
+    Text,
+    Tone,
+    printable,
+)
 
 MIN_WIDTH = 40
 INDENT = "  "
@@ -35,11 +49,8 @@ def painter(color: bool) -> Paint:
 
 
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
-    """`text` in lines of at most `width`; the first begins with `indent`, the others with `hang` after it.
-
-    Control characters (a traceback's colours, say) become blanks.
-    """
-    clean = "".join(letter if letter.isprintable() else " " for letter in text)
+    """`text` in lines of at most `width`; the first begins with `indent`, the others with `hang` after it."""
+    clean = printable(text)
     lines = textwrap.wrap(clean, width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return lines or [indent.rstrip()]
 
@@ -107,8 +118,8 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
     Where that is not enough, the last columns leave the grid and follow each row as 'title: value'.
     """
     grid = [place for place, column in enumerate(found.columns) if not column.shared and not column.below]
-    columns = [found.columns[place] for place in grid]
-    rows = [[row[place] for place in grid] for row in found.rows]
+    columns = [replace(found.columns[place], title=printable(found.columns[place].title)) for place in grid]
+    rows = [[replace(row[place], text=printable(row[place].text)) for place in grid] for row in found.rows]
     widths = [max([len(column.title), *(len(row[place].text) for row in rows)]) for place, column in enumerate(columns)]
     shown = len(columns)
     while shown > 1 and _room_for_name(widths[:shown], width) < min(widths[0], _LEAST_NAME):

@@ -34,8 +34,11 @@ _DIGIT = 0.64
 _OTHER = 0.75
 _WIDE = 1.3
 _BOLD = 1.21
-# Control characters, halves of surrogate pairs and non-characters have no place in XML or HTML, not even escaped.
-FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# Control characters, halves of surrogate pairs and non-characters have no place in XML or HTML, not even escaped. Marks
+# that turn the order of letters round would make a name read as another.
+FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 _SPACES = re.compile(r"\s+")
 
 
