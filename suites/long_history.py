@@ -210,8 +210,9 @@ history = open_history(store, lambda runs: None)
 cpu, wall = used() - cpu, time.monotonic() - wall
 if history.read and not {reading}:
     sys.exit(f"{{history.read}} runs were read")
-peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-print(cpu, wall, 1024 * max(peaks))
+# Not this process's ru_maxrss: that counts what the process held that started it, too.
+own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
 _CHANGES = """
 found = changes_of(stretches(history), Memory(store).steps_of_many)

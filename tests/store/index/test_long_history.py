@@ -62,9 +62,10 @@ def test_it_has_eight_series_a_pair(store: Path) -> None:
 
 @pytest.mark.parametrize("what", ["from the runs", "show", "after a run of all"])
 def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """On a small store; a step lies in its first pair."""
+    """On a small store; a step lies in its first pair. Memory of the process that starts it is not the measured one's."""
+    held = b"x" * (400 << 20)
     monkeypatch.setattr(long_history, "_REPEATS", 1)
     write_module(tmp_path, 1)
     write_store(tmp_path / ".fp8bench", 300, 1)
     cost = measure(tmp_path, what, {**os.environ, "PYTHONPATH": str(ROOT)}, 1)
-    assert 0 < cost.cpu < 60 and cost.wall > 0 and cost.peak > 10 << 20
+    assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < len(held) // 2
