@@ -84,7 +84,7 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
     lines = history.lines
     for line in lines.lines:
         read = partial(lines.trend, line)
-        yield [Stretch(read, one.places.tolist(), one.values.tolist()) for one in lines.comparable(line)]
+        yield [Stretch(read, one.places, one.values) for one in lines.comparable(line)]
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:

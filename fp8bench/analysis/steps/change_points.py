@@ -50,7 +50,7 @@ _TAIL = 0.03
 _LEVEL = 0.99
 _REACH = 2.576
 # Series a batch: their tables stay in a processor's cache.
-_AT_ONCE = 128
+_AT_ONCE = 256
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
 from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
+from fp8bench.analysis.steps.levels import Counts
 from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Trend
 
 # Two builds of one program differ by as much for where their code and data lie.
@@ -28,7 +32,7 @@ BELOW_ZERO = "values below 0, between which no ratio says anything"
 _NOTHING = 0.5
 
 
-Look = Callable[[Sequence[Sequence[float]]], list[tuple[Step, ...]]]
+Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
 class State(StrEnum):
@@ -92,8 +96,8 @@ class Stretch:
     """Figures of a trend that compare: their places in it, and their values. `read` gives the trend."""
 
     read: Callable[[], Trend]
-    places: Sequence[int]
-    values: Sequence[float]
+    places: Counts
+    values: Floats
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
@@ -108,7 +112,7 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     looked_at = 0
     for of_trend in stretches:
         compared = [one for one in of_trend if len(one.values) >= LEAST_VALUES]
-        sound = [one for one in compared if min(one.values) >= 0]
+        sound = [one for one in compared if one.values.min() >= 0]
         chosen += sound
         looked_at += bool(sound)
         if not sound:
@@ -124,7 +128,7 @@ def _stretches(trend: Trend) -> list[Stretch]:
     for place, figure in enumerate(trend.figures):
         if (value := _counted(figure)) is not None:
             alike.setdefault((figure.version, figure.under), {})[place] = value
-    return [Stretch(lambda: trend, list(found), list(found.values())) for found in alike.values()]
+    return [Stretch(lambda: trend, np.array([*found]), np.array([*found.values()])) for found in alike.values()]
 
 
 def _counted(figure: Figure) -> float | None:
@@ -132,12 +136,12 @@ def _counted(figure: Figure) -> float | None:
     return None if figure.value is None or not math.isfinite(figure.value) or figure.hasty else figure.value
 
 
-def _above_zero(values: Sequence[float]) -> Sequence[float]:
+def _above_zero(values: Floats) -> Floats:
     """Values that have logarithms, as steps are looked for in these."""
-    if min(values) > 0:
+    above = values[values > 0]
+    if len(above) == len(values):
         return values
-    nothing = _NOTHING * min((value for value in values if value > 0), default=1.0)
-    return [value or nothing for value in values]
+    return np.where(values > 0, values, _NOTHING * above.min() if len(above) else _NOTHING)
 
 
 def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
@@ -146,15 +150,17 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
         if abs(math.log(step.after / step.before)) < math.log1p(BAND):
             continue
         before, after = step.before, step.after
-        if min(stretch.values) <= 0:
-            before, after = (statistics.median(stretch.values[slice(*ends[n : n + 2])]) for n in (number, number + 1))
+        if stretch.values.min() <= 0:
+            values = stretch.values.tolist()
+            before, after = (statistics.median(values[slice(*ends[n : n + 2])]) for n in (number, number + 1))
         change = _change(stretch, step, before, after)
         yield replace(change, state=_state(change, [later.after for later in steps[number + 1 :]]))
 
 
 def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change:
     trend = stretch.read()
-    low, first, high = (stretch.places[place] for place in (step.low, step.at, step.high))
+    places = stretch.places.tolist()
+    low, first, high = (places[place] for place in (step.low, step.at, step.high))
     inside = range(low + 1, high + 1)
     figures = trend.figures
     direction = Direction.WORSE if step.after > step.before else Direction.BETTER
@@ -165,12 +171,12 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
         why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
         since=figures[low].commit, until=figures[high].commit,
     )  # fmt: skip
-    unmeasured = sum(place not in stretch.places for place in inside)
+    unmeasured = len(set(inside) - set(places))
     version = figures[first].version
     newest = next(place for place in reversed(range(len(figures))) if _counted(figures[place]) is not None)
     return Change(
         trend, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
-        current=newest in stretch.places,
+        current=newest in places,
     )  # fmt: skip
 
 

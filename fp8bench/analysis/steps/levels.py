@@ -46,7 +46,8 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     """
     series, most = batch.values.shape
     everyone = np.arange(series)
-    prices = by_length * np.log(np.arange(1, most + 1) / LEAST)
+    # By how many values a piece is shorter than all of them, as are these.
+    prices, weights = by_length * np.log(np.arange(most, 0, -1) / LEAST), -1.0 / np.arange(most, 0, -1)
     sums = np.zeros((series, most + 1))
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # a common level would cost digits
     # What the first s values cost at best, less the sum of their squares, which all ways to cut share.
@@ -55,12 +56,12 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     last, last_before_end = np.zeros((2, series, most + 1), dtype=np.intp)
     ends = set(batch.lengths.tolist())
     for end in range(LEAST, most + 1):
-        begins = np.arange(end - LEAST + 1)
-        total = sums[:, : len(begins)] - sums[:, end : end + 1]
+        begins, lengths = slice(end - LEAST + 1), slice(most - end, most - LEAST + 1)
+        total = sums[:, begins] - sums[:, end : end + 1]
         total *= total
-        total *= -1.0 / (end - begins)
-        total += prices[end - begins - 1]
-        total += cost[:, : len(begins)]
+        total *= weights[lengths]
+        total += prices[lengths]
+        total += cost[:, begins]
         if end in ends:
             last_before_end[:, end] = total.argmin(axis=1)
         if end >= LEAST_FIRST:
@@ -121,7 +122,7 @@ def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
     """
     centre = np.clip(np.arange(batch.values.shape[1]), _AROUND, batch.lengths[:, None] - 1 - _AROUND)
     around = [np.take_along_axis(batch.values, centre + by, axis=1) for by in range(-_AROUND, _AROUND + 1)]
-    middle = np.median(around, axis=0)
+    middle = np.sort(around, axis=0)[_AROUND]
     bad = np.abs(batch.values - middle) > _BAD * spread[:, None]
     return Batch(np.where(bad, middle, batch.values), batch.lengths)
 

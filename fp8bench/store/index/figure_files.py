@@ -181,7 +181,8 @@ def load_figures(
 
 def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
     content = path.read_bytes()
-    first, _, body = content.partition(b"\n")
+    first = content[: content.find(b"\n") + 1]
+    body = memoryview(content)[len(first) :]  # no copy: it is long
     words = first.removeprefix(_MAGIC).split()
     if not first.startswith(_MAGIC) or len(words) != 2 or not all(set(word) <= _HEXADECIMAL for word in words):
         return Unfit.TORN
@@ -189,8 +190,8 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview] | Unfit:
         return Unfit.NEWER if int(words[0]) > VERSION else Unfit.STALE
     if zlib.crc32(body) != int(words[1], 16):
         return Unfit.TORN
-    end = body.index(b"\n")
-    return json.loads(body[:end]), memoryview(body)[end + 1 :]
+    end = content.index(b"\n", len(first))
+    return json.loads(content[len(first) : end]), memoryview(content)[end + 1 :]
 
 
 def _as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:

@@ -48,7 +48,7 @@ class Memory:
         if missing:
             found = steps_of_many([values[place] for place in missing])
             new = {digests[place]: steps for place, steps in zip(missing, found, strict=True)}
-            others = {digest: steps for digest, steps in known.items() if digest not in set(digests)}
+            others = {digest: known[digest] for digest in known.keys() - set(digests)}
             known = {digest: new[digest] if digest in new else known[digest] for digest in digests}
             self._learn({**(others if len(others) <= _MOST_OTHERS else {}), **known}, len(new))
         return [known[digest] for digest in digests]

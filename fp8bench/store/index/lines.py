@@ -205,6 +205,8 @@ def _numbered(words: Sequence[Sequence[Hashable]], places: Places, tables: Place
     """A number for each word that rows name by its place among those of their table."""
     numbers: dict[Hashable, int] = {}
     known = np.array([numbers.setdefault(word, len(numbers)) for of_table in words for word in of_table], np.int64)
+    if len(numbers) == 1:
+        return np.zeros(len(places), np.int64)
     begins = np.cumsum([0, *(len(of_table) for of_table in words)])
     found: Places = known[begins[tables] + places]
     return found

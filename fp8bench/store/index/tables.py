@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,9 +85,14 @@ def figure_of(tracked: TrackedRun, point: Point) -> Figure:
     )  # fmt: skip
 
 
+@lru_cache
+def _places(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
+    return {value: place for place, value in reversed(tuple(enumerate(values)))}
+
+
 def order(trend: Trend, rank: int) -> tuple[object, ...]:
     """Machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
-    place = [values.index(value) for values, value in zip(trend.series.params, trend.cell, strict=True)]
+    place = [_places(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)]
     return trend.machine["machine"], trend.python, trend.series.workload, rank, place
 
 

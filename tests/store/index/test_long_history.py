@@ -62,7 +62,7 @@ def test_it_has_eight_series_a_pair(store: Path) -> None:
 
 @pytest.mark.parametrize("what", ["from the runs", "show", "after a run of all"])
 def test_what_is_measured_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """On a small store; a step lies in its first pair. Memory of the process that starts it is not the measured one's."""
+    """On a small store; a step lies in its first pair. What the process holds that starts it does not count."""
     held = b"x" * (400 << 20)
     monkeypatch.setattr(long_history, "_REPEATS", 1)
     write_module(tmp_path, 1)
