@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import UNATTRIBUTED, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
-from tests.commands import unfolded
+from tests.commands import Say, git, unfolded
 from tests.own_suites import adding_up, forgotten
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,17 @@ NO_HISTORY = (
 
 def example() -> str:
     """The file that the page shows."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    return str(block)
+    return _blocks()[0]
+
+
+def _blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def with_history() -> str:
+    """The same with the grid that the page shows."""
+    head, grid = _blocks()[1].split("\n\n", 1)
+    return f"{head}\n{example().replace('    def axes', f'{grid}{chr(10)}    def axes', 1)}"
 
 
 @pytest.fixture
@@ -77,18 +87,38 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
         assert found.best_seconds and dict(found.phases)[UNATTRIBUTED] < 0.05 * found.best_seconds
 
 
-def test_the_grid_of_the_historys_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is followed as it stands there, and asv finds its file by the configuration below."""
-    blocks = re.findall(r"^```python\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
-    head, grid = next(block for block in blocks if "Grid(" in block).split("\n\n", 1)
-    (folder / "my_suite.py").write_text(example().replace("    def axes", f"{grid}\n    def axes", 1))
-    source = (folder / "my_suite.py").read_text()
-    (folder / "my_suite.py").write_text(f"{head}\n{source}")
+def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is followed as it stands there, and asv finds its file by the configuration of the history's page."""
+    (folder / "my_suite.py").write_text(with_history())
     assert main(["list", "./my_suite.py"]) == 0
     assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
     (found,) = re.findall(r"^```json\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
     (folder / "asv.conf.json").write_text(found)
     assert store_of_project(root_of(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE
+
+
+def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
+    """By the commands of the page, through a worker of its own: all its series, and asv's list of them."""
+    folder = Path.cwd()
+    Path("my_suite.py").write_text(with_history())
+    git(folder, "init", "-q")
+    git(folder, "add", "my_suite.py")
+    git(folder, "commit", "-qm", "a suite")
+    lines = re.findall(
+        r"^fp8bench (?:suite|history).*--(?:grid|import \S+)$", PAGE.partition("## Its history")[2], re.MULTILINE
+    )
+    with forgotten(folder):
+        said = [fp8bench(*shlex.split(lines[0])[1:], "--rounds", "3", "--no-energy", "--no-report")]
+        said += [fp8bench(*shlex.split(line)[1:]) for line in lines[1:]]
+    assert [code for code, _, _ in said] == [0] * 4 and len(lines) == 4
+    assert "2 cases of commit" in said[0][2] and "in asv's view" in said[0][2]
+    told = ("time", "time_cast", "time_gemm", "time_elementwise", "seconds_per_mtok", "peak_memory", "routing_error")
+    assert all(
+        f"routing.Routing.track_{name}({dtype}, 64)" in said[1][1] for name in told for dtype in ("fp32", "bf16")
+    )
+    assert "routing.Routing.track_time(bf16, 64)" in said[2][1] and git(folder, "rev-parse", "HEAD")[:8] in said[2][1]
+    known = json.loads((store / "asv" / "results" / "benchmarks.json").read_text())
+    assert known["routing.Routing.track_routing_error"]["param_names"] == ["dtype", "experts"]
 
 
 def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
