@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.matched_figures import TIME, Figures
-from fp8bench.analysis.gate.judging import Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.model import Comparison
 
 CASES = 100
@@ -66,17 +67,19 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def build(setting: Setting, draw: random.Random, planted: float = 1.0) -> tuple[Outcome, ...]:
+def build(
+    setting: Setting, draw: random.Random, planted: float = 1.0, rules: tuple[Rule, ...] = ()
+) -> tuple[Judged, ...]:
     """What the gate makes of the cases of one build; the first is so many times as slow as it was."""
     before = [_run(setting, draw) for _ in range(setting.before)]
     after = [_run(setting, draw, planted) for _ in range(setting.after)]
-    judged = first_look(list(_comparisons(before, after)))
+    judged = first_look(list(_comparisons(before, after)), rules)
     suspects = {key_of(one.comparison) for one in judged if one.outcome is Outcome.TO_CONFIRM}
     if suspects:
         again = _comparisons(before, [_run(setting, draw, planted)], after)
         look = SecondLook({key_of(one): one for one in again if key_of(one) in suspects}, "again")
-        judged = second_look(judged, look)
-    return tuple(one.outcome for one in judged)
+        judged = second_look(judged, look, rules)
+    return judged
 
 
 def _run(setting: Setting, draw: random.Random, planted: float = 1.0) -> list[float]:
@@ -100,13 +103,17 @@ def _comparisons(
 def false_alarms(setting: Setting, builds: int, seed: int = 0) -> float:
     """The share of builds that fail although nothing has changed."""
     draw = random.Random(seed)
-    return sum(Outcome.REGRESSION in build(setting, draw) for _ in range(builds)) / builds
+    return sum(any(map(_fails, build(setting, draw))) for _ in range(builds)) / builds
 
 
 def found(setting: Setting, planted: float, builds: int, seed: int = 0) -> float:
     """The share of builds in which the one case that became slower fails."""
     draw = random.Random(seed)
-    return sum(build(setting, draw, planted)[0] is Outcome.REGRESSION for _ in range(builds)) / builds
+    return sum(_fails(build(setting, draw, planted)[0]) for _ in range(builds)) / builds
+
+
+def _fails(one: Judged) -> bool:
+    return one.outcome is Outcome.REGRESSION
 
 
 def main() -> int:

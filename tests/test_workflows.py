@@ -74,6 +74,8 @@ def test_the_order_of_the_night() -> None:
     called = [words[0] for words in commands(load(NIGHTLY), "fp8bench")]
     assert called == ["doctor", "selftest", "suite", "history", "gate"]
     assert list(commands(load(NIGHTLY), "asv")) == [["publish"]]
+    (gate,) = (words for words in commands(load(NIGHTLY), "fp8bench") if words[0] == "gate")
+    assert gate[1:4] == ["--history", "--require-power", "80%"]
 
 
 def _change(*keys: Any, value: Any) -> Callable[[Flow], None]:

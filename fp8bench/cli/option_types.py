@@ -75,6 +75,18 @@ def number(rule: Rule) -> Callable[[str], float]:
     return parse
 
 
+def share(text: str) -> float:
+    """A share between nothing and all: '80%' or '0.8'."""
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        value = float(number) / percent
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; give one above 0 and below 1, like 80% or 0.8")
+    return value
+
+
 def size(text: str) -> int:
     """Bytes, from '2GiB' and its like."""
     try:

@@ -168,13 +168,27 @@ class Evidence(StrEnum):
 
 
 @dataclass(frozen=True)
+class Noise:
+    """How far a ratio's logarithm lies from the truth by chance: its standard deviation, by so many degrees of freedom.
+
+    `before` and `after` are the runs of each side that it rests on, 0 in a duel. Without freedom the deviation is that
+    within runs alone, and nobody knows how far runs lie apart.
+    """
+
+    error: float
+    freedom: int
+    before: int = 0
+    after: int = 0
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One figure of one case on both sides.
 
     `before` and `after` are in `unit`, None where that side has none; `ratio` is after over before with its interval.
     `p_value` is the chance of such a difference or a greater one if nothing had changed, None where nobody can say.
     `since` and `until` are the commits between which a step of a series lies, '' elsewhere. `failed` says that the case
-    failed on the second side, where it had not on the first.
+    failed on the second side, where it had not on the first. `noise` is None where there is none, or nobody knows it.
     """
 
     case: str
@@ -192,6 +206,7 @@ class Comparison:
     since: str = ""
     until: str = ""
     failed: bool = False
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8bench.store.series import class_name
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
-OTHERS = {"__init__", "change_points", "gate", "harness", "kill", "long_history", "quantisers"}
+OTHERS = {"__init__", "change_points", "gate", "harness", "kill", "long_history", "quantisers", "sight"}
 FILE = '''"""What asv follows of the suite {name}."""
 
 from typing import Any

@@ -97,7 +97,7 @@ def _of_case(
         exact = exact_change(first, second)
         yield Comparison(
             new.case.id, new.case.workload, metric.name, metric.unit, exact.direction, Evidence.CROSS_RUN,
-            exact.before, exact.after, exact.ratio, exact.p_value, why=exact.why,
+            exact.before, exact.after, exact.ratio, exact.p_value, why=exact.why, noise=exact.noise,
         )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def of_times(figures: Figures, case: str, suite: str, labels: tuple[str, ...]) -
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
     return Comparison(
         case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
-        _middle(figures.after), ratio, difference.p_value, labels, why,
+        _middle(figures.after), ratio, difference.p_value, labels, why, noise=difference.noise,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Judged:
     `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
     `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
     many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
-    session that had fewest. `typical` is the ratio of the means over all calls.
+    session that had fewest. `typical` is the ratio of the means over all calls. `error` is what one of those standard
+    deviations is, as a logarithm.
     """
 
     verdict: Verdict
@@ -61,6 +63,7 @@ class Judged:
     rounds: int
     sessions: int
     typical: Interval
+    error: float
 
     @property
     def resolved(self) -> bool:
@@ -95,8 +98,8 @@ def judge(
     apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
     return Judged(
         verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
-        deals.chance(0.0), deals.finest, deals.distance(deals.shift), max(1, len(logs) - 1 - len(kept)), rounds,
-        len(kept), typical,
+        deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
+        deals.error,
     )  # fmt: skip
 
 
@@ -203,12 +206,16 @@ class _Deals:
                 outside = middle
         return shift + outside
 
-    def distance(self, shift: float) -> float:
-        """How many standard deviations of what chance does the sides are apart."""
-        spread = float(np.std(self._apart(shift)[0]))
-        if spread == 0:
-            return math.inf if shift else 0.0
-        return abs(shift) / spread
+    @cached_property
+    def error(self) -> float:
+        """The standard deviation of what chance does to the shift."""
+        return float(np.std(self._apart(self.shift)[0]))
+
+    @property
+    def distance(self) -> float:
+        """How many of those the sides are apart."""
+        shift = abs(self.shift)
+        return shift / self.error if self.error else math.inf if shift else 0.0
 
     def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - shift * self._is_after

@@ -16,7 +16,7 @@ from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.labels import labels_of
 from fp8bench.analysis.metric import TIME, Better, better_of
 from fp8bench.analysis.verdicts import best_phases
-from fp8bench.model import Comparison, Direction, Evidence, Finding, Label, Measurement, Status, Verdict
+from fp8bench.model import Comparison, Direction, Evidence, Finding, Label, Measurement, Noise, Status, Verdict
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Duel
 
 # They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
@@ -59,7 +59,8 @@ def _time(result: CaseResult) -> Comparison:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
     why = why_unsure(found) if found.verdict is Verdict.UNSURE else ""
     way = _DIRECTIONS[found.verdict]
-    return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why)
+    noise = Noise(found.error, found.freedom) if found.resolved else None
+    return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why, noise=noise)
 
 
 def p_value(found: Judged) -> float | None:
@@ -110,7 +111,7 @@ def _value(result: CaseResult, metric: str) -> Comparison:
     said = exact_change(*(one.samples for one in found if one is not None))
     return replace(
         blank, direction=said.direction, before=said.before, after=said.after, ratio=said.ratio, p_value=said.p_value,
-        why=said.why,
+        why=said.why, noise=said.noise,
     )  # fmt: skip
 
 

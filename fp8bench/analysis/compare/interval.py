@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
-from fp8bench.model import Direction, Interval
+from fp8bench.model import Direction, Interval, Noise
 
 # Two builds of one program differ by as much for where their code and data lie.
 BAND = 0.01
@@ -45,6 +45,7 @@ class Difference:
 
     ratio: Interval
     p_value: float | None
+    noise: Noise
 
     @property
     def alone(self) -> bool:
@@ -61,7 +62,7 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
     within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
-        return Difference(_of_few(before, after, point), None)
+        return Difference(_of_few(before, after, point), None, Noise(within, 0, len(before), len(after)))
     means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
     sides = zip((before, after, beside), means, strict=True)
     pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
@@ -70,7 +71,8 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
     error = max(between, within)
     statistic = abs(point) / error if error else math.inf if point else 0.0
     reach = quantile(FINAL_LEVEL, freedom) * error
-    return Difference(_interval(point, point - reach, point + reach), p_value(statistic, freedom))
+    noise = Noise(error, freedom, len(before), len(after))
+    return Difference(_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
 
 
 def direction(difference: Difference) -> tuple[Direction, str]:
@@ -100,6 +102,7 @@ class Change(NamedTuple):
     ratio: Interval | None = None
     p_value: float | None = None
     why: str = ""
+    noise: Noise | None = None
 
 
 def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
@@ -122,7 +125,7 @@ def exact_change(before: Sequence[float], after: Sequence[float]) -> Change:
         difference = across(old_logs, new_logs)
         where, why = direction(difference)
         old, new = (math.exp(fmean(one.log for one in side)) for side in (old_logs, new_logs))
-        return Change(where, old, new, difference.ratio, difference.p_value, why)
+        return Change(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
     ratio = new / old
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
     where = Direction.SAME if abs(ratio - 1) <= ROUNDING else where

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.analysis.gate.chance import Spread, discoveries, spread_of
+from fp8bench.analysis.gate.sight import NO_SIGHTS, Sights
 from fp8bench.analysis.gate.thresholds import Rule, Threshold, ruled_by, threshold_of
 from fp8bench.analysis.metric import TIME
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
@@ -38,7 +39,7 @@ class Outcome(StrEnum):
     NONE = "none"
 
 
-_NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
+NOT_TESTED = (Outcome.IGNORED, Outcome.NONE, Outcome.FAILED)
 Key = tuple[str, str]
 
 
@@ -79,7 +80,7 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {one.case for one in comparisons if one.metric == RELATIVE and one.ratio is not None}
     looked = [_looked_at(one, rules, relative) for one in comparisons]
-    tested = [place for place, one in enumerate(looked) if one.outcome not in _NOT_TESTED]
+    tested = [place for place, one in enumerate(looked) if one.outcome not in NOT_TESTED]
     # Where runs are too few to know how far runs lie apart, the other cases say it.
     alone: dict[str, list[int]] = {}
     for place in tested:
@@ -89,7 +90,7 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
         spread = spread_of([_log(looked[place]) for place in places])
         for place in places:
             looked[place] = replace(looked[place], spread=spread)
-    chances = {place: _chance(looked[place]) for place in tested}
+    chances = {place: chance_of(looked[place]) for place in tested}
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
         if looked[place].outcome is Outcome.TO_CONFIRM and not news:
@@ -98,7 +99,7 @@ def first_look(comparisons: Sequence[Comparison], rules: tuple[Rule, ...] = ()) 
     return tuple(looked)
 
 
-def _chance(one: Judged) -> float | None:
+def chance_of(one: Judged) -> float | None:
     """Of such a difference where nothing changed; None where nobody can say."""
     if one.comparison.p_value is not None or one.spread is None:
         return one.comparison.p_value
@@ -194,7 +195,8 @@ def _settled(one: Judged, look: SecondLook, rules: tuple[Rule, ...]) -> Judged:
 class Verdict:
     """All figures judged. `title` says what was held against what, `notes` what a reader should know beside it.
 
-    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for.
+    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. `sights` is what
+    could have been seen.
     """
 
     title: str
@@ -202,6 +204,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
+    sights: Sights = NO_SIGHTS
 
     def of(self, *outcomes: Outcome) -> tuple[Judged, ...]:
         """The figures with one of some outcomes."""
@@ -209,22 +212,28 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """3 a case failed, 1 something is worse, else 0; where nothing could be judged, what that stands for."""
+        """3 a case failed, 1 something is worse, 4 it might be and nobody would see, else 0; or that of a problem."""
         if self.problem:
             return self.code
         if self.of(Outcome.FAILED):
             return EXIT_FAILED
-        return EXIT_REGRESSION if self.of(Outcome.REGRESSION) else EXIT_OK
+        if self.of(Outcome.REGRESSION):
+            return EXIT_REGRESSION
+        return EXIT_BASELINE if self.sights.fails else EXIT_OK
 
     @property
     def headline(self) -> str:
         """The verdict in a few words."""
         if self.problem:
-            return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
+            known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
+            return known.get(self.code, "nothing was measured")
         failed, worse = len(self.of(Outcome.FAILED)), len(self.of(Outcome.REGRESSION))
         parts = [f"{failed} failed"] if failed else []
         parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
-        return " and ".join(parts) or "no regression"
+        if parts or not self.sights.fails:
+            return " and ".join(parts) or "no regression"
+        count = len(self.sights.blind)
+        return f"no regression, but of {count} figure{'s' * (count != 1)} none would have been seen"
 
     @property
     def counts(self) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from fp8bench.analysis.steps.levels import (
     LEAST,
     LEAST_FIRST,
     LEAST_SPREAD,
+    SETTLED,
     Batch,
     memory,
     partition,
@@ -41,6 +44,8 @@ _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
 # So many errors of theirs the values of the last level lie from the one before on average, the furthest of them aside.
 _FIRM = 2.1
+# By so many deviations the mean of the last values is lower without the furthest of three, on average.
+_FURTHEST = 0.42
 # The chance that a flat series is cut somewhere goes down with the evidence as if deviations were so much smaller: its
 # noise is told from itself, and the place was chosen. Counted from 15 values to 300.
 _WORTH = 0.8
@@ -96,6 +101,51 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
         for number, steps in zip(chosen, _look(_table([arrays[number] for number in chosen]), deviations), strict=True):
             found[number] = steps
     return found
+
+
+class Level(NamedTuple):
+    """The newest level of a series: how far a value lies from it, by so many degrees of freedom, and its length."""
+
+    noise: float
+    freedom: int
+    length: int
+
+    def longer(self, values: int) -> Level:
+        """The same with so many more values that belong to it."""
+        return self._replace(freedom=self.freedom + values, length=self.length + values)
+
+
+def newest_levels(series: Sequence[Values]) -> list[Level | None]:
+    """What is known of the newest level of each series; None for one that is too short for a step."""
+    return [
+        _newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= LEAST_VALUES else None
+        for values, steps in zip(series, steps_of_many(series), strict=True)
+    ]
+
+
+def _newest_level(values: Floats, steps: Sequence[Step]) -> Level:
+    batch = _table([values])
+    cuts = [step.at for step in steps]
+    noise, freedom = _noise(without_bad_nights(batch, spreads(batch)).values[0], cuts)
+    return Level(noise, freedom, len(values) - (cuts[-1] if cuts else 0))
+
+
+def least_step(level: Level, chance: float) -> tuple[float, float]:
+    """The least step that is found by the last values of a level, if these belong to another, and its standard error.
+
+    Its p-value is no more than `chance`. It is a logarithm, as cuts, firm steps and p-values have it.
+    """
+    after, before = LEAST, level.length - LEAST
+    if before < LEAST:
+        return math.inf, math.inf
+    each = 1 / before + 1 / after
+    lengths = math.log(before / LEAST) - math.log((before + after) / LEAST)
+    price = 1 + (before < SETTLED) + _BY_LENGTH / DEVIATIONS**2 * lengths
+    cut = _t_of(DEVIATIONS, level.freedom) * math.sqrt(price * each)
+    firm = _FIRM * math.sqrt(1 / (after - 1) + 1 / before) + _FURTHEST
+    evidence = (NormalDist().inv_cdf(1 - chance / 2) / _WORTH) ** 2 + _BY_LENGTH * lengths
+    sure = _t_of(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(each)
+    return level.noise * max(cut, firm, sure), level.noise * math.sqrt(each)
 
 
 def _table(series: Sequence[Floats]) -> Batch:

@@ -17,7 +17,7 @@ from fp8bench.analysis.stats import Floats
 LEAST = 3
 LEAST_FIRST = 8
 # A level that was left again before so many values costs as much as another cut: chance is in no hurry in the middle.
-_SETTLED = 8
+SETTLED = 8
 
 Counts = NDArray[np.intp]
 
@@ -65,7 +65,7 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
         if end in ends:
             last_before_end[:, end] = total.argmin(axis=1)
         if end >= LEAST_FIRST:
-            total[:, max(end - _SETTLED + 1, 1) :] += 1.0
+            total[:, max(end - SETTLED + 1, 1) :] += 1.0
             last[:, end] = total.argmin(axis=1)
             cost[:, end] = total[everyone, last[:, end]] + 1.0
     return [

@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the baseline is "
-        "missing or does not compare, 130 interrupted."
+        "missing or does not compare, or --require-power asks for more than there is, 130 interrupted."
     )
     what = parser.add_argument_group("what is judged")
     words = "what was, and what is: runs, commits or stores, as in compare"
@@ -45,6 +45,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
     words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
     how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
+    words = "end with 4 where a slow-down as large as its threshold is seen in fewer builds than these, as 80%% or 0.8"
+    how.add_argument("--require-power", type=types.share, metavar="P", help=words)
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
     words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
@@ -68,13 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         source = _source(arguments)
         for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
             complain(note)
-        verdict = judged(source, rules, arguments.rerun, TERMINAL)
+        verdict = judged(source, rules, arguments.rerun, TERMINAL, arguments.require_power)
         page = page_of(verdict)
-        summary = markdown.render(page)
+        summary = markdown.render(page_of(verdict, every=True))
         with write_outputs({
             "--junit": (arguments.junit, as_junit(verdict)),
             "--md": (arguments.md, summary),
-            "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged)),
+            "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
         }):  # fmt: skip
             _summarise(summary)
             say(render(page, *stdout_look(arguments.explain)))

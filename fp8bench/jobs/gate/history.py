@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 from fp8bench.analysis.gate.judging import Key, SecondLook, key_of
-from fp8bench.analysis.metric import PER
-from fp8bench.analysis.steps.changes import Change, Found, State
+from fp8bench.analysis.gate.power import Newest
+from fp8bench.analysis.metric import PER, unit_of_series
+from fp8bench.analysis.steps.change_points import newest_levels
+from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.jobs.gate.remeasure import duel_with, measured_again
 from fp8bench.jobs.gate.source import Source, failed, unmeasured
@@ -50,18 +52,20 @@ def of_history(path: Path, observer: JobObserver) -> Source:
         problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
         return Source(title, problem=problem, code=EXIT_FAILED)
     history = opened(store, observer)
+    series = tuple(_newest_of_series(history, newest))
     found = all_changes(history, store, observer)
     failures = tuple(_failures(newest, store))
     if not found.looked_at and not failures:
         why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
-        return Source(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE)
+        problem = f"there is nothing to compare with: {why}."
+        return Source(title, problem=problem, code=EXIT_BASELINE, newest=series)
     changes = _judgeable(found, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look([changes[key_of(one)] for one in suspects], newest, store, observer)
 
     comparisons = (*failures, *(one.comparison for one in changes.values()))
-    return Source(title, comparisons, confirm, tuple(_notes(found)))
+    return Source(title, comparisons, confirm, tuple(_notes(found)), newest=series)
 
 
 def _runs(store: Path) -> Iterator[Run]:
@@ -101,9 +105,43 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     ]  # fmt: skip
     relative = _with_relative(here, history)
     for one in sorted(here, key=lambda change: change.size):
-        if one.trend.series.metric == RELATIVE or not (_is_time(one.trend) and _place(one.trend) in relative):
+        if one.trend.series.metric == RELATIVE or not _settled(one.trend, relative):
             chosen[key_of(one.comparison)] = one
     return chosen
+
+
+def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
+    """The series that the newest run has gone on with, as they are now: what a step would be told from."""
+    lines = history.lines
+    place = from_facts(newest.environment.facts)
+    commit = newest.environment.get("commit")
+    mine: dict[tuple[object, str], bool] = {}
+    found = []
+    for line in lines.lines:
+        trend = line.trend
+        where = (trend.machine.get("machine"), trend.python)
+        if where not in mine:
+            mine[where] = place is None or history.is_of(trend, place)
+        if mine[where] and trend.series.metric not in _DERIVED and lines.ending(line).last.commit == commit:
+            latest = max(lines.comparable(line), key=lambda one: one.places[-1], default=None)
+            found += [(trend, latest.values)] if latest is not None and latest.values.min() > 0 else []
+    relative = {_place(trend) for trend, _ in found if trend.series.metric == RELATIVE}
+    judged = [one for one in found if one[0].series.metric == RELATIVE or not _settled(one[0], relative)]
+    levels = newest_levels([values for _, values in judged])
+    for (trend, values), level in zip(judged, levels, strict=True):
+        value = float(values[-level.length :].mean() if level is not None else values.mean())
+        yield Newest(
+            Comparison(
+                case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series),
+                Direction.SAME, Evidence.HISTORY, value, value,
+            ),
+            level, len(values),
+        )  # fmt: skip
+
+
+def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
+    """Whether a time is left to the time over the reference's."""
+    return _is_time(trend) and _place(trend) in relative
 
 
 def _is_time(trend: Trend) -> bool:

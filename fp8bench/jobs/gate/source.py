@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.analysis.gate.judging import Outcome, SecondLook, Verdict, first_look, second_look
+from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, Verdict, first_look, second_look
+from fp8bench.analysis.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.analysis.gate.sight import USUAL_POWER, Sights
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.metric import TIME
-from fp8bench.errors import EXIT_OK
+from fp8bench.errors import EXIT_BASELINE, EXIT_OK
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Run
 
@@ -20,9 +22,10 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 
 @dataclass(frozen=True)
 class Source:
-    """Comparisons and what they are of. `confirm` measures suspects again.
+    """Comparisons and what they are of. `confirm` measures suspects again, `second` says how.
 
-    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for.
+    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. A history has
+    `newest`, its series as they are now; the comparisons are its changes alone.
     """
 
     title: str
@@ -31,6 +34,8 @@ class Source:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
+    second: Second = Second.AGAIN
+    newest: tuple[Newest, ...] = ()
 
 
 def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
@@ -49,9 +54,16 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
                 yield failed(planned.case.id, planned.case.workload, evidence, why)
 
 
-def judged(source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobObserver) -> Verdict:
-    """Both looks; the second only where there is something to look at, and somebody may."""
+def judged(
+    source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobObserver, required: float | None = None
+) -> Verdict:
+    """Both looks; the second only where there is something to look at, and somebody may; and what could be seen.
+
+    A slow-down as large as its threshold must be seen in the share `required` of builds. A history that has nothing to
+    compare with yet is too young for that, and no failure.
+    """
     figures = first_look(source.comparisons, rules)
+    sights = _sights(source, figures, rules, rerun, required)
     suspects = [figure.comparison for figure in figures if figure.outcome is Outcome.TO_CONFIRM]
     if suspects and not source.problem:
         if rerun and source.confirm is not None:
@@ -59,4 +71,18 @@ def judged(source: Source, rules: tuple[Rule, ...], rerun: bool, observer: JobOb
             figures = second_look(figures, source.confirm(suspects), rules)
         else:
             figures = second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
-    return Verdict(source.title, figures, source.notes, source.problem, source.code)
+    code = source.code
+    if required is not None and code == EXIT_BASELINE and sights.young and not sights.blind:
+        code = EXIT_OK
+    return Verdict(source.title, figures, source.notes, source.problem, code, sights)
+
+
+def _sights(
+    source: Source, figures: tuple[Judged, ...], rules: tuple[Rule, ...], rerun: bool, required: float | None
+) -> Sights:
+    """What could have been seen, of the series of a history or of the figures of two sides."""
+    second = source.second if rerun and source.confirm is not None else Second.NONE
+    power = USUAL_POWER if required is None else required
+    if source.newest:
+        return sights_of_history(source.newest, rules, len(figures), second, power, required is not None)
+    return sights_of(figures, second, power, required is not None)

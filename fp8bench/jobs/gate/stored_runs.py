@@ -14,6 +14,7 @@ from fp8bench.analysis.compare.duel_verdicts import comparisons
 from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.gate.judging import SecondLook, key_of
+from fp8bench.analysis.gate.power import Second
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, RunNotFound, StoreError
 from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.jobs.duel.sides import OWN, PACKAGE, Question
@@ -47,7 +48,8 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Sou
         return _second_look(compared, suspects, store, observer)
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
-    return Source(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)))
+    second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
+    return Source(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)), second=second)
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
@@ -127,7 +129,8 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> Source:
     known = {one.case for one in found}
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
-    return Source(title, (*found, *cut_off), confirm, notes)
+    second = Second.NONE if _moved_on(duel) else Second.DUEL
+    return Source(title, (*found, *cut_off), confirm, notes, second=second)
 
 
 def _moved_on(duel: Duel) -> str:

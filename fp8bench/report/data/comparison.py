@@ -42,6 +42,6 @@ def as_csv(comparisons: Iterable[Comparison]) -> str:
 
 def _row(one: Comparison) -> dict[str, Any]:
     plain = encode(one)
-    interval = plain.pop("ratio") or {}
+    interval, _ = plain.pop("ratio") or {}, plain.pop("noise")
     ends = {"ratio": interval.get("point"), **{name: interval.get(name) for name in ("low", "high", "level")}}
     return {**plain, **ends, "labels": " ".join(one.labels), "failed": "yes" if one.failed else "no"}

@@ -85,6 +85,26 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
     assert code == 0 and "to confirm" in out and "--no-rerun" in out
 
 
+@pytest.mark.parametrize(("times", "code"), [(1.0, 4), (1.5, 1)])
+def test_what_it_could_have_seen_is_told_and_may_be_required(store: Path, say: Say, times: float, code: int) -> None:
+    """One run against one cannot see 5%: code 4 if that is asked for, after a regression; every file says how much."""
+    history(store, 1.0, times)
+    words = (commit(0), commit(1), "--no-rerun", "--junit", "out.xml", "--md", "out.md", "--benchmark-json", "out.json")
+    assert say(*words)[0] == (1 if times > 1 else 0)
+    ended, out, _ = say(*words, "--require-power", "0.9")
+    assert ended == code and "could have seen: at least +" in out and "in 90 of 100 builds" in out
+    assert "What could have been seen in 90 of 100 builds" in Path("out.md").read_text()
+    assert sum("could have seen" in row["extra"] for row in json.loads(Path("out.json").read_text())) == 2
+    assert 'name="sight" value="could have seen at least +' in Path("out.xml").read_text()
+    assert JUnitXml.fromfile("out.xml").failures > 0 and "cannot see its threshold" in out
+
+
+@pytest.mark.parametrize("share", ["80", "0", "100%", "1", "-5%", "nan", "many", "%"])
+def test_a_share_that_is_none_is_refused(say: Say, share: str) -> None:
+    code, _, err = say("A", "B", f"--require-power={share}")
+    assert code == 2 and "like 80% or 0.8" in err
+
+
 def test_the_jobs_summary(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Appended to what is there; one that cannot be written fails no build."""
     history(store, 1.0, 1.5)

@@ -120,6 +120,38 @@ def test_a_duel_with_the_commit_before_the_step(
     assert all("@cpu/bf16" in case for _, cases in asked for case in cases)
 
 
+NOISY = [1.0, 1.12, 0.9, 1.08, 0.93, 1.1, 0.95, 1.06, 0.89, 1.07, 1.0, 0.92, 1.11, 0.97, 1.05, 0.9]
+REQUIRED = ("gate", "--history", "--require-power", "80%")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "code", "words"),
+    [
+        (FLAT, 0, ""),
+        (NOISY, 4, "cannot see its threshold of +5.0%"),
+        (NOISY[:12], 0, "will not, and fail from 14 nights on"),
+        (FLAT[:5], 0, "6 more nights at this noise would do"),
+        (STEPPED, 1, ""),
+    ],
+    ids=["sees", "blind", "noisy and young", "young", "worse"],
+)
+def test_a_history_that_must_see_its_thresholds(
+    store: Path, fp8bench: Say, milliseconds: Sequence[float], code: int, words: str
+) -> None:
+    """Blind is 4 after 14 nights, young passes with a warning; without the option all of them do, as they did."""
+    bf16_history(store, *milliseconds)
+    ended, out, _ = fp8bench(*REQUIRED, "--no-rerun", "--junit", "out.xml", "--md", "out.md")
+    said = " ".join(out.split())
+    assert ended == code and words in said, out
+    assert ("history too young" in Path("out.md").read_text()) == (code == 0 and bool(words))
+    xml = JUnitXml.fromfile("out.xml")
+    assert bool(xml.failures or xml.errors) == (code != 0)
+    if milliseconds is not FLAT[:5]:
+        assert "could have seen: " in said
+    without = fp8bench("gate", "--history", "--no-rerun")[0]
+    assert without == {4: 0, 1: 1}.get(code, 4 if len(milliseconds) < 11 else 0)
+
+
 def failing(number: int) -> Run:
     return run_at(number, records=tuple(records(status=Status.FAILED)))
 

@@ -1,0 +1,191 @@
+"""Whether a gate sees what it says that it could have seen: `python -m suites.sight`.
+
+Seeded Monte Carlo. Of a build in which nothing changed the gate's code says from which slow-down on it would have
+failed, with its thresholds and without; a slow-down of that size is planted in another build of the same kind, judged
+and, where suspected, drawn once more. As often as was asked for (80 of 100) it should fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8bench.analysis.compare.duel_verdicts import compared
+from fp8bench.analysis.gate.judging import Judged, Outcome, SecondLook, first_look, key_of, second_look
+from fp8bench.analysis.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.analysis.gate.sight import USUAL_POWER, Sight
+from fp8bench.analysis.gate.thresholds import Rule
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, newest_levels, steps_of_many
+from fp8bench.analysis.steps.levels import LEAST
+from fp8bench.model import (
+    Case,
+    Comparison,
+    Direction,
+    Evidence,
+    Interval,
+    Level,
+    Record,
+    Segments,
+    SlotSample,
+    Status,
+    Support,
+    Timing,
+    Work,
+)
+from fp8bench.model.duel import CaseResult, Session
+from suites.gate import NOISES, Setting, build
+
+# Whatever is told from chance fails.
+NO_THRESHOLD = (Rule("*", "*", 0.0, 0.0),)
+Build = Callable[[random.Random, float, tuple[Rule, ...]], tuple[bool, Sight | None]]
+
+
+class Row(NamedTuple):
+    """Of many builds: the median of what could have been seen, and how many of those with just that fail; the same
+    beyond the threshold."""
+
+    words: str
+    seen: float
+    told: float
+    fails: float
+    failed: float
+
+
+def trial(words: str, of: Build, builds: int, seed: int = 0) -> Row:
+    """Builds in which nothing changed, and two of the same kind for each, with what it said that it would see."""
+    draw = random.Random(seed)
+    sights = [sight for _ in range(builds) if (sight := of(draw, 0.0, ())[1]) is not None]
+    seen, fails = ([getattr(one, name) for one in sights] for name in ("seen", "fails"))
+    known = [(one.seen, one.fails) for one in sights if math.isfinite(one.fails)]
+    told = sum(of(draw, one, NO_THRESHOLD)[0] for one, _ in known)
+    failed = sum(of(draw, one, ())[0] for _, one in known)
+    count = max(1, len(known))
+    return Row(words, statistics.median_low(seen), told / count, statistics.median_low(fails), failed / count)
+
+
+def stored(setting: Setting) -> Build:
+    """Runs of 100 cases against each other; what is suspected is measured again."""
+
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+        judged = build(setting, draw, 1 + planted, rules)
+        return judged[0].outcome is Outcome.REGRESSION, _first(judged, Second.AGAIN)
+
+    return of
+
+
+def _first(judged: Sequence[Judged], second: Second) -> Sight | None:
+    sights = sights_of(judged, second, USUAL_POWER, required=False)
+    return next((one for one in sights.figures if one.case == judged[0].comparison.case), None)
+
+
+def duel(cases: int, sessions: int, between: float, noise: str = "Gaussian") -> Build:
+    """A duel of so many cases, processes lying `between` apart; what is suspected is duelled again."""
+
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+        def look(number: int) -> Comparison:
+            return _duelled(number, sessions, planted if number == 0 else 0.0, lambda: between * NOISES[noise](draw))
+
+        judged = first_look([look(number) for number in range(cases)], rules)
+        again = {key_of(one): one for one in (look(0),)} if judged[0].outcome is Outcome.TO_CONFIRM else {}
+        settled = second_look(judged, SecondLook(again, "again"), rules)
+        return settled[0].outcome is Outcome.REGRESSION, _first(judged, Second.DUEL)
+
+    return of
+
+
+def _duelled(number: int, sessions: int, planted: float, noise: Callable[[], float]) -> Comparison:
+    def process(slower: float) -> Timing:
+        took = round(1e9 * math.exp(noise()) * (1 + slower))
+        return Timing(Segments(("gemm",), (0,)), tuple(SlotSample(at, ((took,),), 1.0, 1.0) for at in range(5)))
+
+    case = Case("made", (("case", number),), "bf16", "cpu")
+    record = Record(case, Support(Level.NATIVE, ""), Status.OK, Work())
+    many = tuple(
+        Session(tuple(process(0.0) for _ in "AA"), tuple(process(planted) for _ in "BB")) for _ in range(sessions)
+    )
+    return next(compared(CaseResult(record, record, many)))
+
+
+def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
+    """A history of so many nights; what was planted came with the last in which a step can be found at all."""
+
+    def of(draw: random.Random, planted: float, rules: tuple[Rule, ...]) -> tuple[bool, Sight | None]:
+        logs = np.array([between * NOISES[noise](draw) for _ in range(count)])
+        (level,) = newest_levels([np.exp(logs)])
+        flat = Comparison(
+            "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
+        )
+        sights = sights_of_history([Newest(flat, level, count)], rules, 0, Second.AGAIN, USUAL_POWER, required=False)
+        logs[-LEAST:] += math.log1p(planted)
+        steps = steps_of_many([np.exp(logs)])[0]
+        found = [one for one in steps if one.after > 1.01 * one.before]
+        if not found:
+            return False, sights.figures[0]
+        last = found[-1]
+        step = Comparison(
+            flat.case, "made", flat.metric, "x", Direction.WORSE, Evidence.HISTORY, last.before, last.after, last.ratio,
+            last.p_value,
+        )  # fmt: skip
+        judged = first_look([step], rules)
+        value = math.exp(between * NOISES[noise](draw)) * (1 + planted)
+        where = Direction.WORSE if value > math.sqrt(last.before * last.after) else Direction.SAME
+        again = Comparison(
+            flat.case, "made", flat.metric, "x", where, Evidence.HISTORY, last.before, value,
+            Interval(value / last.before, value / last.before, value / last.before, 0.0),
+        )  # fmt: skip
+        settled = second_look(judged, SecondLook({key_of(again): again}, "again"), rules)
+        return settled[0].outcome is Outcome.REGRESSION, sights.figures[0]
+
+    return of
+
+
+KINDS: dict[str, Build] = {
+    **{f"stored, {one.words}": stored(one) for one in (
+        Setting(1, 1, 0.01), Setting(1, 1, 0.02), Setting(1, 1, 0.05), Setting(3, 1, 0.02), Setting(5, 1, 0.02),
+        Setting(5, 5, 0.01), Setting(5, 5, 0.02), Setting(5, 5, 0.05), Setting(5, 5, 0.02, noise="one-sided"),
+        Setting(5, 5, 0.02, noise="bad runs"), Setting(1, 1, 0.02, 0.02),
+    )},
+    **{f"duel of {cases}, {sessions} sessions, {100 * between:g}% between processes ({noise})":
+       duel(cases, sessions, between, noise)
+       for cases, sessions, between, noise in (
+           (1, 4, 0.01, "Gaussian"), (10, 4, 0.01, "Gaussian"), (10, 4, 0.03, "Gaussian"), (10, 8, 0.01, "Gaussian"),
+           (10, 4, 0.01, "one-sided"), (10, 8, 0.03, "bad runs"),
+       )},
+    **{f"history, {count} nights, {100 * between:g}% between nights ({noise})": nights(count, between, noise)
+       for count, between, noise in (
+           (LEAST_VALUES, 0.01, "Gaussian"), (14, 0.01, "Gaussian"), (30, 0.01, "Gaussian"), (30, 0.03, "Gaussian"),
+           (100, 0.01, "Gaussian"), (30, 0.01, "one-sided"), (30, 0.01, "bad runs"),
+       )},
+}  # fmt: skip
+
+
+def main() -> int:
+    """A line for each kind of build."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--builds", type=int, default=400, help="of each kind; default 400")
+    parser.add_argument("--only", default="", help="kinds whose words begin with this")
+    arguments = parser.parse_args()
+    sys.stdout.write(f"{arguments.builds} builds a line; percent\n{'':66}  could have seen  told  would fail  failed\n")
+    for words, kind in KINDS.items():
+        if words.startswith(arguments.only):
+            row = trial(words, kind, arguments.builds)
+            cells = (
+                f"{100 * row.seen:15.2f}",
+                f"{100 * row.told:5.1f}",
+                f"{100 * row.fails:10.2f}",
+                f"{100 * row.failed:7.1f}",
+            )
+            sys.stdout.write(f"{row.words:66}  {' '.join(cells)}\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
