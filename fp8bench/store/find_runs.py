@@ -127,10 +127,10 @@ def _newest_of(store: Path) -> Meant:
         there = listing(store)
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
-    if not there.everything:
+    if there.newest is None:
         known = (store / "runs").is_dir()
         raise RunNotFound(f"{store} {'has no runs yet' if known else 'is no store: it has no runs'}.")
-    newest = there.that_counts(there.everything[0])
+    newest = there.that_counts(there.newest)
     head = _head(newest)
     commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None
     return _of_commit(str(commit), there) if commit is not None else Meant([newest])

@@ -49,6 +49,11 @@ class Listing:
         """All files, newest first."""
         return sorted((*self.files, *self.copies, *self.refused), key=lambda path: path.name, reverse=True)
 
+    @property
+    def newest(self) -> Path | None:
+        """The file that is named for the latest start, whatever copies are called; refused ones are among them."""
+        return next((path for path in self.everything if path not in self.copies), None)
+
     def notes(self, wanted: Iterable[Path]) -> list[str]:
         """Sentences on what does not count among some files."""
         among = set(wanted)
@@ -191,8 +196,8 @@ def find_run(word: str, store: Path) -> Path:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
     files = found.everything
-    if word == "last" and files:
-        return found.that_counts(files[0])
+    if word == "last" and found.newest is not None:
+        return found.that_counts(found.newest)
     called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
     fitting = [path for path, own in called.items() if word in own] or [
         path for path, own in called.items() if word and any(one.startswith(word) for one in own)

@@ -147,6 +147,16 @@ def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
         report_of([str(second), str(edit)], store, Pages())
 
 
+def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say) -> None:
+    """Nor its commit the one that was measured last."""
+    old, new = history(store, 1.0, 1.5)
+    COPIES["another name"](old)
+    assert find_run("last", store) == new
+    assert runs_meant(str(store), store).files == runs_meant("last", store).files == (new,)
+    out = fp8bench("gate", "--history", "--no-rerun")[1]
+    assert load_run(new).id in out
+
+
 def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
     """One of the copies is taken; doing it again does nothing, whatever the run is called here."""
     theirs = tmp_path / "theirs"
