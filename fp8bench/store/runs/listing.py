@@ -7,6 +7,7 @@ say, nobody knows which of them is the run, and none counts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -97,15 +98,28 @@ def each_once(paths: Iterable[Path]) -> Listing:
     for group in by_id.values():
         if len(group) == 1:
             continue
-        longest = max(group, key=_length)
-        if not all(is_beginning(path.read_bytes(), longest.read_bytes()) for path in group):
-            refused |= dict.fromkeys(group, tuple(sorted(group)))
+        try:
+            counts = _whole(group)
+        except OSError:
             continue
-        whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
-        named = file_name(load_head(longest))
-        counts = min(whole, key=lambda path: (path.name != named, str(path)))
-        copies |= {path: counts for path in group if path != counts}
+        if counts is None:
+            refused |= dict.fromkeys(group, tuple(sorted(group)))
+        else:
+            copies |= {path: counts for path in group if path != counts}
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
+
+
+def _whole(group: Sequence[Path]) -> Path | None:
+    """The file that counts of those with one id: a whole one, where and as its run would be named; None for none."""
+    longest = max(group, key=_length)
+    if not all(is_beginning(path.read_bytes(), longest.read_bytes()) for path in group):
+        return None
+    named = folder = ""
+    with contextlib.suppress(StoreError):  # of a newer version, say
+        head = load_head(longest)
+        named, folder = file_name(head), str(head.environment.get("machine"))
+    whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
+    return min(whole, key=lambda path: (path.name != named, path.parent.name != folder, str(path)))
 
 
 def id_of(path: Path) -> str:

@@ -13,6 +13,7 @@ from fp8bench.jobs.report_files import Pages, report_of
 from fp8bench.store.find_runs import runs_meant
 from fp8bench.store.index.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
+from fp8bench.store.runs import listing as reading
 from fp8bench.store.runs.listing import COPIED, REFUSED, find_run, id_of, listing, run_files
 from fp8bench.store.runs.read import load_run
 from tests.commands import Say, unfolded
@@ -186,6 +187,28 @@ def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
     assert len(list(run_files(store))) == 1
     broken = [placed(path, b"\xff{", name=f"{number}.jsonl") for number in range(2)]
     assert set(broken) < set(run_files(store))
+
+
+def test_copies_of_what_nobody_can_read_stop_nothing(store: Path) -> None:
+    """A run of a newer version, and a header that is torn."""
+    path = history(store, 1.0, 1.5)[1]
+    head = path.read_bytes().splitlines(True)[0]
+    later = head.replace(b'"schema":1', b'"schema":99').replace(b"000000c8", b"00000bad")
+    newer = [placed(path, later, name=f"{number}.jsonl") for number in range(2)]
+    torn = [placed(path, head[:300].replace(b"000000c8", b"0000bad1"), name=f"torn{n}.jsonl") for n in range(2)]
+    there = listing(store)
+    assert there.copies == {newer[1]: newer[0], torn[1]: torn[0]} and not there.refused
+    assert open_history(store, lambda _: None).runs == 2
+
+
+def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads it finds out."""
+    path = history(store, 1.0, 1.5)[1]
+    copy = COPIES["another name"](path)
+    known = {one: id_of(one) for one in (path, copy)}
+    monkeypatch.setattr(reading, "id_of", lambda one: known.get(one, str(one)))
+    copy.unlink()
+    assert set(reading.each_once([path, copy]).files) == {path, copy}
 
 
 def test_the_id_is_read_from_wherever_the_header_is(store: Path) -> None:
