@@ -28,6 +28,7 @@ from fp8bench.model import (
     Segments,
     SlotSample,
     Status,
+    StepEffect,
     Support,
     TensorStatistics,
     Timing,
@@ -81,6 +82,7 @@ class Script:
     scales: tuple[LayerScale, ...] = ()
     quantisers: Sequence[int] = ()
     uncompilable: str = ""
+    effect: StepEffect | None = None
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -229,6 +231,10 @@ class FakeWorker(Worker):
     def _statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         self._strike("statistics", case.mode)
         return self._script(case.mode).statistics
+
+    def _effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        self._strike("effect", case.mode)
+        return self._script(case.mode).effect or StepEffect(True)
 
     def _memory(self, case: Case, facts: DeviceFacts, key: str) -> MemoryUse | str:
         self.log.append(("memory", case.mode))

@@ -220,7 +220,8 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
     )
     assert [record.status for record in run.records] == [Status.OK] * 2
     assert listener.heard == [
-        "planned 2", "preparing", "measuring", "checking numbers", "measuring memory", "finished fp32", "finished bf16",
+        "planned 2", "preparing", "measuring", "checking numbers", "looking at products",
+        "checking what steps do", "measuring memory", "finished fp32", "finished bf16",
     ]  # fmt: skip
     error = fp8bench.load("last", tmp_path).run.records[1].measurement("sum_error")
     assert error is not None and error.samples == (0.25,)

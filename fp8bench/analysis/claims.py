@@ -1,7 +1,7 @@
 """What a workload says of itself, held against what can be: labels that foreign code cannot argue away.
 
-Its throughput against the most that the machine does; its time against that of other sizes; its precision against
-what its products ran on.
+Its steps against what they give; its throughput against the most that the machine does; its time against that of other
+sizes; its precision against what its products ran on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ MARGIN = 2.5
 
 def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
+    yield from _no_work(record)
     yield from _above_ceiling(record)
     yield from _not_low_precision(record, reference)
+
+
+def _no_work(record: Record) -> Iterator[Labelled]:
+    if record.effect is not None and record.effect.changes is False:
+        yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
 
 
 def _above_ceiling(record: Record) -> Iterator[Labelled]:

@@ -22,8 +22,11 @@ from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_i
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
-    {Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.CONTENDED, Label.THROTTLED, Label.UNEVEN}
-)
+    {
+        Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
+        Label.UNEVEN,
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ class GroupMeasurement:
         if reference is not None:
             passes.statistics(reference)
         passes.products(self._alive())
+        passes.effects(self._alive())
         passes.memory(self._alive(), self._meter)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity

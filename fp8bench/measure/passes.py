@@ -146,6 +146,13 @@ class Passes:
             with self._asking(outcome, "look at its products") as (bench, case, facts):
                 outcome.note(products=bench.products(case, facts))
 
+    def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """Whether steps do anything; a case of which nobody can tell stands all the same."""
+        for outcome in outcomes:
+            self._observer.working(outcome.planned.case, "checking what steps do", 1.0)
+            with self._asking(outcome, "look at what a step does") as (bench, case, facts):
+                outcome.note(effect=bench.effect(case, facts))
+
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
         """Memory at the highest point of a step; a case without it stands all the same.
 
@@ -165,7 +172,10 @@ class Passes:
                     continue
                 peak = Measurement(OwnMetric.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
-        if any(one.draft.memory and self._facts[one.planned.case.device].accelerated for one in outcomes):
+        if any(
+            (one.draft.effect or one.draft.memory) and self._facts[one.planned.case.device].accelerated
+            for one in outcomes
+        ):
             self._worker.restart()  # torch's profiler was on in it, and nobody knows that it leaves no trace
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:

@@ -28,6 +28,7 @@ from fp8bench.model.measured import (
     Run,
     Segments,
     SlotSample,
+    StepEffect,
     TensorStatistics,
     Timing,
 )
@@ -82,6 +83,6 @@ __all__ = [
     "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime", "Overheads", "Params",
     "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
     "Request", "Resumption", "Run", "Scalar",
-    "Segments", "Series", "SlotSample", "StaticScales", "Status", "Support", "TensorStatistics", "Timing", "Trend",
-    "Verdict", "Work", "trend_name",
+    "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "TensorStatistics", "Timing",
+    "Trend", "Verdict", "Work", "trend_name",
 ]  # fmt: skip

@@ -57,6 +57,14 @@ class LayerScale:
 
 
 @dataclass(frozen=True)
+class StepEffect:
+    """Whether what a step gives changes with what it is given; None where nobody can tell. `why` says what was seen."""
+
+    changes: bool | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class OperatorTime:
     """What one operator, or one kernel of the device, takes of a step in one phase: its own time, without its callees'.
 
@@ -145,8 +153,8 @@ class Record:
     `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
     `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
     `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
-    may be.
-    `ceiling` is the most that it can do where it ran, `products` what its products ran on; None where nobody looked.
+    may be. `ceiling` is the most that it can do where it ran, `products` what its products ran on, `effect` whether its
+    steps do anything; None where nobody looked.
     """
 
     case: Case
@@ -173,6 +181,7 @@ class Record:
     not_finite: float = 0.0
     ceiling: Ceiling | None = None
     products: Products | None = None
+    effect: StepEffect | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

@@ -67,6 +67,7 @@ class Label(StrEnum):
     UNPAIRED = "unpaired"
     VARYING = "varying-steps"
     EAGER_QUANTISER = "eager-quantiser"
+    NO_WORK = "no-work"
     LEAK = "leak"
     NOT_FINITE = "not-finite"
     ENERGY_UNRESOLVED = "energy-unresolved"

@@ -27,6 +27,7 @@ from fp8bench.model import (
     Overheads,
     Products,
     Scalar,
+    StepEffect,
     TensorStatistics,
 )
 from fp8bench.model.raw import RawSlot, Settings, StateCheck
@@ -41,6 +42,7 @@ from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.worker.step_effect import effect_of
 from fp8bench.worker.step_guards import apart, aside, still_running, threads
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.trace_operators import operators_of
@@ -174,6 +176,14 @@ class Bench:
         """What the products of a step run on; None where nobody knows the formats that they should have."""
         with self._apart(case, facts) as (workload, _, setup):
             return products_of_step(workload, setup, facts)
+
+    def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        """Whether what a step gives changes with what it is given."""
+        with self._apart(case, facts) as (workload, device, setup):
+            found = effect_of(workload, setup(), device, facts.index)
+        gc.collect(1)
+        device.empty_cache()
+        return found
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
         """What a step's memory is made of at its highest point, or why nobody can say.

@@ -117,12 +117,12 @@ def _numbers_of(state: object) -> Iterator[Any]:
         dtype = tensor.dtype
         if dtype.is_complex and not tensor.is_conj():
             yield torch.view_as_real(tensor.detach())
-        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or _converts(dtype)):
+        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or converts(dtype)):
             yield tensor.detach()
 
 
 @functools.cache
-def _converts(dtype: Any) -> bool:
+def converts(dtype: Any) -> bool:
     """Whether there are numbers in it that torch can read one by one: of pairs in a byte it cannot."""
     import torch
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
+import mmap
+import sys
 import types
 import weakref
 from collections import deque
@@ -123,6 +126,20 @@ def address_of(tensor: Any) -> int:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def is_foreign(tensor: Any) -> bool:
+    """Whether somebody else than torch has allocated its memory (NumPy, a file that is mapped), or other processes
+    share it."""
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared())
+
+
+def reads_elsewhere(state: object) -> bool:
+    """Whether a state holds numbers that are in no tensor of torch's own: arrays, buffers, open files."""
+    array = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
+    elsewhere = (array, memoryview, bytearray, mmap.mmap, io.IOBase)
+    return any(isinstance(one, elsewhere) for one in _within(state)) or any(map(is_foreign, tensors_of(state)))
 
 
 def view_of(tensor: Any) -> View:

@@ -29,8 +29,8 @@ class Calibrations:
         return replace(setup, scales=ScaleBook(rule, self._known[name]))
 
 
-def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> None:
-    """One step of a state; the book of its scales, if it has one, is told of it."""
+def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:
+    """One step of a state, and what it returns if anything; the book of its scales, if it has one, is told of it."""
     if scales is not None:
         scales.begin_step()
-    workload.step(state, phase)
+    return workload.step(state, phase)

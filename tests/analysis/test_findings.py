@@ -10,13 +10,14 @@ import pytest
 from fp8bench import units
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, Timing, Verdict
+from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, StepEffect, Timing, Verdict
 from tests.fakes import MS, called, record, steady, timing
 
 TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
 HOT = DeviceWatch(4, 10.0, 0x40)
 END = ": times measured so get no verdict"
+IDLE = StepEffect(False, "it does nothing")
 FIFTH = "contended (less than a fifth of a core in 24 of 24 slots)"
 
 
@@ -39,6 +40,11 @@ def starved(timing: Timing) -> Timing:
     [
         (record(FIVE, watch=HOT), Label.THROTTLED, "labelled throttled (hw-thermal)"),
         (record(starved(FIVE)), Label.CONTENDED, f"labelled {FIFTH}"),
+        (
+            record(FIVE, effect=IDLE),
+            Label.NO_WORK,
+            "labelled no-work (it does nothing)",
+        ),
     ],
 )
 def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label: Label, why: str) -> None:
@@ -81,6 +87,7 @@ def test_identical_code_told_apart_takes_every_verdict() -> None:
     [
         (reference(watch=HOT), "throttled (hw-thermal)"),
         (reference(starved(TEN)), FIFTH),
+        (reference(effect=IDLE), "no-work (it does nothing)"),
     ],
 )
 def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Record, why: str) -> None:
@@ -101,10 +108,18 @@ def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
     """The reference's record tells of the first sitting."""
     spoilt = reference(starved(TEN), watch=HOT)
     assert found(spoilt, record(FIVE, paired_with=TEN, control=TEN))["bf16"].verdict is Verdict.FASTER
+    idle = reference(effect=IDLE)  # whenever it was measured
+    assert found(idle, record(FIVE, paired_with=TEN, control=TEN))["bf16"].hard == (Label.NO_WORK,)
     apart = found(reference(), record(FIVE, paired_with=starved(TEN)))["bf16"]
     assert apart.verdict is Verdict.UNSURE and apart.why == f"the reference is labelled {FIFTH}{END}"
     moved = found(reference(), record(FIVE, paired_with=TEN, control=steady(10_300_000, 24)))["bf16"]
     assert moved.hard == (Label.AA_FAILED,)
+
+
+@pytest.mark.parametrize("effect", [None, StepEffect(True), StepEffect(None, "nobody can tell")])
+def test_a_step_of_which_nobody_can_tell_keeps_its_verdict(effect: StepEffect | None) -> None:
+    finding = found(reference(effect=effect), record(FIVE, effect=effect))["bf16"]
+    assert (finding.verdict, finding.labels) == (Verdict.FASTER, ())
 
 
 def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:

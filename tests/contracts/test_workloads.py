@@ -16,7 +16,19 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.metric import ENERGY, MEMORY
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Level, Params, Record, Request, Run, Status
+from fp8bench.model import (
+    CELL_PHASES,
+    UNATTRIBUTED,
+    Case,
+    DeviceFacts,
+    Level,
+    Params,
+    Record,
+    Request,
+    Run,
+    Status,
+    StepEffect,
+)
 from fp8bench.model.raw import StateCheck
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import sound_layers
@@ -184,6 +196,23 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
         assert bench.check("one") == StateCheck()
     finally:
         assert bench.release("one") == ()
+
+
+# What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
+GIVE_NOTHING_THAT_STAYS = frozenset({"attention", "cast", "conv", "gemm", "mlp", "norm_act", "numerics"})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-delayed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_seen_to_do_something_or_there_is_a_reason(
+    name: str, precision: str, corpus: Corpus, bench: Bench
+) -> None:
+    """None is taken for a step that does no work."""
+    found = bench.effect(smallest(name, precision, corpus), CPU)
+    if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
+        assert found == StepEffect(None, "nothing that it gives is kept in its state, or returned")
+    else:
+        assert found == StepEffect(True)
 
 
 @pytest.mark.parametrize("name", NAMES)

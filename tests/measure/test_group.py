@@ -24,6 +24,7 @@ from fp8bench.model import (
     Provenance,
     Record,
     Status,
+    StepEffect,
     TensorStatistics,
     Verdict,
 )
@@ -157,7 +158,13 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("name", "what"), [("statistics", "statistics of the data"), ("memory", "peak memory"), ("trace", "trace")]
+    ("name", "what"),
+    [
+        ("statistics", "statistics of the data"),
+        ("effect", "look at what a step does"),
+        ("memory", "peak memory"),
+        ("trace", "trace"),
+    ],
 )
 def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Exception, restarts: int) -> None:
     """The case stands with all else and the reason, the others have theirs; the next is asked of a fresh worker."""
@@ -174,6 +181,7 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
         assert record.timing is not None and record.measurement("product_error") is not None
     found = {
         "statistics": bool(records["fp32"].statistics),
+        "effect": records["fp32"].effect == StepEffect(True),
         "memory": records["fp32"].memory is not None,
         "trace": bool(records["fp32"].trace and records["fp32"].operators),
     }
@@ -197,7 +205,7 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
 def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:
     """Its profiler stays, and each launch would cost more."""
     facts = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
-    for traces, restarts in ((None, 0), (TRACES, 1)):
+    for traces, restarts in ((None, 1), (TRACES, 2)):  # what steps do is looked at under the profiler, too
         _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=facts)
         assert worker.restarts == restarts
 
@@ -451,8 +459,9 @@ def test_the_observer_hears_of_every_stage() -> None:
     assert shares == [round_ / 10 for round_ in range(10) for _ in range(3)]
     after = [("fp32", "checking numbers"), ("bf16", "checking numbers")]
     after += [("fp32", "looking at products"), ("bf16", "looking at products")]
+    after += [("fp32", "checking what steps do"), ("bf16", "checking what steps do")]
     after += [("fp32", "measuring memory"), ("bf16", "measuring memory")]
-    assert listener.told[-6:] == [(*one, 1.0) for one in after]
+    assert listener.told[-8:] == [(*one, 1.0) for one in after]
 
 
 def test_a_record_keeps_what_the_plan_knew() -> None:

@@ -47,6 +47,14 @@ class PlantedLies(Workload):
 
     _misnamed = _honest
 
+    def _does_nothing(self, state):
+        pass
+
+    def _remembers(self, state):
+        if not state.kept:
+            state.kept.append(state.x @ state.x)
+        state.result = state.kept[0]
+
     def _leaks(self, state):
         state.kept.append(torch.ones(32, 32))
 
@@ -79,8 +87,18 @@ class Diverging(PlantedLies):
     def axes(self, facts):
         return (Axis("way", "what is wrong", ("honest", "spoils"), str),)
 """
-PLAUSIBILITY = (Label.LEAK, Label.NOT_FINITE)
-HOWS = ("honest", "misnamed", "spoils", "leaks", "leaks now and then", "fills a cache", "empties a cache")
+PLAUSIBILITY = (Label.NO_WORK, Label.LEAK, Label.NOT_FINITE)
+HOWS = (
+    "honest",
+    "misnamed",
+    "spoils",
+    "leaks",
+    "leaks now and then",
+    "fills a cache",
+    "empties a cache",
+    "does nothing",
+    "remembers",
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +164,16 @@ def test_a_cache_that_is_filled_or_emptied_is_none(run: Run, how: str) -> None:
     """Both grow for a while."""
     record = record_of(run, how)
     assert told(run, record) == {} and record.memory is not None and record.memory.leak == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("does nothing", "it calls no operator of torch"), ("remembers", "it calls no operator of torch")],
+)
+def test_a_step_that_does_no_work_has_no_verdict(run: Run, how: str, why: str) -> None:
+    """Hard: there is nothing to judge, nor anything that could be judged against it."""
+    record = record_of(run, how)
+    assert record.status is Status.OK and record.effect is not None and record.effect.changes is False
+    assert told(run, record)[Label.NO_WORK].startswith(why)
+    honest = record_of(run, "honest").effect
+    assert honest is not None and honest.changes is None, "what it gives goes with the step"

@@ -28,6 +28,7 @@ LABELS: dict[Label, str] = {
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",
+    Label.NO_WORK: "what its steps give does not change with what they are given: they do no work that could be timed",
     Label.LEAK: "tensors take more memory with every step, and go on so: later steps need not be like earlier ones",
     Label.NOT_FINITE: "numbers of its state became infinite or NaN, as its suite says they may: that can change times",
     Label.ENERGY_UNRESOLVED: "its energy has no number, or one that is not sure, or on which its windows do not agree",
@@ -53,6 +54,7 @@ REASONS: dict[Label, str] = {
     Label.UNPAIRED: "it was measured at another time than the reference",
     Label.VARYING: "its steps were not alike",
     Label.EAGER_QUANTISER: "its quantisers were not compiled",
+    Label.NO_WORK: "its steps do no work",
     Label.LEAK: "its memory grows step by step",
     Label.NOT_FINITE: "its numbers became infinite or NaN",
     Label.ENERGY_UNRESOLVED: "its energy is not resolved",
@@ -96,8 +98,8 @@ VERDICT = (
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
 )
 HARD = (
-    "no verdict: where identical code was told apart, where the device's hardware slowed it down, where less than a "
-    "fifth of a core was left, and where a case is not what it says; nor beside such a reference"
+    "no verdict: where identical code was told apart, the device's hardware slowed it down, less than a fifth of a "
+    "core was left, or a case is not what it says; nor beside such a reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

@@ -1,0 +1,80 @@
+"""The bits of a tensor's memory as one number, and other numbers in their place.
+
+All of the memory that a tensor is a view of, past torch's count of versions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fp8bench.worker.finite import converts
+
+# Elements, or words, at a time.
+_PIECE = 1 << 18
+# Odd numbers without a pattern.
+_OF_PIECES, _OF_WORDS = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
+_NUMBERS = 1 << 64
+
+
+def digest(tensor: Any) -> int:
+    """The same for the same bits; for others by a chance of one in 2**63."""
+    import torch
+
+    found = 0
+    for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
+        whole = piece.numel() // 8 * 8
+        for words in (piece[:whole].view(torch.int64), piece[whole:].to(torch.int64)):
+            mixed = words * _OF_WORDS  # the upper bits of a word come down, else two signs that change were none
+            mixed ^= mixed >> 32
+            weighed = int((mixed * _weights(words.device, _PIECE)[: words.numel()]).sum())
+            found = (found * _OF_PIECES + weighed) % _NUMBERS
+    return found
+
+
+def replace_numbers(tensor: Any) -> None:
+    """Floating-point numbers become any between the smallest and the largest; others are drawn from among themselves.
+
+    What is not finite stays: a mask is none without its infinities.
+    """
+    import torch
+
+    random = torch.Generator(tensor.device).manual_seed(1)
+    dtype = tensor.dtype
+    if not dtype.is_floating_point or (dtype.itemsize == 1 and not converts(dtype)):
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
+    with torch.no_grad():
+        for piece in _flat(tensor, dtype).split(_PIECE):
+            if dtype.is_floating_point:
+                piece.copy_(_within_range(piece, random))
+            else:
+                piece.copy_(piece[torch.randint(piece.numel(), piece.shape, generator=random, device=piece.device)])
+
+
+def _within_range(piece: Any, random: Any) -> Any:
+    import torch
+
+    numbers = piece if piece.dtype is torch.float64 else piece.to(torch.float32)
+    finite = numbers.isfinite()
+    if not bool(finite.any()):
+        return piece
+    low, high = (float(end) for end in torch.aminmax(numbers[finite]))
+    if low == high:  # ones stay about ones
+        low, high = (low / 2, high) if high else (0.0, 1.0)
+    drawn = torch.rand(numbers.shape, generator=random, device=numbers.device, dtype=numbers.dtype)
+    return torch.where(finite, low + (high - low) * drawn, numbers)
+
+
+def _flat(tensor: Any, dtype: Any) -> Any:
+    """All of the memory, in elements of that dtype, with a version of its own."""
+    import torch
+
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(device: Any, count: int) -> Any:
+    """A sum of words alone would not tell in which order they lie."""
+    import torch
+
+    return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)

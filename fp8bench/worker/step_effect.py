@@ -1,0 +1,178 @@
+"""Whether what a step gives changes with what it is given: a step that gives what it gave before does no work.
+
+What it gives are tensors that it writes or returns, as far as they can be reached from the state or from its answer;
+what it is given are tensors that were there when the state had been prepared, and that no step writes. Two steps are
+held against each other first: where the second gives something else (weights go on, a loader goes on, numbers are
+drawn) it does something. Else all that it is given is replaced by other numbers of the same range, past torch's count
+of versions, so that a memory that goes by these is deceived too; then what it writes in its place, in case that is what
+it works on. What is still the same, bit for bit, is no work.
+Nor is a step that calls no operator of torch, takes next to no time, and leaves everything as it was.
+
+Nothing is said where that may have other reasons: where nothing that the step gives can be seen, it is given nothing
+that could be replaced, it loads data, or a part of its state lies in memory that is not torch's own (NumPy's, or a
+file's, which is never written).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fp8bench.model import Phase, StepEffect
+from fp8bench.profiler.operators import calls_operators
+from fp8bench.protocols import Device, Markers, Setup, Workload
+from fp8bench.worker.state_bits import digest, replace_numbers
+from fp8bench.worker.state_tensors import address_of, is_foreign, reads_elsewhere, tensors_of, version_of
+from fp8bench.worker.static_scales import step as take_step
+
+# A step that takes longer is not taken again; nor is a state read again whose reading takes longer.
+LONGEST_SECONDS = 1.0
+# What Python does in a step that does nothing takes less; work that torch does not see takes more.
+NO_TIME_SECONDS = 50e-6
+_TIMED = 5
+
+
+class _Seen(NamedTuple):
+    """A stretch of memory: where it lies, its bits as one number, and how often torch has written it."""
+
+    address: int
+    digest: int
+    version: int
+    elements: int
+    floating: bool
+
+
+class _TakesLong(Exception):
+    """What is looked at takes longer than that is worth; the text says what."""
+
+
+@dataclass
+class _Marker:
+    """A phase's context manager, which notes that the step has it."""
+
+    name: str
+    noted: set[str]
+
+    def __enter__(self) -> None:
+        self.noted.add(self.name)
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class _Steps:
+    """A state of a case, steps of it, and what its memory holds after them."""
+
+    def __init__(self, workload: Workload, setup: Setup, synchronise: Callable[[], None]) -> None:
+        self._workload, self._setup, self._synchronise = workload, setup, synchronise
+        self.phases = set[str]()
+        self._markers = Markers(lambda name: _Marker(name, self.phases))
+        self.state = workload.prepare(setup)
+        self.returned: Any = None
+
+    def take(self) -> None:
+        """One more."""
+        self.returned = None
+        self.returned = take_step(self._workload, self.state, self._setup.scales, self._markers)
+        self._synchronise()
+
+    def memories(self) -> dict[int, list[Any]]:
+        """The tensors of the state, and of what the last step returned, by the memory that they share."""
+        found: dict[int, list[Any]] = {}
+        for tensor in tensors_of(self.state, self.returned):
+            if not is_foreign(tensor):
+                found.setdefault(address_of(tensor), []).append(tensor)
+        return found
+
+    def seen(self) -> list[_Seen]:
+        """All of it, in an order that is the same after each step."""
+        found, end = [], time.perf_counter() + LONGEST_SECONDS
+        for address, tensors in self.memories().items():
+            if time.perf_counter() > end:
+                raise _TakesLong(f"its state takes more than {LONGEST_SECONDS:g} s to read")
+            first, version = tensors[0], max(map(version_of, tensors))
+            count, floating = max(one.numel() for one in tensors), first.dtype.is_floating_point
+            found.append(_Seen(address, digest(first), version, count, floating))
+        return found
+
+
+def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
+    """Of a few steps of a state of its own. The first one is not held against others: it may make what lasts."""
+    steps = _Steps(workload, setup, lambda: device.synchronise(index))
+    try:
+        return _effect(steps)
+    except _TakesLong as long:
+        return StepEffect(None, str(long))
+
+
+def _effect(steps: _Steps) -> StepEffect:
+    prepared = steps.seen()
+    steps.take()
+    begun = time.perf_counter()
+    steps.take()
+    if time.perf_counter() - begun > LONGEST_SECONDS:
+        raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
+    before = steps.seen()
+    steps.take()
+    after = steps.seen()
+    going_on = {place for place, (old, new) in enumerate(zip(before, after, strict=False)) if old.digest != new.digest}
+    if len(before) != len(after) or any(after[place].elements > 1 for place in going_on):
+        return StepEffect(True)  # what is a single number may count steps
+    if not after:
+        return StepEffect(None, "its state holds no tensor")
+    if Phase.DATA_LOAD in steps.phases or reads_elsewhere(steps.state):
+        return StepEffect(None, "it may read what does not lie in tensors")
+    given = set(prepared) & set(before) & set(after)
+    answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
+    results = [
+        one
+        for place, one in enumerate(after)
+        if place not in going_on and one not in given and (one not in before or one.address in answered)
+    ]
+    if not results and _idle(steps):
+        return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
+    if not any(one.floating or one.elements > 1 for one in results):  # a truth value need not change
+        return StepEffect(None, "nothing that it gives is kept in its state, or returned")
+    if not given:
+        return StepEffect(None, "it is given no tensor that could be changed")
+    floating, others = ({one.address for one in given if one.floating is kind} for kind in (True, False))
+    in_place = {one.address for one in results if one not in before} & {one.address for one in before}
+    for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
+        if chosen and _changes(steps, chosen, going_on, results_too):
+            return StepEffect(True)
+    return StepEffect(
+        False, f"it gives the same, bit for bit, whatever is in the {len(given)} tensors that it is given"
+    )
+
+
+def _changes(steps: _Steps, chosen: set[int], going_on: set[int], results_too: bool) -> bool:
+    """Whether a step gives something else once these memories hold other numbers.
+
+    What goes on anyway is left out; so are they themselves, unless a step writes them: then it may work in place.
+    """
+    left_out = set[int]() if results_too else chosen
+
+    def given() -> list[int]:
+        places = enumerate(steps.seen())
+        return [one.digest for place, one in places if place not in going_on and one.address not in left_out]
+
+    before = given()
+    for address, tensors in steps.memories().items():
+        if address in chosen:
+            replace_numbers(tensors[0])
+    steps.take()
+    return before != given()
+
+
+def _idle(steps: _Steps) -> bool:
+    """Whether a step calls nothing of torch's, and takes no time that could be work of others'."""
+    if calls_operators(steps.take) is not False:
+        return False
+    shortest = NO_TIME_SECONDS
+    for _ in range(_TIMED):
+        begun = time.process_time()
+        steps.take()
+        shortest = min(shortest, time.process_time() - begun)
+    return shortest < NO_TIME_SECONDS

@@ -1,0 +1,243 @@
+"""Steps that do nothing, or give what they gave before, told from honest ones; of some nobody can tell."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.model import StepEffect
+from fp8bench.protocols import Phases, Workload
+from fp8bench.registry import devices
+from fp8bench.worker import state_bits, step_effect
+from fp8bench.worker.state_bits import digest, replace_numbers
+from fp8bench.worker.step_effect import effect_of
+
+State = SimpleNamespace
+Step = Callable[[State, Phases], Any]
+SIZE = 16
+
+
+def state() -> State:
+    """Inputs of many kinds, a result that is prepared, and what no step looks at."""
+    random = torch.Generator().manual_seed(0)
+    x, w = torch.randn(SIZE, SIZE, generator=random), torch.randn(SIZE, SIZE, generator=random)
+    return State(
+        x=x, w=w, out=torch.empty(SIZE, SIZE), mask=torch.full((SIZE, SIZE), -torch.inf).triu(1), unused=torch.ones(3),
+        index=torch.randint(SIZE, (SIZE,), generator=random), cache={}, kept=None, number=torch.zeros(()),
+    )  # fmt: skip
+
+
+def effect(step: Step, prepare: Callable[[], object] = state) -> StepEffect:
+    workload = SimpleNamespace(prepare=lambda setup: prepare(), step=step)
+    return effect_of(cast(Workload, workload), cast(Any, SimpleNamespace(scales=None)), devices.get("cpu"), 0)
+
+
+def memoised(one: State, phase: Phases) -> Any:
+    if "y" not in one.cache:
+        one.cache["y"] = one.x @ one.w
+    return one.cache["y"]
+
+
+def versioned(one: State, phase: Phases) -> Any:
+    """As sound caches do: until somebody writes what they were made from."""
+    key = (id(one.x), one.x.data_ptr(), one.x._version, one.w._version)
+    if key not in one.cache:
+        one.cache[key] = one.x @ one.w
+    return one.cache[key]
+
+
+def _drop(value: object) -> None:
+    del value
+
+
+@functools.cache
+def product_of(size: int) -> torch.Tensor:
+    return torch.ones(size, size) @ torch.ones(size, size)
+
+
+def copied(one: State, phase: Phases) -> None:
+    one.out.copy_(memoised(one, phase))
+
+
+def kept(one: State, phase: Phases) -> None:
+    one.kept = one.x @ one.w if one.kept is None else one.kept
+
+
+def phases_only(one: State, phase: Phases) -> None:
+    with phase.gemm:
+        pass
+
+
+def counting(one: State, phase: Phases) -> Any:
+    one.number += 1
+    return memoised(one, phase)
+
+
+IDLE: dict[str, Step] = {
+    "nothing": lambda one, phase: None,
+    "phases alone": phases_only,
+    "what is given": lambda one, phase: one.x,
+    "a memory": memoised,
+    "a memory by versions": versioned,
+    "a memory of the module's": lambda one, phase: product_of(SIZE),
+    "a memory without an answer": lambda one, phase: _drop(memoised(one, phase)),
+    "a memory that is copied": copied,
+    "a memory that is cloned": lambda one, phase: memoised(one, phase).clone(),
+    "a result that stays": kept,
+    "constants": lambda one, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=one.out),
+    "constants anew": lambda one, phase: setattr(one, "out", torch.ones(SIZE, SIZE) * 3),
+    "a memory beside a count": counting,
+    "time asleep": lambda one, phase: time.sleep(0.001),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", IDLE)
+def test_a_step_that_does_no_work_is_found(how: str) -> None:
+    """Whatever it hides behind."""
+    found = effect(IDLE[how])
+    assert found.changes is False and found.why
+
+
+HONEST: dict[str, Step] = {
+    "a product that is returned": lambda one, phase: one.x @ one.w,
+    "a product that is kept": lambda one, phase: setattr(one, "kept", one.x @ one.w),
+    "a product in its place": lambda one, phase: torch.mm(one.x, one.w, out=one.out),
+    "a loss": lambda one, phase: (one.x @ one.w).square().mean(),
+    "the largest": lambda one, phase: one.x.amax(),
+    "the sorted": lambda one, phase: one.x.sort().values,
+    "an index": lambda one, phase: one.index.sort().values,
+    "what is chosen": lambda one, phase: one.x.topk(2).indices,
+    "scores under a mask": lambda one, phase: (one.x + one.mask).softmax(-1),
+    "in place, to an end": lambda one, phase: one.w.clamp_(min=0),
+    "in place, to infinity": lambda one, phase: one.w[0].mul_(1e30),
+    "weights that go on": lambda one, phase: one.w.mul_(0.99),
+    "numbers that are drawn": lambda one, phase: one.out.normal_(),
+    "dropout": lambda one, phase: torch.dropout(one.x, 0.5, True),
+    "a small format": lambda one, phase: one.x.to(torch.float8_e4m3fn),
+    "a backward pass": lambda one, phase: torch.autograd.grad((one.x @ one.w.requires_grad_()).sum(), one.w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HONEST)
+def test_an_honest_step_changes_what_it_gives(how: str) -> None:
+    assert effect(HONEST[how]) == StepEffect(True)
+
+
+def load(one: State, phase: Phases) -> None:
+    with phase.data_load:
+        one.out.copy_(
+            torch.from_file(__file__, size=SIZE * SIZE * 4, dtype=torch.uint8).view(torch.float32).view(SIZE, -1)
+        )
+
+
+UNTOLD: dict[str, tuple[Step, str]] = {
+    "a local result": (lambda one, phase: _drop(one.x @ one.w), "kept"),
+    "whether all is finite": (lambda one, phase: one.x.isfinite().all(), "kept"),
+    "the same file each time": (load, "may read"),
+    "work that torch does not see": (lambda one, phase: _drop(sum(range(20_000))), "kept"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", UNTOLD)
+def test_where_nothing_can_be_seen_nothing_is_claimed(how: str) -> None:
+    """Such steps are honest, as far as anybody knows."""
+    step, words = UNTOLD[how]
+    found = effect(step)
+    assert found.changes is None and words in found.why
+
+
+def numpy_state() -> State:
+    return State(x=np.ones((SIZE, SIZE)), out=torch.empty(SIZE), spare=torch.ones(SIZE))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "step", "words"),
+    [
+        (lambda: 3, lambda one, phase: _drop(sum(range(one))), "holds no tensor"),
+        (numpy_state, lambda one, phase: one.out.fill_(float(one.x.sum())), "may read"),
+        (lambda: State(out=torch.empty(SIZE)), lambda one, phase: one.out.fill_(1), "given no tensor"),
+    ],
+)  # fmt: skip
+def test_states_of_which_nobody_can_tell(prepare: Callable[[], object], step: Step, words: str) -> None:
+    """Numbers, arrays of NumPy's, results alone."""
+    found = effect(step, prepare)
+    assert found.changes is None and words in found.why
+
+
+def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
+    """It is somebody's data."""
+    path = tmp_path / "numbers"
+    path.write_bytes(np.arange(64, dtype=np.float32).tobytes())
+    before = path.read_bytes()
+
+    def prepare() -> State:
+        return State(x=torch.from_file(str(path), shared=True, size=64), out=torch.empty(64), spare=torch.ones(3))
+
+    assert effect(lambda one, phase: one.out.copy_(one.x), prepare).changes is None
+    assert path.read_bytes() == before
+
+
+def test_long_steps_and_large_states_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason."""
+    monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
+    found = effect(lambda one, phase: None)
+    assert found.changes is None and "takes more than 0 s" in found.why
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 1000])
+def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several pieces too."""
+    monkeypatch.setattr(state_bits, "_PIECE", 16)
+    numbers = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    seen = {digest(numbers)}
+    for place in range(count):
+        other = numbers.clone()
+        other[place] ^= 1 << (place % 8)
+        seen.add(digest(other))
+    assert len(seen) == count + 1 and digest(numbers.clone()) in seen
+    if count > 1:
+        assert digest(numbers.flip(0)) != digest(numbers)
+
+
+def test_signs_that_change_two_by_two_are_seen() -> None:
+    """The highest bits of words, whose sums would not tell where they were."""
+    ones = torch.ones(64, dtype=torch.float64)
+    found = {digest(ones)}
+    for place in range(1, 64):
+        other = ones.clone()
+        other[[0, place]] *= -1
+        found.add(digest(other))
+    assert len(found) == 64
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64,
+              torch.uint8, torch.bool, torch.complex64]
+)  # fmt: skip
+def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
+    """In any dtype, of views too, and no operation of torch's counts it."""
+    numbers = (torch.arange(1, 200) % 5).to(dtype)
+    view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
+    replace_numbers(view)
+    assert digest(numbers) != before and numbers._version == version
+    if not dtype.is_complex:
+        assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
+
+
+def test_what_is_not_finite_stays() -> None:
+    """And ones stay about ones, so that variances stay positive."""
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    where = mask.isinf()
+    replace_numbers(mask)
+    assert torch.equal(mask.isinf(), where) and bool((mask[~where] >= 0).all())
+    ones = torch.ones(100)
+    replace_numbers(ones)
+    assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
