@@ -271,9 +271,9 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield content[:40] + bytes([content[40] ^ 1]) + content[41:]
     yield b"SQLite format 3\0" + content
     yield b"fp8bench figures one two\n" + content
-    yield b"fp8bench figures 2 zzzzzzzz\n"
+    yield b"fp8bench figures %d zzzzzzzz\n" % VERSION
     yield b"fp8bench figures ff 00000000\n"
-    yield b"fp8bench figures 2 00000000\n"
+    yield b"fp8bench figures %d 00000000\n" % VERSION
     yield os.urandom(len(content))
 
 
