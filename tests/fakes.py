@@ -156,7 +156,7 @@ class FakeWorker(Worker):
         return self.scripts.get(label) or self.scripts.get(label.rstrip("'")) or Script()
 
     def _prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
-        label = case.mode + "'" * (key != case.id)
+        label = case.mode + "'" * ("'" in key)
         self.log.append(("prepare", label))
         assert key not in self._calls, f"{key} was prepared twice"
         self._strike("prepare", label)

@@ -19,6 +19,7 @@ from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
 # What two times of three digits say is as sure as this.
@@ -156,13 +157,15 @@ def rarest(calls: int) -> int:
 def _why_unsure(conclusion: verdicts.Conclusion, rounds: int) -> str:
     interval = conclusion.ratio
     if rounds < verdicts.LEAST_FOR_VERDICT:
-        return f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
+        return f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
         typical = conclusion.typical.inverse
         low, high = units.speed_up(typical.low), units.speed_up(typical.high)
         return f"the mean over all calls, {low} to {high}, does not confirm it; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
+    if interval.level == 0.0:
+        return f"{rounds} rounds are a quick look, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
     return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
 
 

@@ -19,6 +19,7 @@ from fp8bench.analysis.places import PlaceEffect
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
@@ -91,7 +92,7 @@ def _taken(slots: Sequence[SlotSample]) -> bool:
 NOISY_FLOOR = 0.03
 DRIFT_CORRELATION = 0.6
 DRIFT_SHARE = 0.02
-FEW_ROUNDS = 16
+_FEWEST_FOR_DRIFT = 16
 BIMODAL_EXPLAINED = 0.9
 BIMODAL_GAP = 0.05
 BIMODAL_LESSER = 0.2
@@ -134,7 +135,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     if _launch_bound(record, timing):
         yield Labelled(Label.LAUNCH_BOUND)
     if record.support.level is not Level.EMULATED:  # else its time is read as no speed
-        if timing.num_rounds < FEW_ROUNDS:
+        if timing.num_rounds < LEAST_ROUNDS:
             yield Labelled(Label.FEW_SAMPLES)
         if _bimodal(timing):
             yield Labelled(Label.BIMODAL)
@@ -224,7 +225,7 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     """The ratio moves with the rounds, by more than 2% from the first third to the last."""
     case, base = _slot_minima(timing), _slot_minima(reference)
     rounds = sorted(case.keys() & base.keys())
-    if len(rounds) < FEW_ROUNDS:
+    if len(rounds) < _FEWEST_FOR_DRIFT:
         return False
     ratios = np.log(np.array([case[one] / base[one] for one in rounds]))
     third = len(ratios) // 3

@@ -13,6 +13,9 @@ from fp8bench.model.metric_names import OwnMetric
 
 STEP = metric_names.STEP
 TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
+# Of all calls, where the others are of the fastest ones.
+MEAN, RELATIVE_MEAN = OwnMetric.MEAN_TIME, OwnMetric.RELATIVE_MEAN_TIME
+RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
 # Counts of Work that a time can be told per: the metric's name, and how many of them.
 PER: Mapping[str, tuple[str, float]] = {
     "flops": (OwnMetric.SECONDS_PER_TFLOP, 1e12),
@@ -93,7 +96,7 @@ def better_of(name: str) -> Better:
 
 def unit_of_series(series: Series) -> str:
     """The unit of a series' values as everywhere else; asv has words of its own for some, and for others none."""
-    return "x" if series.metric == RELATIVE else units.symbol(series.unit)
+    return "x" if series.metric in RATIOS else units.symbol(series.unit)
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:

@@ -13,8 +13,10 @@ from functools import cache, partial
 from fp8bench.analysis.energy import EnergyFigures, energy_figures, energy_ratio, energy_samples, why_no_energy
 from fp8bench.analysis.metric import (
     ENERGY,
+    MEAN,
     MEMORY,
     PER,
+    RELATIVE_MEAN,
     STEP,
     TIME,
     Better,
@@ -25,7 +27,14 @@ from fp8bench.analysis.metric import (
     capacity_ratio,
     why_no_larger,
 )
-from fp8bench.analysis.samples import phase_medians, phase_samples, relative_samples, step_samples
+from fp8bench.analysis.samples import (
+    mean_sample,
+    phase_medians,
+    phase_samples,
+    relative_mean_sample,
+    relative_samples,
+    step_samples,
+)
 from fp8bench.model import (
     RELATIVE,
     UNATTRIBUTED,
@@ -54,6 +63,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     # Once for all that rests on it, and only where somebody asks.
     steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
     yield _step_time(record, finding, steps)
+    yield from _means(record, reference)
     yield from _relative(record, finding, reference)
     yield from _phases(record, finding)
     yield from _by_work(record, finding, steps)
@@ -90,6 +100,17 @@ def _step_time(record: Record, finding: Finding | None, steps: _Samples) -> Metr
         why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")),
     )  # fmt: skip
     return _clocked(record, metric)
+
+
+def _means(record: Record, reference: Reference | None) -> Iterator[Metric]:
+    """Over all calls. In a run they stand beside the time's ratio."""
+    if record.timing is None:
+        return
+    blank = Metric(MEAN, "s", provenance=Provenance.MEASURED, rank=Rank.RESTATED, cost=_emulated(record))
+    yield replace(_clocked(record, blank), samples=partial(mean_sample, record.timing))
+    if not _emulated(record):
+        samples = partial(relative_mean_sample, record, reference.record if reference is not None else None)
+        yield replace(blank, name=RELATIVE_MEAN, unit="x", provenance=Provenance.DERIVED, samples=samples)
 
 
 def _joined(*words: str) -> str:

@@ -12,13 +12,18 @@ import math
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import cells
+from fp8bench.analysis.verdicts import cells, common_rounds, means
 from fp8bench.model import Level, Record, Timing
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
     """Seconds of a step, one figure a round."""
     return tuple(_rounds(timing).sum(axis=1).tolist()) if timing.slots else ()
+
+
+def mean_sample(timing: Timing) -> tuple[float, ...]:
+    """Seconds of a step, the mean over all calls: one figure, since a middle of means would hide rare calls again."""
+    return (float(means(timing, [slot.round for slot in timing.slots]).mean()),) if timing.slots else ()
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
@@ -32,20 +37,34 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
 
     None where the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
     """
-    if reference is None or record.is_reference or record.timing is None or not record.paired:
+    entries = _entries(record, reference)
+    if record.timing is None or not entries:
         return ()
-    if not record.support.level == reference.support.level == Level.NATIVE:
-        return ()
-    against, control = record.paired_with, record.control
-    if against is None:
-        against, control = reference.timing, reference.control
-    if against is None:
-        return ()
-    entries = [against, *([control] if control is not None and control.slots else [])]
     by_round = [_by_round(timing) for timing in entries]
     own = _by_round(record.timing)
     common = [number for number in own if all(one.get(number) for one in by_round)]  # a clock may not see a step
     return tuple(own[number] / math.prod(one[number] for one in by_round) ** (1 / len(by_round)) for number in common)
+
+
+def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
+    """The same of the means over all calls: one figure."""
+    entries = _entries(record, reference)
+    if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
+        return ()
+    own, *others = (float(means(timing, rounds).mean()) for timing in (record.timing, *entries))
+    return (own / math.prod(others) ** (1 / len(others)),)
+
+
+def _entries(record: Record, reference: Record | None) -> list[Timing]:
+    """What a case was held against in its own rounds."""
+    if reference is None or record.is_reference or not record.paired:
+        return []
+    if not record.support.level == reference.support.level == Level.NATIVE:
+        return []
+    against, control = record.paired_with, record.control
+    if against is None:
+        against, control = reference.timing, reference.control
+    return [timing for timing in (against, control) if timing is not None and timing.slots] if against else []
 
 
 def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:

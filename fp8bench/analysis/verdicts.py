@@ -12,6 +12,10 @@ the time that the thread waited for a core. FASTER and SLOWER must not lie on th
 inside +-4%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
 medians is kept beside them and gives no verdict.
 
+Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of the
+long run that they were part of, because a processor's clock and its neighbours change slower than that. They are told
+as what they are, the range in which the rounds lie, with a level of 0; a verdict needs all of it.
+
 These rules look at samples alone, while rounds come and in the end; `findings` knows what else there is to say of a
 case.
 """
@@ -27,6 +31,7 @@ import numpy as np
 
 from fp8bench.analysis import stats
 from fp8bench.model import CELL_PHASES, Interval, SlotSample, Timing, Verdict
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 BAND = 0.005
 SAME = 0.02
@@ -67,13 +72,26 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
     return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
 
 
-def best_cases(timings: Sequence[Timing], rounds: Sequence[int]) -> list[stats.Resampled]:
-    """Best cases over rounds that all were in.
+def best_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
+    """The first one's best case over that of the others, by rounds that all were in.
 
     All give the same number of calls a slot: a minimum over more calls would be lower for that alone.
     """
     calls = _fewest_calls(*timings)
-    return [stats.best_case(cells(timing, calls, rounds)) for timing in timings]
+    samples = [cells(timing, calls, rounds) for timing in timings]
+    own, *others = map(stats.best_case, samples)
+    if len(rounds) < LEAST_ROUNDS:
+        return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
+    return stats.ratio(own, others, level)
+
+
+def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
+    """The same of the means over all calls."""
+    samples = [means(timing, rounds) for timing in timings]
+    own, *others = map(stats.mean_case, samples)
+    if len(rounds) < LEAST_ROUNDS:
+        return stats.extent(stats.ratio(own, others), samples)
+    return stats.ratio(own, others, level)
 
 
 def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
@@ -92,8 +110,7 @@ def noise(reference: Timing, control: Timing | None) -> Interval | None:
     """The A/A interval; None without a control."""
     if control is None or not (rounds := common_rounds([control, reference])):
         return None
-    own, of_reference = best_cases([control, reference], rounds)
-    return stats.ratio(own, [of_reference], FINAL_LEVEL)
+    return best_ratio([control, reference], rounds)
 
 
 def band_of(aa: Interval | None) -> float:
@@ -154,11 +171,8 @@ def conclude(
     rounds = common_rounds(entries)
     if not rounds:
         return None
-    best = best_cases(entries, rounds)
-    ratio = stats.ratio(best[0], best[1:], level)
-    aa = stats.ratio(best[2], best[1:2], FINAL_LEVEL) if len(entries) == 3 else None
-    every = [stats.mean_case(means(entry, rounds)) for entry in entries]
-    typical = stats.ratio(every[0], every[1:], level)
+    ratio, typical = best_ratio(entries, rounds, level), mean_ratio(entries, rounds, level)
+    aa = best_ratio([entries[2], reference], rounds) if len(entries) == 3 else None
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa)
 

@@ -26,6 +26,9 @@ from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
+# Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
+# ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
+STATES = 4
 # Refilling a cache of some megabytes takes a fraction of a millisecond: of longer steps it is below the band.
 WARMED_BELOW_SECONDS = 100e-3
 # A step this long is timed well enough by its first call.
@@ -43,7 +46,7 @@ Tell = Callable[["Arm", str], None]
 
 @dataclass
 class Arm:
-    """One entry in the rounds: a state in the worker and what it has given so far."""
+    """One entry in the rounds: a state in the worker, or several alike, and what it has given so far."""
 
     key: str
     planned: PlannedCase
@@ -55,6 +58,7 @@ class Arm:
     calibrated: RawStep | None = None
     segmentation: Segmentation | None = None
     varying: bool = False
+    more_keys: list[str] = field(default_factory=list)
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
     not_finite: float = 0.0
@@ -89,6 +93,22 @@ class Arm:
         self.segmentation = segment(best.codes, best.intervals_ns)
         if self.step_seconds < REPEAT_BELOW_SECONDS:
             self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
+
+    def prepare_more(self, worker: Worker) -> None:
+        """The same state of a short step again, elsewhere in memory; as often as there is room.
+
+        Not on a device of its own, where so short a step may hold gigabytes that others need.
+        """
+        several = self.step_seconds < REPEAT_BELOW_SECONDS and not self.emulated and not self.facts.accelerated
+        limit = self.limits.first(self.planned.work)
+        for number in range(1, STATES if several else 1):
+            try:
+                worker.within(limit).prepare(f"{self.key} #{number}", self.planned.case, self.facts)
+            except WorkerFault as fault:
+                if not fault.out_of_memory:
+                    raise
+                return
+            self.more_keys.append(f"{self.key} #{number}")
 
     def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
         """Have the quantisers that the state has asked for compiled; False where none waited."""
@@ -138,25 +158,28 @@ class Arm:
         Where calls are discarded, one more is, or is not, at random: what happens every so many calls would always
         happen to the discarded ones, or never, if slots had that length.
         """
-        discard = self.discard and self.discard + random.Random(f"{self.key} {round_number}").randrange(2)
+        draw = random.Random(f"{self.key} {round_number}")
+        discard = self.discard and self.discard + draw.randrange(2)
         limit = self.limits.slot(self.step_seconds, self.calls + discard)
-        self.add(worker.within(limit).slot(self.key, self.calls, discard), round_number, place)
+        state = draw.choice([self.key, *self.more_keys])
+        self.add(worker.within(limit).slot(state, self.calls, discard), round_number, place)
 
     def check(self, worker: Worker) -> None:
         """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
 
         What scales came to is asked here, after the last step.
         """
-        found = worker.within(self.limits.numbers(self.planned.work)).check(self.key)
-        if found.wrong:
-            raise WorkerFault("after its steps", found.wrong)
-        self.not_finite = found.not_finite
+        for key in (self.key, *self.more_keys):
+            found = worker.within(self.limits.numbers(self.planned.work)).check(key)
+            if found.wrong:
+                raise WorkerFault("after its steps", found.wrong)
+            self.not_finite = max(self.not_finite, found.not_finite)
         if self.planned.case.static is not None:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
     def release(self, worker: Worker) -> ArmFailed | None:
-        """Give the state back; what it leaves running spoils everything that comes after it in that process."""
-        left = worker.release(self.key)
+        """Give the states back; what they leave running spoils everything that comes after it in that process."""
+        left = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
         if not left:
             return None
         names = ", ".join(left[:5])
@@ -251,6 +274,9 @@ class Session:
         for arm in self.arms:
             with guarding(arm):
                 arm.prepare(worker, quantisers, tell)
+        for arm in self.arms:
+            with guarding(arm):
+                arm.prepare_more(worker)
         lead = self.arms[0]
         for arm in self.arms[1:]:
             arm.cut_like(lead)

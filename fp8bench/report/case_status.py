@@ -89,10 +89,11 @@ def show_speed(speed: Interval | None) -> str:
 
 
 def bounds(speed: Interval) -> str:
-    """'[1.60, 1.64]', or that there is no interval."""
+    """'[1.60, 1.64]', '(1.5 to 1.7)' where it is the range of few rounds, or that there is no interval."""
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return "[no interval]"
-    return f"[{units.significant(speed.low)}, {units.significant(speed.high)}]"
+    low, high = units.significant(speed.low), units.significant(speed.high)
+    return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
 
 
 def status_words(result: Result) -> str:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from fp8bench.analysis.metric import ENERGY, MEMORY, PER, TIME
+from fp8bench.analysis.metric import ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, TIME
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.metric_names import taken, time_of_phase
@@ -45,11 +45,13 @@ def class_name(workload: str) -> str:
 def tracked_by(grid: Grid) -> tuple[Tracked, ...]:
     """The step's time first."""
     found = [Tracked(TIME, "seconds", "a step, the fastest call of each round")]
+    found.append(Tracked(MEAN, "seconds", "a step, the mean over all calls, less what they waited for a core"))
     found += [Tracked(time_of_phase(phase), "seconds", f"the {phase} phase of a step") for phase in grid.phases]
     if grid.per:
         name, count = PER[grid.per]
         found.append(Tracked(name, "seconds", f"a step's time for every {count:.0e} {grid.per} of it"))
     found.append(Tracked(RELATIVE, "ratio", "a step's time over that of the highest precision in the same round"))
+    found.append(Tracked(RELATIVE_MEAN, "ratio", "the same of the means over all calls"))
     found.append(Tracked(MEMORY, "bytes", "tensor memory at the highest point of a step, the state included"))
     if grid.energy:
         found.append(Tracked(ENERGY, "joules", "of a step, all that the device took while it ran; one figure a window"))

@@ -82,8 +82,8 @@ def test_calm_samples_have_no_label() -> None:
         # There and back: the ends differ, the order does not.
         (Label.DRIFT, record(timing(*[(10 * MS,), (12 * MS,)] * 12)), {}, False),
         # Fewer rounds than a first look needs, where a time is read as a speed.
-        (Label.FEW_SAMPLES, record(steady(10 * MS, 15)), {}, True),
-        (Label.FEW_SAMPLES, record(steady(10 * MS, 16)), {}, False),
+        (Label.FEW_SAMPLES, record(steady(10 * MS, 23)), {}, True),
+        (Label.FEW_SAMPLES, record(steady(10 * MS, 24)), {}, False),
         (Label.FEW_SAMPLES, record(steady(10 * MS, 8), level=Level.EMULATED), {}, False),
         # It shared no rounds with the reference.
         (Label.UNPAIRED, record(CALM, paired=True), {}, False),

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis import stats
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
     BAND,
     LEAST_FOR_VERDICT,
     band_of,
-    best_cases,
     best_phases,
+    best_ratio,
     common_rounds,
     conclude,
     decided,
@@ -34,9 +33,10 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
+from fp8bench.model.stopping import LEAST_ROUNDS
 from tests.fakes import MS, called, record, steady, timing
 
-ROUNDS = 16
+ROUNDS = 24
 TEN = steady(10 * MS, ROUNDS)
 
 
@@ -58,8 +58,7 @@ def compare(case: Timing, references: Sequence[Timing], level: float) -> Interva
     """The ratio's interval over shared rounds."""
     timings = [case, *references]
     rounds = common_rounds(timings)
-    best = best_cases(timings, rounds) if rounds else []
-    return stats.ratio(best[0], best[1:], level) if best else None
+    return best_ratio(timings, rounds, level) if rounds else None
 
 
 @pytest.mark.parametrize(
@@ -166,10 +165,56 @@ def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
     """The interval of five rounds is not to be believed; six give a verdict."""
     finding = against_ten(steady(20 * MS, rounds), TEN)
     if rounds < LEAST_FOR_VERDICT:
-        why = f"{rounds} rounds are too few for an interval; give it more time (--budget) or rounds"
+        why = f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
         assert (finding.verdict, finding.why) == (Verdict.UNSURE, why)
     else:
         assert finding.verdict is Verdict.SLOWER
+
+
+def wobbling(best: int, rounds: int, start: int = 0) -> Timing:
+    """Rounds that differ by up to a percent, without a pattern."""
+    return timing(*[(best + (37 * (number + start)) % 101 * best // 10_000,) for number in range(rounds)])
+
+
+@pytest.mark.parametrize("rounds", [LEAST_FOR_VERDICT, LEAST_ROUNDS - 1, LEAST_ROUNDS])
+def test_fewer_rounds_than_a_plain_command_takes_have_a_range_and_no_interval(rounds: int) -> None:
+    """All rounds lie in it, in doubt and without colour; a verdict needs every one of them."""
+    reference, case = wobbling(10 * MS, rounds), wobbling(11 * MS, rounds, 50)
+    finding = found(
+        record(reference, "fp32", is_reference=True, control=wobbling(10 * MS, rounds, 20)), record(case, "bf16"),
+    )["bf16"]  # fmt: skip
+    assert finding.ratio is not None and finding.typical is not None
+    few = rounds < LEAST_ROUNDS
+    assert finding.ratio.level == finding.typical.level == (0.0 if few else 0.99)
+    assert finding.verdict is Verdict.SLOWER and (Label.FEW_SAMPLES in finding.labels) is few
+    if few:
+        each = [own / other for (own,), (other,) in zip(samples(case), samples(reference), strict=True)]
+        assert finding.ratio.low < finding.ratio.point < finding.ratio.high
+        assert finding.ratio.low == pytest.approx(min(each), rel=0.01)
+        assert finding.ratio.high == pytest.approx(max(each), rel=0.01)
+
+
+def samples(one: Timing) -> list[tuple[int, ...]]:
+    return [tuple(sum(call) for call in slot.calls_ns) for slot in one.slots]
+
+
+def test_one_round_that_says_otherwise_takes_a_quick_verdict_away() -> None:
+    """And the reason asks for more rounds."""
+    case = timing(*[(11 * MS,)] * 9, (10 * MS,))
+    finding = against_ten(case, steady(10 * MS, 10))
+    assert finding.verdict is Verdict.UNSURE and finding.why == (
+        "10 rounds are a quick look, and they do not agree; give it 24 or more (no --quick)"
+    )
+
+
+def test_a_few_slots_of_a_raised_clock_make_nobody_faster() -> None:
+    """The three fastest rounds of one arm are 10% faster: the ratio of these would be 0.9, and its interval narrow."""
+    burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
+    finding = found(
+        record(steady(10 * MS, 48), "fp32", is_reference=True, control=steady(10 * MS, 48)), record(burst, "bf16")
+    )["bf16"]
+    assert finding.verdict is Verdict.UNSURE and finding.ratio is not None
+    assert finding.ratio.point == pytest.approx(1 - 0.1 * 3 / 12) and finding.ratio.high == pytest.approx(1.0)
 
 
 def test_only_shared_rounds_count() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import HANG_SECONDS
-from fp8bench.measure.rounds import Arm, ArmFailed, Judge, Session
+from fp8bench.measure.rounds import STATES, Arm, ArmFailed, Judge, Session
 from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
@@ -119,6 +121,45 @@ def test_limits_follow_what_is_known_of_a_step() -> None:
     short = FakeWorker({"fp32": steady(MS)})
     arm("fp32").prepare(short)
     assert {limit for _, limit in short.limits} == {HANG_SECONDS}
+
+
+class Noting(FakeWorker):
+    """One that notes which state it was asked about, by request."""
+
+    def __init__(self) -> None:
+        super().__init__({"fp32": steady(MS), "bf16": steady(5 * MS)})
+        self.keys: dict[str, set[str]] = {}
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        self.keys.setdefault(name, set()).add(arguments[0])
+        return super().ask(limit, name, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("one", "states"),
+    [
+        (arm("fp32"), STATES), (arm("bf16"), 1), (arm("fp32", EMULATED), 1),
+        (Arm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
+    ],
+)  # fmt: skip
+def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Arm, states: int) -> None:
+    """All are looked at after their steps, and given back."""
+    worker, session = Noting(), Session(one, None, [])
+    session.prepare(worker)
+    for number in range(60):
+        one.run(worker, number)
+    session.check(worker)
+    session.release(worker)
+    assert len(worker.keys["slot"]) == states
+    assert worker.keys["slot"] == worker.keys["prepare"] == worker.keys["check"] and not worker.held
+
+
+def test_several_states_take_what_room_there_is() -> None:
+    """Two arms of one unit each, and room for three: the first has one more, the second none."""
+    worker = FakeWorker({mode: replace(steady(MS), memory=1) for mode in ("fp32", "bf16")}, capacity=3)
+    session = Session(arm("fp32"), None, [arm("bf16")])
+    session.prepare(worker)
+    assert sorted(worker.held) == ["bf16", "fp32", "fp32"]
 
 
 def test_every_round_runs_every_arm_once() -> None:
@@ -252,9 +293,9 @@ def test_the_real_judge_ends_what_is_clear_at_the_first_look(nanoseconds: int) -
     assert why == "answered after 16 rounds"
 
 
-def test_the_real_judge_goes_on_while_one_round_makes_the_difference() -> None:
-    """A candidate that was faster by 3% once and slower by 3% else might be either; the cap ends it."""
-    script = Script(lambda call: ((GEMM,), (9_700_000 if call == 4 else 10_300_000,)))
+def test_the_real_judge_goes_on_while_a_few_rounds_make_the_difference() -> None:
+    """A candidate that was faster by 3% now and then and slower by 3% else might be either; the cap ends it."""
+    script = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 else 10_300_000,)))
     rule = StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9)
     _, why = sit({"bf16": script}, three(), rule, decided)
     assert why == "64 rounds, the most a group gets"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -99,6 +100,8 @@ def test_every_metric_of_a_native_case() -> None:
     assert found.pop("time_gemm") == pytest.approx((1e-3, 1e-3))
     assert found.pop("seconds_per_tflop") == pytest.approx((6e-3, 2e-3))
     assert found.pop("relative_time") == (0.375, 0.25)
+    assert found.pop("mean_time") == pytest.approx((4.25e-3,))
+    assert found.pop("relative_mean_time")[0] == pytest.approx(4.25 / math.sqrt(7 * 9.5), rel=1e-5)
     assert found.pop("peak_memory") == (2048.0,)
     assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
     assert found == {"energy": ()}
@@ -111,7 +114,8 @@ def test_every_metric_of_the_reference() -> None:
     assert found.pop("seconds_per_tflop") == pytest.approx((8e-3, 16e-3))
     assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
     assert found.pop("peak_memory") == (4096.0,)
-    assert set(found) == {"time_cast", "relative_time", "energy"} and not any(found.values())
+    assert found.pop("mean_time") == pytest.approx((7e-3,))
+    assert set(found) == {"time_cast", "relative_time", "relative_mean_time", "energy"} and not any(found.values())
 
 
 def test_an_emulated_case_has_a_time_and_no_speed() -> None:
@@ -120,7 +124,10 @@ def test_an_emulated_case_has_a_time_and_no_speed() -> None:
     assert found.pop("time") == pytest.approx((9e-3,))
     assert found.pop("time_cast") == pytest.approx((7e-3,)) and found.pop("time_gemm") == pytest.approx((2e-3,))
     assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
-    assert set(found) == {"seconds_per_tflop", "relative_time", "peak_memory", "energy"} and not any(found.values())
+    assert found.pop("mean_time") == pytest.approx((10e-3,))
+    assert set(found) == {
+        "seconds_per_tflop", "relative_time", "relative_mean_time", "peak_memory", "energy",
+    } and not any(found.values())  # fmt: skip
 
 
 def test_points_come_under_their_series() -> None:

@@ -14,8 +14,8 @@ from fp8bench.analysis.compare.duel_interval import Judged, judge, why_unsure
 from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.metric import TIME, Better, better_of
-from fp8bench.analysis.verdicts import best_phases
+from fp8bench.analysis.metric import MEAN, TIME, Better, better_of
+from fp8bench.analysis.verdicts import BAND, best_phases, rule
 from fp8bench.model import Comparison, Direction, Evidence, Finding, Label, Measurement, Noise, Status, Verdict
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Duel
 
@@ -35,6 +35,15 @@ def judged(result: CaseResult) -> Judged | None:
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
     """Every figure of every case, times first."""
     return tuple(one for result in duel.results for one in compared(result))
+
+
+def of_means(duel: Duel) -> Iterator[Comparison]:
+    """What the means over all calls say of each case; its time's comparison says it only where the two disagree."""
+    for result in duel.results:
+        found = judged(result)
+        if found is not None and found.resolved:
+            way = _DIRECTIONS[rule(found.typical, BAND)]
+            yield replace(_blank(result, MEAN, "s"), direction=way, ratio=found.typical, labels=_labels(result, found))
 
 
 def compared(result: CaseResult) -> Iterator[Comparison]:

@@ -8,21 +8,24 @@ An ack that covers a change keeps it from alarming; one that goes further alarms
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
-from fp8bench.analysis.metric import unit_of_series
+from fp8bench import units
+from fp8bench.analysis.metric import MEAN, RELATIVE_MEAN, TIME, unit_of_series
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
 from fp8bench.analysis.steps.levels import Counts
-from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Trend
+from fp8bench.analysis.verdicts import UNEVEN
+from fp8bench.model import RELATIVE, Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 
 # Two builds of one program differ by as much for where their code and data lie.
 BAND = 0.01
@@ -32,6 +35,8 @@ BELOW_ZERO = "values below 0, between which no ratio says anything"
 _NOTHING = 0.5
 
 
+# What the fastest calls say, by what all of them do.
+_OF_ALL_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
@@ -40,6 +45,8 @@ class State(StrEnum):
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
+    # The mean over all calls stepped the other way between the same commits.
+    CONTRADICTED = "contradicted"
     # A later step took it back, half of it at least.
     REVERTED = "reverted"
     # The work or the method has changed since: what is measured now does not compare.
@@ -119,7 +126,55 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
             left[BELOW_ZERO if compared else TOO_FEW] += 1
     steps = look([_above_zero(one.values) for one in chosen])
     found = [change for stretch, of_it in zip(chosen, steps, strict=True) for change in _changes(stretch, of_it)]
-    return Found(tuple(sorted(found, key=worst_first)), looked_at, left)
+    return Found(tuple(sorted(_held_against_means(found), key=worst_first)), looked_at, left)
+
+
+def _held_against_means(found: Sequence[Change]) -> Iterator[Change]:
+    """The same, with what the mean over all calls says where it says something else than the fastest calls.
+
+    Where it says the same it is no news of its own. The mean sees every call: its step stands, the other one does not.
+    """
+    restated = set[int]()
+    beside: dict[int, Change] = {}
+    means = [change for change in found if change.trend.series.metric in _OF_ALL_CALLS]
+    for mean, fast in itertools.product(means, found):
+        if not _of_one_step(mean, fast):
+            continue
+        if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN):
+            restated.add(id(mean))
+        else:
+            beside |= {id(mean): fast, id(fast): mean}
+    for change in found:
+        if id(change) not in restated:
+            yield _uneven(change, beside[id(change)]) if id(change) in beside else change
+
+
+def _of_one_step(mean: Change, fast: Change) -> bool:
+    """Whether the two are of one case, and lie between the same commits, as far as anybody can tell."""
+    if fast.trend.series.metric != _OF_ALL_CALLS[mean.trend.series.metric]:
+        return False
+    if fast.state is not mean.state or _place(mean) != _place(fast):
+        return False
+    places = {figure.commit: place for place, figure in enumerate(mean.trend.figures)}
+    begins = [places.get(one.comparison.since, -1) for one in (mean, fast)]
+    return max(begins) < min(places.get(one.comparison.until, -1) for one in (mean, fast))
+
+
+def _place(one: Change) -> tuple[object, ...]:
+    return one.trend.series.workload, one.trend.cell, one.trend.machine.get("machine"), one.trend.python
+
+
+def _uneven(change: Change, other: Change) -> Change:
+    is_mean = change.trend.series.metric in _OF_ALL_CALLS
+    fast, mean = (other, change) if is_mean else (change, other)
+    why = f"{_moved(fast)} by the fastest calls, {_moved(mean)} by the mean over all calls"
+    comparison = replace(change.comparison, labels=(*change.comparison.labels, Label.UNEVEN), why=why)
+    stands = is_mean or change.state is not State.OPEN or mean.is_worse is fast.is_worse
+    return replace(change, comparison=comparison, state=change.state if stands else State.CONTRADICTED)
+
+
+def _moved(one: Change) -> str:
+    return units.change(one.comparison.ratio.point if one.comparison.ratio else None)
 
 
 def _stretches(trend: Trend) -> list[Stretch]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.analysis.gate.judging import Key, SecondLook, key_of
 from fp8bench.analysis.gate.power import Newest
-from fp8bench.analysis.metric import PER, unit_of_series
+from fp8bench.analysis.metric import PER, RATIOS, unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, Found, State, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
@@ -105,7 +105,7 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     ]  # fmt: skip
     relative = _with_relative(here, history)
     for one in sorted(here, key=lambda change: change.size):
-        if one.trend.series.metric == RELATIVE or not _settled(one.trend, relative):
+        if one.trend.series.metric in RATIOS or not _settled(one.trend, relative):
             chosen[key_of(one.comparison)] = one
     return chosen
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.analysis.compare.duel_verdicts import comparisons
+from fp8bench.analysis.compare.duel_verdicts import comparisons, of_means
 from fp8bench.analysis.gate.judging import SecondLook, key_of
-from fp8bench.analysis.metric import TIME
+from fp8bench.analysis.metric import MEAN, RELATIVE_MEAN, TIME
 from fp8bench.errors import Fp8benchError
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.duel.run import run_duel
@@ -34,7 +34,9 @@ def duelled(
     if not duel.finished:
         raise KeyboardInterrupt
     found = {key_of(one): one for one in comparisons(duel)}
-    found |= {(case, RELATIVE): one for (case, metric), one in found.items() if metric == TIME}
+    found |= {key_of(one): one for one in of_means(duel)}
+    relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
+    found |= {(case, relative[metric]): one for (case, metric), one in found.items() if metric in relative}
     return SecondLook(found, f"in duel {duel.id}")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import BY_CHANCE
 from fp8bench.analysis.steps.changes import Change, Found, State
+from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
@@ -27,6 +28,7 @@ _WORTH = (
     "these figures were measured at different times: before you blame a commit, measure it and the one before it "
     "again, or duel them"
 )
+_CONTRADICTED = "contradicted: the mean over all calls stepped the other way, so that the fastest calls say nothing"
 _REVERTED = "reverted: a later step took at least half of it back"
 _OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
 
@@ -97,7 +99,7 @@ def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change
     yield "regressions", [change for change in still if change.is_worse]
     yield "improvements", [change for change in still if not change.is_worse]
     for state in State:
-        if everything and state is not State.OPEN:
+        if state is State.CONTRADICTED or (everything and state is not State.OPEN):
             yield state.value, [change for change in found.changes if change.state is state]
 
 
@@ -130,6 +132,8 @@ def _row(change: Change) -> tuple[Field, ...]:
 
 def _notes(change: Change) -> Iterator[str]:
     """What else one should know of a change."""
+    if Label.UNEVEN in change.comparison.labels:
+        yield f"{Label.UNEVEN}: {change.comparison.why}"
     if not change.current:
         yield "the last commits were measured under other conditions, and may be as they are for these"
     if change.ack is not None:
@@ -145,6 +149,7 @@ def _legend(found: Found, everything: bool) -> list[str]:
     among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
     words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
     words += [_WORTH] if any(change.alarms for change in found.changes) else []
+    words += [_CONTRADICTED] if State.CONTRADICTED in states else []
     words += [_REVERTED] if everything and State.REVERTED in states else []
     words += [_OLD] if everything and State.OLD_VERSION in states else []
     return words

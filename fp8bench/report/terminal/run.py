@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp8bench import units
 from fp8bench.model import Finding, Label, Run, Status, Verdict
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
@@ -133,10 +132,7 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
         for one in panel.results
         if one.finding is not None and one.finding.ratio is not None and not emulated(one)
     )
-    lines = [
-        legend.speed_up(reference, "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*found})))
-        for reference, found in levels.items()
-    ]
+    lines = [legend.speed_up(reference, found) for reference, found in levels.items()]
     return [*lines, legend.VERDICT] if lines else []
 
 

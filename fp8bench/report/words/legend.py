@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
+from fp8bench.model.stopping import LEAST_ROUNDS
 
 LABELS: dict[Label, str] = {
     Label.NOISY: "so much noise that the A/A interval reaches further than 3% from 1",
@@ -90,13 +91,15 @@ def error_word(errors: Sequence[float]) -> str:
 
 
 BEST = (
-    "best: the step undisturbed, the sum over its stretches of each one's three fastest rounds (less than any single "
-    "step); median and spread (distance of the quartiles / median): over all calls; throughput: at the median"
+    "best: the step undisturbed, the sum over its stretches of each one's fastest quarter of the rounds (less than "
+    "most single steps); median and spread (distance of the quartiles / median): over all calls; throughput: at the "
+    "median"
 )
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
 )
+RANGE = f"(low to high): the range of fewer than {LEAST_ROUNDS} rounds, which is no interval"
 HARD = (
     "no verdict: where identical code was told apart, the device's hardware slowed it down, less than a fifth of a "
     "core was left, or a case is not what it says; nor beside such a reference"
@@ -152,6 +155,9 @@ def energy_versus(reference: str) -> str:
     )
 
 
-def speed_up(reference: str, levels: str) -> str:
-    """What the column of speed-ups says."""
-    return f"speed-up: step time of {reference} / that of the case, above 1x is faster; [low, high]: {levels} interval"
+def speed_up(reference: str, levels: Collection[float]) -> str:
+    """What the column of speed-ups says, with intervals of these levels; 0 is none."""
+    known = "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*levels} - {0.0}))
+    words = [f"[low, high]: {known} interval"] if known else []
+    words += [RANGE] if 0.0 in levels else []
+    return f"speed-up: step time of {reference} / that of the case, above 1x is faster; {'; '.join(words)}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Finding, Label, Status, Verdict
-from fp8bench.report.case_status import Standing, show_speed_up, speed_up, standing, tone_of
+from fp8bench.report.case_status import Standing, show_speed, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
 from fp8bench.report.panels import Panel, Result, together
 from fp8bench.report.words import legend
@@ -167,10 +167,8 @@ def of_all_calls(finding: Finding) -> str:
     """'1.02x [0.99, 1.04]', by the mean over all calls; what that would have seen where nothing was found."""
     if finding.typical is None:
         return units.NONE
-    speed = finding.typical.inverse
-    low, high = (units.speed_up(bound).removesuffix("x") for bound in (speed.low, speed.high))
     seen = f", would have seen 1 call in {finding.rarest}" if finding.verdict is Verdict.SAME else ""
-    return f"{units.speed_up(speed.point)} [{low}, {high}]{seen}"
+    return f"{show_speed(finding.typical.inverse)}{seen}"
 
 
 def span(speeds: Sequence[float]) -> str:

@@ -21,7 +21,9 @@ from fp8bench.analysis.steps.changes import (
     find_changes,
 )
 from fp8bench.cli.thresholds_file import read_rules
-from fp8bench.model import Conditions, Direction, Evidence, Figure, Series, Status, Trend
+from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
+from fp8bench.report.terminal.changes import page_of
+from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.comparisons import value
 from tests.histories import commit
 
@@ -82,6 +84,43 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
     for words, joules in (("1 mJ", 1e-3), ("20 uJ", 2e-5), ("0.5 J", 0.5)):
         file.write_text(f"gemm:\n  energy: {{smallest: {words}}}\n")
         assert threshold_of(one, read_rules(file)).smallest == pytest.approx(joules)
+
+
+def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
+    """A step of the fastest calls and one of the mean over all calls, at the same commit."""
+    of_all = replace(SERIES, name="gemm.Gemm.track_mean_time", metric="mean_time")
+    return list(
+        find_changes([
+            levels((20, before), (5, fast)), replace(levels((20, before), (5, mean)), series=of_all),
+        ]).changes
+    )  # fmt: skip
+
+
+def test_a_mean_that_says_the_same_is_no_news_of_its_own() -> None:
+    """One step, one change."""
+    (change,) = by_both(1.2, 1.21)
+    assert change.trend.series.metric == "time" and Label.UNEVEN not in change.comparison.labels
+
+
+def test_a_slow_down_of_some_calls_alarms_by_the_mean() -> None:
+    """The fastest calls became a little faster: that step does not stand. Flat, they say nothing."""
+    found = {change.trend.series.metric: change for change in by_both(0.979, 1.32)}
+    assert found["time"].state is State.CONTRADICTED and not found["time"].alarms
+    assert found["mean_time"].alarms and found["mean_time"].state is State.OPEN
+    for change in found.values():
+        assert change.comparison.labels == (Label.UNEVEN,)
+        assert change.comparison.why == "-2.1% by the fastest calls, +32.0% by the mean over all calls"
+    (alone,) = by_both(1.0, 1.32)
+    assert alone.trend.series.metric == "mean_time" and alone.alarms
+
+
+def test_a_slow_down_that_hits_some_calls_more_is_told_by_both() -> None:
+    """Both are worse; their sizes differ by more than their noise."""
+    changes = by_both(1.05, 1.32)
+    assert [change.alarms for change in changes] == [True, True]
+    assert all(Label.UNEVEN in change.comparison.labels for change in changes)
+    text = render(page_of(find_changes([change.trend for change in changes]), "store"))
+    assert "uneven: +5.0% by the fastest calls, +32.0% by the mean over all calls" in " ".join(text.split())
 
 
 def test_an_improvement_alarms_nobody() -> None:

@@ -87,7 +87,7 @@ def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatc
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     words = "fp8bench: .fp8bench/runs/box may not be read, so that its runs are left out\n"
     code, out, err = say("list")
-    assert code == 0 and out.startswith(".fp8bench: 9 series") and err == words
+    assert code == 0 and out.startswith(".fp8bench: 12 series") and err == words
     next(run_files(store)).unlink()
     assert say("list") == (0, ".fp8bench: no runs that may be read\n", words)
 
@@ -137,9 +137,9 @@ def test_the_series_of_a_part_of_a_name(store: Path, say: Say) -> None:
     history(store, 1.0)
     assert say("show", "GEMM.gemm.track_time(bf16, 512)")[0] == 0
     code, out, err = say("show", "bf16")
-    assert code == 2 and not out and "'bf16' fits 5 series" in err
+    assert code == 2 and not out and "'bf16' fits 7 series" in err
     listed = [line.strip() for line in err.splitlines()[1:]]
-    assert listed == sorted(listed) and "gemm.Gemm.track_time(bf16, 512)" in listed and len(listed) == 5
+    assert listed == sorted(listed) and "gemm.Gemm.track_time(bf16, 512)" in listed and len(listed) == 7
     assert "Did you mean 'gemm.Gemm.track_time(bf16, 512)'?" in say("show", "gemm.Gemm.track_tme(bf16, 512)")[2]
     assert "Did you mean 'gemm.Gemm.track_time(bf16, 512)'?" in say("show", "tme(bf16, 512)")[2]
     assert "names them all" in say("show", "zzz")[2]
@@ -174,7 +174,7 @@ def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.Mo
     monkeypatch.setattr("fp8bench.jobs.history._MOST_NAMED", 2)
     history(store, 1.0)
     err = say("show", "bf16")[2]
-    assert len(err.splitlines()) == 4 and err.endswith("and 3 more\n")
+    assert len(err.splitlines()) == 4 and err.endswith("and 5 more\n")
 
 
 def test_a_word_that_is_nowhere(store: Path, say: Say) -> None:
@@ -267,7 +267,7 @@ def test_rebuild(store: Path, say: Say) -> None:
     code, out, err = say("rebuild")
     assert (code, err) == (0, "")
     assert out == (
-        ".fp8bench: made 2 files of asv's, 9 benchmarks, from 2 runs\n"
+        ".fp8bench: made 2 files of asv's, 11 benchmarks, from 2 runs\n"
         "\nnot in it\n  1 run: the files differed from their commit\n"
     )
     before = tree(results_of(store))
@@ -285,7 +285,7 @@ def test_rebuild_mends_and_names_what_was_broken(store: Path, say: Say) -> None:
     os.utime(broken, (1, 1))  # what was changed lately may be in the middle of being written
     code, _, err = say("rebuild")
     assert code == 0 and f"{broken.name}.broken-1 was broken, and was set aside" in err
-    assert len(load_results(broken).rows) == 9
+    assert len(load_results(broken).rows) == 11
     broken.write_text('{"version": 99}')
     code, out, err = say("rebuild")
     assert code == 3 and "made 1 file" in out and str(broken) in err

@@ -42,9 +42,9 @@ class Scripted(Worker):
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if name != "slot":
-            return None
+            return () if name == "release" else None
         key, calls, _ = arguments
-        steps = []
+        key, steps = key.partition(" #")[0], []
         for _ in range(calls):
             total = self._nanoseconds(key) * (1 + 0.002 * self._random.random())
             steps.append(RawStep(self._codes, (round(total / len(self._codes)),) * len(self._codes)))

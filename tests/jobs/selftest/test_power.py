@@ -29,6 +29,7 @@ from fp8bench.jobs.selftest.power import (
     uneven,
 )
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.rounds import STATES
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.registry import workloads
@@ -133,6 +134,7 @@ class Slowing(Worker):
             self.prepared.append(key)
         elif name == "release":
             del self._extra[arguments[0]]
+            return ()
         elif name == "slot":
             key, calls, _ = arguments
             bare = 300_000 + self._per_call * self._extra[key]
@@ -173,8 +175,9 @@ def test_a_trial_judges_every_effect_once() -> None:
     assert rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
     assert seen == [1, 2] and not worker._extra
-    # Two sizings, and once for both trials: reference, control and a candidate an effect.
-    assert len(worker.prepared) == 2 + 2 + len(EFFECTS) + 4
+    # Two sizings, and once for both trials: reference, control and a candidate an effect, each of so short a step
+    # several times.
+    assert len(worker.prepared) == 2 + STATES * (2 + len(EFFECTS) + 4)
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:

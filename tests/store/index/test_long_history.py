@@ -50,13 +50,14 @@ def test_it_is_the_same_for_the_same_seed(store: Path, tmp_path: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_it_has_eight_series_a_pair(store: Path) -> None:
+def test_it_has_eleven_series_a_pair(store: Path) -> None:
     """With as many points as commits, of ten samples each but for the memory; and both ways of opening agree."""
     found = read_trends(store, lambda _: True)
     assert open_history(store, lambda _: None).trends(lambda _: True) == found
-    assert len(found.trends) == 16 and not found.left
+    assert len(found.trends) == 22 and not found.left
     samples = {(trend.series.metric, figure.samples) for trend in found.trends for figure in trend.measured}
-    assert samples == {("peak_memory", 1), *((name, ROUNDS) for name, _ in samples if name != "peak_memory")}
+    once = {"peak_memory", "mean_time", "relative_mean_time"}
+    assert samples == {(name, 1 if name in once else ROUNDS) for name, _ in samples}
     assert all(len(trend.measured) == 12 for trend in found.trends)
 
 

@@ -110,6 +110,7 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
                 hint="step time of the reference / that of the case: above 1x is faster"), _speed_up),
         (Column("interval", number=True, unit="x", hint="of the speed-up; sorts by width: the surest first"),
          _interval),
+        (Column("over all calls", number=True, unit="x", hint="the speed-up by the mean over all calls"), _typical),
         (Column("error", number=True, hint=which), _error),
         (Column("peak memory", number=True, unit="B", hint="tensors, at the highest point of a step"),
          lambda row: row.figure(MEMORY)),
@@ -139,6 +140,13 @@ def _speed_up(row: _Row) -> Field:
 def _interval(row: _Row) -> Field:
     speed = case_status.speed_up(row.result)
     return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: case_status.bounds(speed))
+
+
+def _typical(row: _Row) -> Field:
+    typical = case_status.inverse(row.result.finding.typical if row.result.finding else None)
+    if typical is None or case_status.speed_up(row.result) is None:
+        return Field(units.NONE)
+    return number(typical.point, lambda _: case_status.show_speed(typical))
 
 
 def _error(row: _Row) -> Field:

@@ -9,6 +9,7 @@ from itertools import count
 
 from fp8bench import units
 from fp8bench.model import Interval
+from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of
 from fp8bench.report.elements import Axis, Bars, Element, Mark, Point, Scatter, Tone
 from fp8bench.report.material import Material
@@ -55,8 +56,8 @@ class SpeedUp(Section):
     name = "speedup"
     title = "Speed-up"
     lead = (
-        "To the right of 1x is faster than the reference; whiskers are 99% intervals. Grey ones are in doubt, and "
-        "emulated cases have no speed."
+        "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
+        f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
     )
     rank = 40
     repeats = True

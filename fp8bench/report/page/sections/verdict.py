@@ -50,8 +50,9 @@ class VerdictSection(Section):
         yield from [*strip, *told] or [Text("There is no run.")]
 
     def lead_of(self, material: Material) -> str:
-        compared = any(speed_up(result) for _, panel in timed_panels(material) for result in panel.results)
-        return self.lead if compared else ""
+        speeds = [speed for _, panel in timed_panels(material) for one in panel.results if (speed := speed_up(one))]
+        ranges = f" {legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
+        return self.lead + ranges if speeds else ""
 
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:

@@ -38,6 +38,7 @@ def test_a_fact_is_shown_with_its_numbers() -> None:
         "verdict": ("faster", None),
         "speed-up": ("1.95x", 1 / 0.512),
         "interval": ("[1.94, 1.97]", pytest.approx(0.0068, rel=0.01)),
+        "over all calls": ("1.96x [1.92, 2.00]", 1 / 0.51),
         "best": ("206 us", 206e-6),
         "median": ("214 us", pytest.approx(214.24e-6)),
         "spread": ("2.0%", 0.02),
@@ -50,8 +51,9 @@ def test_a_fact_is_shown_with_its_numbers() -> None:
         "The same in every row: gemm product=forward operands=cast."
     )
     titles = [column.title for column in table(transformer(), gemm()).columns]
-    assert titles[:9] == [
-        "precision", "run", "suite", "setting", "verdict", "speed-up", "interval", "error", "peak memory",
+    assert titles[:10] == [
+        "precision", "run", "suite", "setting", "verdict", "speed-up", "interval", "over all calls", "error",
+        "peak memory",
     ]  # fmt: skip
     assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"
     assert found["error"].hint == "product_error"
