@@ -12,9 +12,9 @@ the time that the thread waited for a core. FASTER and SLOWER must not lie on th
 inside +-4%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
 medians is kept beside them and gives no verdict.
 
-Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of the
-long run that they were part of, because a processor's clock and its neighbours change slower than that. They are told
-as what they are, the range in which the rounds lie, with a level of 0; a verdict needs all of it.
+Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of
+the long run that they were part of, because a processor's clock and its neighbours change slower than that. They are
+told as what they are, the range in which the rounds lie, with a level of 0; a verdict needs all of it.
 
 These rules look at samples alone, while rounds come and in the end; `findings` knows what else there is to say of a
 case.

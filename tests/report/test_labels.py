@@ -54,11 +54,11 @@ def sentences(made: tuple[Run, dict[str, Finding]]) -> list[Text]:
 
 def test_the_table_has_the_reason_beside_the_label_and_the_ratio_beside_no_verdict() -> None:
     """And the legend what labels mean."""
-    text = render(*hot(), width=200)
+    text = render(*hot(), width=300)
     assert "\n      labels: noisy, throttled (hw-thermal, sw-thermal)\n" in text
     assert "unsure     2.00x [1.98, 2.02]" in text and f"- bf16 unsure: {WHY}" in " ".join(text.split())
     assert f"\n  throttled: {legend.LABELS[Label.THROTTLED]}\n" in text
-    assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render(*capped(), width=200)
+    assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render(*capped(), width=300)
 
 
 def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
@@ -107,7 +107,7 @@ def test_a_power_cap_is_told_with_its_clock_and_casts_no_doubt() -> None:
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     """In the table's row and in the legend, not among the doubts."""
     run, findings = judged((Verdict.FASTER, 0.5, label))
-    assert f"labels: {label}" in render(run, findings) and legend.LABELS[label] in render(run, findings, width=200)
+    assert f"labels: {label}" in render(run, findings) and legend.LABELS[label] in render(run, findings, width=300)
     assert doubts(panels_of(run, findings)[0].results[1]) == ()
 
 
