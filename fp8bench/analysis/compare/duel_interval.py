@@ -103,6 +103,15 @@ def judge(
     )  # fmt: skip
 
 
+def why_sure(found: Judged) -> str:
+    """Why a verdict stands where processes of one side lay further apart than what it tells; else ''."""
+    told = verdicts.SAME if found.verdict is Verdict.SAME else abs(found.ratio.point - 1)
+    if found.apart <= told:
+        return ""
+    apart, more = units.percent(found.apart), units.percent(told)
+    return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
+
+
 def why_unsure(found: Judged) -> str:
     """Why a case has no verdict, and what would give it one."""
     if found.rounds < LEAST_ROUNDS:

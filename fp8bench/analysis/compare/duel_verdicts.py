@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8bench.analysis.compare.duel_interval import Judged, judge, why_unsure
+from fp8bench.analysis.compare.duel_interval import Judged, judge, why_sure, why_unsure
 from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.labels import labels_of
@@ -66,7 +66,7 @@ def _time(result: CaseResult) -> Comparison:
     old, new = result.before.support.level, result.after.support.level
     if old is not new:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
-    why = why_unsure(found) if found.verdict is Verdict.UNSURE else ""
+    why = why_unsure(found) if found.verdict is Verdict.UNSURE else why_sure(found)
     way = _DIRECTIONS[found.verdict]
     noise = Noise(found.error, found.freedom) if found.resolved else None
     return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why, noise=noise)

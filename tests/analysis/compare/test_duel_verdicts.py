@@ -43,6 +43,16 @@ def test_a_slower_side() -> None:
     assert one.p_value is not None and one.p_value < 1e-4 < 2 / 6**4
 
 
+def test_a_verdict_beside_processes_further_apart_says_why_it_stands() -> None:
+    """One process of a side was slow, and the sides differ by less, for certain; alike processes need no word."""
+    slow = (session((1000, 1100), (1050, 1051)), *SLOWER)
+    result = CaseResult(record(None), record(None), tuple(slow))
+    one = of(result)["time"]
+    assert one.direction is Direction.WORSE and one.ratio is not None and one.ratio.point < 1.06
+    assert one.why.startswith("processes of one side lay 1") and "more than 4.6%" in one.why
+    assert of(CaseResult(record(None), record(None), SLOWER))["time"].why == ""
+
+
 def test_chance_without_sessions_enough_is_not_known() -> None:
     """One session has six deals."""
     result = CaseResult(record(None), record(None), SLOWER[:1])
