@@ -180,3 +180,21 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
     assert git(origin, "ls-tree", "-r", "--name-only", "main").split() == [".gitignore", "code.py"]
     again = shell(script("keep what was measured"), second / ".fp8bench")
     assert again.returncode == 0 and git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
+
+
+@pytest.mark.parametrize(("code", "page", "warned"), [
+    (0, "no regression", False), (0, "- history too young: 1 of 3", True), (4, "cannot see its threshold", False),
+    (1, "- history too young: 1 of 3", True),
+])  # fmt: skip
+def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
+    """Its code is the step's; a young history is a warning."""
+    (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
+    program = tmp_path / "bin" / "fp8bench"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '{page}' > gate.md\nexit {code}\n")
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == code and ("::warning::" in done.stdout) == warned

@@ -71,6 +71,11 @@ class Judged:
         return self.finest <= 1 - self.ratio.level
 
     @property
+    def can_judge(self) -> bool:
+        """Whether there were processes and rounds enough for any difference to be believed, however large."""
+        return self.resolved and self.rounds >= LEAST_ROUNDS
+
+    @property
     def uneven(self) -> bool:
         """Whether all calls say something else than the fastest ones, beyond the noise of both."""
         return self.resolved and verdicts.uneven(self.ratio, self.typical)

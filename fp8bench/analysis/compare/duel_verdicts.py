@@ -68,7 +68,7 @@ def _time(result: CaseResult) -> Comparison:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
     why = why_unsure(found) if found.verdict is Verdict.UNSURE else why_sure(found)
     way = _DIRECTIONS[found.verdict]
-    noise = Noise(found.error, found.freedom) if found.resolved else None
+    noise = Noise(found.error, found.freedom) if found.can_judge else None
     return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why, noise=noise)
 
 

@@ -28,8 +28,10 @@ from fp8bench.model import Comparison, Evidence, Noise
 
 # Slow-downs up to this are looked at, a logarithm: a thousand times.
 _MOST = math.log(1000.0)
-_HALVINGS = 22
-_NODES = 12
+# No noise is as far off.
+_DEVIATIONS = 6.0
+_HALVINGS = 15
+_NODES = 8
 # A history gets no further in so many nights.
 _MOST_NIGHTS = 100
 _NORMAL = NormalDist()
@@ -53,8 +55,10 @@ class _Look(NamedTuple):
 def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
     """A look that asks for two things: one is fixed, and the other is so much evidence against noise.
 
-    Where noise is known by a few degrees of freedom only, the latter is another each time, too.
+    Where noise is known by a few degrees of freedom only, it may be more, as Student's distribution is wider than the
+    normal one, and the evidence is another each time, too.
     """
+    error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence <= fixed:
         return _Look(fixed, error)
     return _Look(evidence, math.hypot(error, evidence / math.sqrt(freedom)))
@@ -118,7 +122,7 @@ def _looks(one: Judged, chance: float, second: Second, least: float) -> _Looks:
         return _Looks(_look(floor, first, error, freedom), _Look(max(floor, math.log1p(verdicts.BAND)), 0.0))
     # The first side's runs are in both looks; of the second one run is measured again.
     own, shared = (math.sqrt(share) * error for share in (1 - _before(found.noise), _before(found.noise)))
-    later = _Look(max(floor, band, again), own * math.sqrt(found.noise.after))
+    later = _look(max(floor, band, again), 0.0, own * math.sqrt(found.noise.after), freedom)
     return _Looks(_look(max(floor, 0.0 if is_alone(found) else band), first, own, freedom), later, shared)
 
 
@@ -166,7 +170,8 @@ _PASSES = _Look(-math.inf, 0.0)
 
 def _smallest(looks: _Looks, power: float) -> float:
     """The smallest slow-down, a share, that passes both looks with so large a chance; infinite if none does."""
-    low, high = 0.0, _MOST
+    far = _DEVIATIONS * (looks.first.error + looks.second.error + looks.shared)
+    low, high = 0.0, min(max(looks.first.cut, looks.second.cut) + far, _MOST)
     if _chance(looks, high) < power:
         return math.inf
     for _ in range(_HALVINGS):

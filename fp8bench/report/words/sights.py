@@ -11,7 +11,7 @@ from fp8bench.analysis.gate.sight import NIGHTS, Sight, Sights
 
 def seen(one: Sight) -> str:
     """'+3.1%', 'at least +12.0%' where nobody knows the noise, 'nothing' where no slow-down is large enough."""
-    return f"{'at least ' if one.unknown and math.isfinite(one.seen) else ''}{share(one.seen)}"
+    return _at_least(one.seen, bool(one.unknown))
 
 
 def summary(sights: Sights) -> str:
@@ -21,7 +21,7 @@ def summary(sights: Sights) -> str:
     least = {one.threshold for one in sights.figures}
     of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
     limits = f"; its threshold is {share(worst.threshold)}" if len(least) > 1 else ""
-    middle = f"at least {share(sights.median)}" if any(one.unknown for one in sights.figures) else share(sights.median)
+    middle = _at_least(sights.median, any(one.unknown for one in sights.figures))
     return (
         f"{middle} in {100 * sights.power:.3g} of 100 builds ({of} {worst.case} {worst.metric}: {seen(worst)}{limits})"
         + ("" if limits else f"; the threshold is {share(worst.threshold)}")
@@ -58,6 +58,10 @@ def _why(one: Sight) -> str:
     if one.nights is not None and not one.enough:
         return f"{one.nights} nights, and no number of them would do at this noise"
     return one.unknown
+
+
+def _at_least(value: float, is_bound: bool) -> str:
+    return f"{'at least ' if is_bound and math.isfinite(value) else ''}{share(value)}"
 
 
 def share(value: float) -> str:

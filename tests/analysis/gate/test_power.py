@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from fp8bench.analysis.compare.duel_verdicts import compared
 from fp8bench.analysis.gate.judging import Outcome, Verdict, first_look
 from fp8bench.analysis.gate.power import Newest, Second, sights_of, sights_of_history
 from fp8bench.analysis.gate.sight import NIGHTS, Sight, Sights
 from fp8bench.analysis.gate.thresholds import Rule
 from fp8bench.analysis.steps.change_points import Level, least_step
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
+from fp8bench.model.duel import Session
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.gate import page_of
 from fp8bench.report.terminal.layout import render
@@ -22,6 +24,8 @@ from suites.sight import nights, stored, trial
 from tests.analysis.gate.test_judging import exact, figure
 from tests.analysis.gate.test_judging import stored as few
 from tests.counts import counts
+from tests.duels import result
+from tests.fakes import steady
 
 DUEL = Noise(0.005, 11)
 MANY = Noise(0.01, 8, 5, 5)
@@ -92,7 +96,16 @@ def test_what_does_not_vary_or_is_not_judged_is_no_question() -> None:
 
 
 def test_a_duel_without_an_interval() -> None:
-    """Two processes a side do not tell how far processes lie apart."""
+    """Few processes do not tell how far processes lie apart, and of few rounds nothing is believed."""
+    slots = [steady(1000 + n, 5) for n in range(4)]
+    sessions = [Session(tuple(slots[:2]), tuple(slots[2:]))] * 4
+    for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
+        cut = [
+            Session(*(tuple(replace(one, slots=one.slots[:rounds]) for one in side) for side in (of.before, of.after)))
+            for of in sessions[:many]
+        ]
+        time = next(compared(result("bf16", *cut)))
+        assert (time.noise is not None) == known
     (one,) = seen_of(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
     assert one.seen == math.inf and "--sessions" in one.unknown and not one.enough
 
