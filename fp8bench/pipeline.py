@@ -26,7 +26,7 @@ from fp8bench.measure.ceilings import measures_ceilings
 from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker
+from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
@@ -68,8 +68,7 @@ def execute(
     `finished` False. Raises NotKept, which holds the run, where the store fails while measuring.
     """
     start = time.monotonic()
-    corpus = _prepared(request, store)
-    with worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+    with _ready(request, store) as (corpus, worker), Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, worker, meters, command, folder), origin=origin)
         observer.planned(run.plan)
         writer = start_run(run, store)
@@ -90,8 +89,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_elsewhere(run)
     store = store_of(path) or store
-    corpus = _prepared(run.request, store)
-    with worker_for(run.request, corpus) as worker, Meters(run.request.energy) as meters:
+    with _ready(run.request, store) as (corpus, worker), Meters(run.request.energy) as meters:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
@@ -111,8 +109,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_lost(run)
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
-    corpus = _prepared(request, store)
-    with worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+    with _ready(request, store) as (corpus, worker), Meters(request.energy) as meters:
         opened = _opened(request, corpus, worker, meters, command, None, has_reference_added(run.plan))
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
@@ -128,8 +125,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
-    corpus = _prepared(request, store, write=False)
-    with worker_for(request, corpus) as worker:
+    with _ready(request, store, write=False) as (corpus, worker):
         facts = worker.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts
 
@@ -195,7 +191,16 @@ def _ceilings(
     return found
 
 
-def _prepared(request: Request, store: Path, write: bool = True) -> Corpus | None:
+@contextmanager
+def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Worker]]:
+    """The text and the worker, in a process that nobody else measures in."""
+    with claimed(request.isolation):
+        corpus = _prepared(request, store, write)
+        with worker_for(request, corpus) as worker:
+            yield corpus, worker
+
+
+def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
     """Everything that can be refused before a worker is started, and the text if the suite reads one."""
     import_user_modules(request.imports)
     check_names(request)

@@ -35,6 +35,7 @@ class Switch:
     value of a fresh process. `bends` says of a value that a reference measured under it is not the reference: where
     fp8bench measures in somebody's process, that is refused, with what is `wanted` (`usual`, if it is not said) and how
     to `mend` it. Without `bends` any value will do, and is recorded.
+    What is `set_by_imports` of packages that mean no harm is watched around steps only.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Switch:
     usual: Any = Unset
     bends: Callable[[Any], object] | None = None
     recorded: bool = True
+    set_by_imports: bool = False
     wanted: str = ""
     mend: str = ""
 
@@ -150,7 +152,10 @@ def _of_clocks_and_signals() -> Iterator[Switch]:
             mend="end what replaces the clocks of this process",
         )  # fmt: skip
     for number in _HANDLED:
-        yield Switch(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
+        yield Switch(
+            f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number),
+            set_by_imports=True,
+        )  # fmt: skip
     for kind, timer in _TIMERS.items():  # one that was left running is stopped; one that ended cannot be wound up again
         yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer), usual=False)
 

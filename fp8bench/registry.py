@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -34,6 +35,7 @@ class Registry(Generic[T]):
         self._leaves: dict[str, type[T]] = {}
         self._aliases: dict[str, str] = {}
         self._walked = False
+        self._walking = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
         """Class decorator. A name that is taken raises: two leaves of one name would hide each other.
@@ -116,9 +118,12 @@ class Registry(Generic[T]):
                 )
 
     def _walk(self) -> None:
-        if self._walked:
-            return
-        self._walked = True
+        with self._walking:  # another thread waits until all names are there
+            if not self._walked:
+                self._walked = True
+                self._find()
+
+    def _find(self) -> None:
         package = importlib.import_module(self.package)
         modules = [f"{self.package}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
         for module in modules:

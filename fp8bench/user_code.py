@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.process_switches import Switch, now, of_the_process, put_back
 from fp8bench.registry import devices, precisions, workloads
 
+# stdout and the switches are the process's: of two threads one waits.
+_importing = threading.RLock()
+
 
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
     """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output.
@@ -23,29 +27,34 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     One that leaves a switch of the process changed, or one of those that are `watched`, is refused: whatever is
     measured afterwards would be measured under that, in this process and in those that it starts.
     """
-    watched = watched or of_the_process()
-    for name in names:
-        for registry in (workloads, precisions, devices):
-            registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
-        before = now(watched)
-        try:
-            with _stdout_to_stderr():
-                _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # foreign code may raise anything
-            raise ImportFailed(
-                f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
-                "registers workloads, precisions or devices."
-            ) from error
-        finally:
-            changed = put_back(watched, before)
-        if changed:
-            sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a second try fails alike
-            raise ImportFailed(
-                f"importing {name!r} leaves {', '.join(changed)}: everything would be measured under that. Set it in "
-                "prepare or step, and put it back there."
-            )
+    for registry in (workloads, precisions, devices):
+        registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
+    watched = [switch for switch in watched or of_the_process() if not switch.set_by_imports]
+    with _importing:
+        for name in names:
+            _import(name, watched)
+
+
+def _import(name: str, watched: Sequence[Switch]) -> None:
+    before = now(watched)
+    try:
+        with _stdout_to_stderr():
+            _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # foreign code may raise anything
+        raise ImportFailed(
+            f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
+            "registers workloads, precisions or devices."
+        ) from error
+    finally:
+        changed = put_back(watched, before)
+    if changed:
+        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a second try fails alike
+        raise ImportFailed(
+            f"importing {name!r} leaves {', '.join(changed)}: everything would be measured under that. Set it in "
+            "prepare or step, and put it back there."
+        )
 
 
 @contextmanager

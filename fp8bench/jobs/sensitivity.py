@@ -14,7 +14,7 @@ from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
 from fp8bench.files import stamp, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import Worker
+from fp8bench.measure.handle import Worker, claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, Request, Work
 from fp8bench.pipeline import now, worker_for
@@ -60,7 +60,7 @@ def studied(question: Question, store: Path, observer: JobObserver) -> Study:
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
     check(question)
     corpus = prepare_corpus(question.data, store / "data", write=True)
-    with worker_for(question.request, corpus) as worker:
+    with claimed(question.isolation), worker_for(question.request, corpus) as worker:
         study, bed = opened(question, worker.probe(), corpus.identity)
         environment = gather(worker.software(), __version__, question.threads, question.imports)
         study = replace(study, started=now(), environment=environment)

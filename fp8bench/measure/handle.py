@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
-from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
@@ -26,6 +28,32 @@ from fp8bench.worker.bench import Bench, described
 START_SECONDS = 300.0
 # A bench as it looks from here: called, it is asked.
 AskedBench = Bench
+
+
+_claims: list[bool] = []
+_claiming = threading.Lock()
+
+
+@contextmanager
+def claimed(isolation: bool) -> Iterator[None]:
+    """A run of this process goes on in the body. Raises UsageError if it would be measured in the same one as another.
+
+    Several may go on that each have a process of their own. One that has not changes switches, stdout and the number of
+    threads of this one, in which the others' code is imported.
+    """
+    with _claiming:
+        if _claims and not (isolation and all(_claims)):
+            which = "has no process of its own" if not isolation else "is measured beside one that has none"
+            raise UsageError(
+                f"another run is going on in this process, and this one {which} (isolation=False): each would change "
+                "what the other measures. Wait until that is done, or leave isolation on for both."
+            )
+        _claims.append(isolation)
+    try:
+        yield
+    finally:
+        with _claiming:
+            _claims.remove(isolation)
 
 
 class Worker(ABC):
@@ -69,7 +97,7 @@ class Worker(ABC):
         return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forget a state; returns the names of threads that it leaves behind."""
+        """Forget a state; returns the names of what it leaves running."""
         return self.within(HANG_SECONDS).release(key)
 
 
@@ -87,8 +115,8 @@ class LocalWorker(Worker):
 
     What does not hold here: a crash ends the caller, a hang is not ended and no time limit kept, Ctrl-C waits for the
     operation in progress, `restart` forgets states and nothing else (a broken GPU context and a full memory stay),
-    threads and processes that a workload leaves go on, what is printed past Python's own stdout is seen only where
-    that is a file, and environment variables (OMP_NUM_THREADS, NVIDIA_TF32_OVERRIDE) are as the caller has them.
+    threads that a workload leaves go on, and processes that it has orphaned, what is printed past Python's own stdout
+    is seen only where that is a file, and environment variables are as the caller has them.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -184,7 +184,7 @@ class Arm:
             return None
         names = ", ".join(left[:5])
         why = f"{len(left)} started while preparing still run after the state was given back ({names})"
-        return ArmFailed(self, WorkerFault("ThreadsLeft", why))
+        return ArmFailed(self, WorkerFault("LeftRunning", why))
 
     def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
         """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""

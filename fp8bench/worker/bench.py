@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 from fp8bench.model import (
@@ -35,6 +34,7 @@ from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
+from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.finite import FiniteState
@@ -43,7 +43,7 @@ from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_effect import effect_of
-from fp8bench.worker.step_guards import apart, aside, still_running, threads
+from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
@@ -52,7 +52,7 @@ from fp8bench.worker.tracing import record, write
 class _Kept(NamedTuple):
     device: Device
     state: Any
-    started: frozenset[Thread] = frozenset()
+    started: Beside = Beside()
 
 
 class Bench:
@@ -110,9 +110,9 @@ class Bench:
         device = devices.get(facts.kind)
         device.select(facts.index)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        before = threads()
+        before = running()
         fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
-        with under(precision), unchanged(), aside():
+        with under(precision), unchanged(), aside(), none_left_by_a_fault():
             setup = self._setup(case, facts)
             state = workload.prepare(setup)
             finite = FiniteState(state)
@@ -121,7 +121,7 @@ class Bench:
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = PhaseClock(stamper)
-        started = threads() - before
+        started = running() - before
         self._prepared[key] = Prepared(
             workload, precision, device, facts.index, state, clock, stamper, started, setup.scales, finite
         )  # fmt: skip
@@ -146,12 +146,12 @@ class Bench:
     def compile_quantisers(self, key: str) -> None:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
         prepared = self._selected(key)
-        before = threads()
+        before = running()
         with under(prepared.precision), unchanged(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
-        still_running(threads() - before)  # what compiling has started may end before anything is timed
+        still_running(running() - before)  # what compiling has started may end before anything is timed
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
@@ -238,7 +238,7 @@ class Bench:
         return book.states() if book is not None else ()
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forget a state and give its memory back; returns the threads it leaves behind. Unknown keys are fine."""
+        """Forget a state and give its memory back; returns what it leaves running. Unknown keys are fine."""
         held = self._kept.pop(key, None) or self._prepared.pop(key, None)
         if held is None:
             return ()

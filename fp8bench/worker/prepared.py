@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
 from fp8bench.worker import fusing
+from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
@@ -23,7 +23,7 @@ from fp8bench.worker.switches import collected_by_hand, unchanged, under
 
 @dataclass
 class Prepared:
-    """`started` are the threads that preparing it has left running."""
+    """`started` is what preparing it has left running."""
 
     workload: Workload
     precision: Precision
@@ -32,7 +32,7 @@ class Prepared:
     state: Any
     clock: PhaseClock
     stamper: Stamper
-    started: frozenset[Thread]
+    started: Beside
     scales: ScaleBook | None
     finite: FiniteState
 

@@ -1,6 +1,6 @@
-"""What a workload may not do beside its work: print inside a step, or leave threads that run on.
+"""What a workload may not do beside its work: print inside a step, or leave threads and processes that run on.
 
-Either would be timed: printing with the step it happens in, a thread with everything that comes after.
+Either would be timed: printing with the step it happens in, the others with everything that comes after.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ import io
 import os
 import stat
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from typing import NoReturn
 
-_GRACE_SECONDS = 0.5
+from fp8bench.worker.beside import running, still_running
+from fp8bench.worker.clock import PhaseClock
 
 
 class StepPrinted(RuntimeError):
     """A step wrote to stdout."""
 
 
-class ThreadsLeft(RuntimeError):
-    """Threads run on that were not there before."""
+class LeftRunning(RuntimeError):
+    """Threads or processes run on that were not there before."""
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """What the body prints goes to stderr: stdout belongs to the table."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with _one_process(), contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A pass that is not timed: it may print, to stderr; raises if it leaves threads that run on beside what is."""
-    before = threads()
+    """A pass that is not timed: it may print, to stderr; raises if it leaves something that runs on beside what is."""
+    before = running()
     with aside():
         yield
-    left = still_running(threads() - before)
+    left = still_running(running() - before)
     if left:
-        raise ThreadsLeft(
+        raise LeftRunning(
             f"it left {len(left)} running ({', '.join(left[:5])}): they are timed with what comes next. Join them."
         )
 
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
-    """Steps run in the body; raises if one printed, or left a thread that was not there before."""
-    before, written = threads(), _written()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    """Steps run in the body; raises if one printed, or left a thread or a process that was not there before."""
+    before, written = running(), _written()
+    with _one_process(), contextlib.redirect_stdout(io.StringIO()) as printed:
         yield
     lines = printed.getvalue().strip().splitlines()
     past_python = _written() - written
@@ -59,11 +59,11 @@ def silent_step() -> Iterator[None]:
         raise StepPrinted(
             f"a step printed {what}{more}: printing is timed with the step. Print while preparing, or not at all."
         )
-    left = still_running(threads() - before, 0.0)
+    left = still_running(running() - before, 0.0)
     if left:
-        raise ThreadsLeft(
-            f"a step left {len(left)} running ({', '.join(left[:5])}): threads that outlive their step are timed with "
-            "the next one. Join them in the step, or start them while preparing."
+        raise LeftRunning(
+            f"a step left {len(left)} running ({', '.join(left[:5])}): what outlives its step is timed with the next "
+            "one. Join it in the step, or start it while preparing."
         )
 
 
@@ -76,20 +76,27 @@ def _written() -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def threads() -> frozenset[threading.Thread]:
-    """The threads that Python knows of."""
-    return frozenset(threading.enumerate())
+_inside: list[int] = []
 
 
-def still_running(started: frozenset[threading.Thread], grace: float = _GRACE_SECONDS) -> list[str]:
-    """Names of those threads that do not end within so many seconds; torch's own do not count."""
-    end = time.monotonic() + grace
-    left = [one for one in started if not _of_torch(one)]
-    for one in left:
-        one.join(max(0.0, end - time.monotonic()))
-    return [one.name for one in left if one.is_alive()]
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """The child of a fork in the body ends at the end of its step: it would time steps of its own, and fork in each."""
+    _inside.append(os.getpid())
+    try:
+        yield
+    finally:
+        if _inside.pop() != os.getpid():
+            os._exit(0)
 
 
-def _of_torch(thread: threading.Thread) -> bool:
-    target = getattr(thread, "_target", None)
-    return str(getattr(target, "__module__", "")).startswith("torch") or type(thread).__module__.startswith("torch")
+def _forked() -> None:
+    if _inside:
+        PhaseClock.end = _leave  # type: ignore[assignment, method-assign]
+
+
+def _leave(*arguments: object) -> NoReturn:
+    os._exit(0)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -19,7 +19,7 @@ from fp8bench.model import PHASES, Case
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.step_guards import ThreadsLeft
+from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import STEPS, WARM_UPS, traced_phases, write
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
@@ -157,7 +157,7 @@ def test_threads_that_are_left_are_an_error(
     def step(phase: Phases) -> None:
         threading.Thread(target=done.wait, name="stayer", daemon=True).start()
 
-    with pytest.raises(ThreadsLeft, match="stayer"):
+    with pytest.raises(LeftRunning, match="stayer"):
         ask(bench, stepping(step), tmp_path)
     done.set()
     for one in set(threading.enumerate()) - before:

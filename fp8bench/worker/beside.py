@@ -1,0 +1,128 @@
+"""What runs beside the steps: threads, and processes that were started and left behind.
+
+Either is timed with whatever comes after it. A thread cannot be ended; a process is, and both are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_SECONDS = 0.5
+# A process that is about to end may wait for a core until it has.
+_ENDING_SECONDS = 2.0
+_POLL_SECONDS = 0.005
+# What runs for as long as the process that has started it, and does nothing unless asked.
+_HARMLESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Threads that Python knows of, and processes by their numbers: children, and theirs."""
+
+    threads: frozenset[threading.Thread] = frozenset()
+    processes: frozenset[int] = frozenset()
+
+    def __sub__(self, other: Beside) -> Beside:
+        return Beside(self.threads - other.threads, self.processes - other.processes)
+
+
+_everything = False
+
+
+def everything_is_the_workloads() -> None:
+    """Said by a worker of its process. In somebody's own, processes may be those of another thread of theirs."""
+    global _everything  # noqa: PLW0603 - the process is one, and what it is for is said once
+    _everything = True
+
+
+def running() -> Beside:
+    """All there are now."""
+    thread = None if _everything else threading.get_native_id()
+    return Beside(frozenset(threading.enumerate()), frozenset(_below(os.getpid(), thread)))
+
+
+def still_running(started: Beside, grace: float = GRACE_SECONDS) -> list[str]:
+    """Names of those that do not end by themselves: threads in so many seconds; processes, which are ended then.
+
+    torch's own do not count.
+    """
+    end = time.monotonic() + grace
+    left = [one for one in started.threads if not _of_torch(one)]
+    for one in left:
+        one.join(max(0.0, end - time.monotonic()))
+    return [one.name for one in left if one.is_alive()] + _ended(started.processes)
+
+
+@contextlib.contextmanager
+def none_left_by_a_fault() -> Iterator[None]:
+    """If the body raises nobody will hold what it has started: processes end."""
+    before = running()
+    try:
+        yield
+    except BaseException:
+        still_running(running() - before, 0.0)
+        raise
+
+
+def _of_torch(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    return str(getattr(target, "__module__", "")).startswith("torch") or type(thread).__module__.startswith("torch")
+
+
+def _below(pid: int, thread: int | None = None) -> Iterator[int]:
+    """The processes that one has started, or a thread of it, and theirs, where the system (Linux) tells.
+
+    Of those that have ended some may be among them. Without pathlib: a fifth of the time, and it is asked around
+    every slot.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
+    except OSError:
+        return
+    for one in threads:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{one}/children", "rb") as children:  # noqa: PTH123
+            for child in map(int, children.read().split()):
+                yield child
+                yield from _below(child)
+
+
+def _ended(started: Iterable[int]) -> list[str]:
+    """Wait for some processes, end those that go on, and name them."""
+    end = time.monotonic() + _ENDING_SECONDS
+    while (left := [pid for pid in sorted(started) if _goes_on(pid)]) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    names = [f"process {pid}: {_called(pid):.60}" for pid in left]
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # not ours: a child's child, say
+            os.waitpid(pid, 0)
+    return names
+
+
+def _goes_on(pid: int) -> bool:
+    """Whether it runs, and is none of those that do nothing. One that has just begun has no command line yet."""
+    return _runs(pid) and not any(word in _called(pid) for word in _HARMLESS)
+
+
+def _called(pid: int) -> str:
+    """Its command line; '' once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    """Whether it is there and has not ended; one that waits for somebody to ask how it ended has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

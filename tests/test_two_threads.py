@@ -1,0 +1,103 @@
+"""Runs in several threads of one process: they go on beside each other, or are refused, and stdout is whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import fp8bench
+from fp8bench.errors import UsageError
+from fp8bench.model import Case
+from fp8bench.protocols import SilentObserver
+from fp8bench.registry import Registry
+from tests.own_suites import adding_up, forgotten
+
+
+class Pausing(SilentObserver):
+    """Stops in the middle of a run until it may go on."""
+
+    def __init__(self) -> None:
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        self.there.set()
+        assert self.go_on.wait(60)
+
+
+def small(store: Path, isolation: bool, observer: SilentObserver | None = None, *imports: str) -> fp8bench.Run:
+    return fp8bench.run(
+        "gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=isolation, store=store, observer=observer,
+        imports=imports, energy=False,
+    )  # fmt: skip
+
+
+def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever comes second is refused, with what to do; then it may."""
+    stdout, observer = sys.stdout, Pausing()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(small, tmp_path, False, observer)
+        assert observer.there.wait(60)
+        for isolation, which in ((False, "has no process of its own"), (True, "is measured beside one that has none")):
+            with pytest.raises(UsageError, match=f"another run is going on in this process, and this one {which}"):
+                small(tmp_path, isolation)
+        observer.go_on.set()
+        assert first.result(60).ok
+    assert small(tmp_path, False).ok
+    assert sys.stdout is stdout
+    print("whole")
+    assert capfd.readouterr().out == "whole\n"
+
+
+def test_runs_with_processes_of_their_own_go_on_beside_each_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each imports a file that prints, at the same time; what it prints goes to stderr, and nothing else does."""
+    stdout, files = sys.stdout, [tmp_path / f"{name}.py" for name in ("one", "two")]
+    together = threading.Barrier(2)
+
+    def measured(file: Path) -> fp8bench.Run:
+        together.wait(60)
+        return small(tmp_path / file.stem, True, None, str(file))
+
+    for file in files:
+        file.write_text(f"import time\nprint('{file.stem} begins')\ntime.sleep(0.1)\n{adding_up(file.stem, 3)}")
+    with forgotten(tmp_path), ThreadPoolExecutor(2) as pool:
+        assert all(run.ok for run in pool.map(measured, files))
+    assert sys.stdout is stdout
+    print("whole")
+    shown = capfd.readouterr()
+    assert shown.out == "whole\n" and {"one begins", "two begins"} <= set(shown.err.splitlines())
+
+
+def test_all_names_are_there_for_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for one that asks while another is still finding them."""
+    package = tmp_path / "slow_leaves"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from fp8bench.registry import Registry\nregistry = Registry('leaf', __name__)\n"
+    )
+    for name in ("a", "b"):
+        (package / f"{name}.py").write_text(
+            "import time\nfrom slow_leaves import registry\ntime.sleep(0.1)\n"
+            f"registry.register('{name}')(type('{name}', (), {{}}))\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import slow_leaves  # type: ignore[import-not-found]
+
+    registry: Registry[object] = slow_leaves.registry
+    together = threading.Barrier(4)
+
+    def names() -> list[str]:
+        together.wait(60)
+        return registry.names()
+
+    asked: list[Callable[[], list[str]]] = [names] * 4
+    with forgotten(tmp_path), ThreadPoolExecutor(4) as pool:
+        assert [one.result(60) for one in [pool.submit(ask) for ask in asked]] == [["a", "b"]] * 4
+    for name in [name for name in sys.modules if name.partition(".")[0] == "slow_leaves"]:
+        monkeypatch.delitem(sys.modules, name)

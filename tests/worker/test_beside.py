@@ -1,0 +1,179 @@
+"""Processes that a workload has left behind are ended, and told with the case that left them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import WorkerFault
+from fp8bench.measure.handle import LocalWorker, ProcessWorker
+from fp8bench.model import Case
+from fp8bench.model.raw import Settings
+from tests.own_suites import forgotten
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are told by /proc")
+SUITE = """
+import os, subprocess, time
+from pathlib import Path
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+
+def note(pid):
+    Path(os.environ["PIDS"], str(pid)).touch()
+
+
+def child():
+    started = subprocess.Popen(["sleep", "60"])
+    note(started.pid)
+    started.returncode = 0  # it is not asked how that ended: nothing is to be said when this is forgotten
+    return started
+
+
+def fork():
+    if os.fork() == 0:
+        note(os.getpid())
+        time.sleep(60)
+        os._exit(0)
+
+
+def orphan():
+    if os.fork() == 0:
+        os.setsid()
+        fork()
+        time.sleep(0.1)
+        os._exit(0)
+    os.wait()
+
+
+HOW = {
+    "child": child, "fork": fork, "orphan": orphan, "waited": lambda: subprocess.run(["true"]), "returns": os.fork,
+    "short": lambda: setattr(subprocess.Popen(["sleep", "0.2"]), "returncode", 0),
+}
+
+
+class Kept:
+    def __init__(self):
+        self.child = child()
+
+    def __del__(self):
+        os.kill(self.child.pid, 9)
+        os.waitpid(self.child.pid, 0)
+
+
+@workloads.register("parent")
+class Parent(Workload):
+    name = "parent"
+    summary = "starts processes"
+
+    def axes(self, facts):
+        return (Axis("where", "the method", ("step",), str), Axis("how", "what it starts", tuple(HOW), str))
+
+    def work(self, params):
+        return Work(1.0)
+
+    def prepare(self, setup):
+        where, how = setup.case.param("where"), setup.case.param("how")
+        if where == "prepare":
+            HOW[how]()
+        if where == "raising":
+            HOW[how]()
+            raise ValueError("no luck")
+        return {"do": HOW[how] if where == "step" else None, "steps": 0, "kept": Kept() if where == "kept" else None}
+
+    def step(self, state, phase):
+        state["steps"] += 1
+        with phase.gemm:
+            if state["do"] and state["steps"] == 3:
+                state["do"]()
+
+    def error(self, setup):
+        if setup.case.param("where") == "error":
+            HOW[setup.case.param("how")]()
+        return {"some_error": 0.0}
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The file; what is started notes its number in a folder beside it."""
+    path = tmp_path / "starts_processes.py"
+    path.write_text(SUITE)
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    with forgotten(tmp_path):
+        yield str(path)
+
+
+def noted(suite: str) -> list[int]:
+    """The processes that were started since it was asked."""
+    files = list((Path(suite).parent / "pids").iterdir())
+    for file in files:
+        file.unlink()
+    return [int(file.name) for file in files]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+Kind = type[ProcessWorker] | type[LocalWorker]
+
+
+def case(where: str, how: str) -> Case:
+    return Case("parent", (("where", where), ("how", how)), "bf16", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "words"),
+    [
+        (ProcessWorker, "orphan", "fp8bench.worker.main"),  # a child of a child, in a session of its own
+        (LocalWorker, "child", "sleep 60"),
+        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.slow),
+        pytest.param(ProcessWorker, "fork", "fp8bench.worker.main", marks=pytest.mark.slow),
+        pytest.param(LocalWorker, "fork", "", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_step_leaves_is_ended_and_told(suite: str, kind: Kind, how: str, words: str) -> None:
+    """A fork of the worker looks like the worker."""
+    with kind(Settings(imports=(suite,))) as worker:
+        worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
+        with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
+            worker.within(60.0).slot("one", 5, 0)
+        (pid,) = noted(suite)
+        assert not runs(pid)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.slow), LocalWorker])
+def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> None:
+    """Also the child of a fork that comes back from its step, and what a state ends itself."""
+    with kind(Settings(imports=(suite,))) as worker:
+        cpu, asked = worker.probe()[0], worker.within(60.0)
+        for how in ("short", "waited", "returns"):
+            asked.prepare(how, case("step", how), cpu)
+            assert len(asked.slot(how, 5, 0).steps) == 5
+        asked.prepare("kept", case("kept", "child"), cpu)
+        assert worker.release("kept") == ()
+        (pid,) = noted(suite)
+        assert not runs(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
+def test_what_preparing_or_a_pass_leaves_is_ended_and_told(suite: str, kind: Kind) -> None:
+    """After the pass, or with the state. Where preparing fails there is something else to tell."""
+    with kind(Settings(imports=(suite,))) as worker:
+        cpu, asked = worker.probe()[0], worker.within(60.0)
+        asked.prepare("left", case("prepare", "child"), cpu)
+        asked.slot("left", 2, 0)
+        (pid,) = noted(suite)
+        assert runs(pid) and worker.release("left") == (f"process {pid}: sleep 60",) and not runs(pid)
+        with pytest.raises(WorkerFault, match=r"LeftRunning: it left 1 running \(process "):
+            asked.error(case("error", "child"), cpu)
+        with pytest.raises(WorkerFault, match="no luck"):
+            asked.prepare("raising", case("raising", "child"), cpu)
+        assert not any(map(runs, noted(suite)))
