@@ -9,10 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fp8bench.analysis.compare.duel_verdicts import compared
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.measure.orders import Orders
 from fp8bench.model import Label, Level, Segments, SlotSample, Timing
+from fp8bench.model.duel import CaseResult, Session
 from tests.counts import counts
 from tests.fakes import record
 
@@ -96,3 +98,21 @@ def test_too_few_rounds_say_nothing() -> None:
     assert place_effect(measured(5, 4, 9, p0=1.0)) is None
     assert place_effect(measured(5, 1, 30)) is None and place_effect([]) is None
     assert isinstance(place_effect(measured(5, 4, 12, p0=1.0)), PlaceEffect)
+
+
+@pytest.mark.parametrize(
+    ("slow", "sessions", "told"), [(0.3, 4, True), (0.3, 2, True), (0.3, 1, False), (0.0, 4, False)]
+)
+def test_in_a_duel_too(slow: float, sessions: int, told: bool) -> None:
+    """Where half of its sessions have it, by more than processes of one side differ."""
+    made = []
+    for number in range(4):
+        arms = measured(number, 4, 40, p0=slow if number < sessions else 0.0)
+        made.append(Session((arms[0], arms[1]), (_faster(arms[2], 0.3), _faster(arms[3], 0.6))))
+    (time,) = (one for one in compared(CaseResult(record(None), record(None), tuple(made))) if one.metric == "time")
+    assert (Label.POSITION in time.labels) == told
+
+
+def _faster(timing: Timing, log: float) -> Timing:
+    slots = (replace(one, calls_ns=((round(one.calls_ns[0][0] / math.exp(log)),),)) for one in timing.slots)
+    return replace(timing, slots=tuple(slots))

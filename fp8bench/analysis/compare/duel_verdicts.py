@@ -15,6 +15,7 @@ from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.labels import labels_of
 from fp8bench.analysis.metric import MEAN, TIME, Better, better_of
+from fp8bench.analysis.places import place_effect
 from fp8bench.analysis.verdicts import BAND, best_phases, rule
 from fp8bench.model import Comparison, Direction, Evidence, Finding, Label, Measurement, Noise, Status, Verdict
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Duel
@@ -97,6 +98,10 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
     wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
     if found.uneven:
         wanted.add(Label.UNEVEN)
+    places = [place_effect([*one.before, *one.after]) for one in result.sessions]
+    beyond = [one for one in places if one is not None and abs(one.ratio.point - 1) > max(BAND, found.apart)]
+    if 2 * len(beyond) >= len(places):
+        wanted.add(Label.POSITION)
     return tuple(label for label in Label if label in wanted)
 
 
