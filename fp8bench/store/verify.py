@@ -16,7 +16,7 @@ from fp8bench.store.asv.rows import NOT_MEASURED, Row, by_combination, is_measur
 from fp8bench.store.asv.view import filled, nothing_of, results_of
 from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run
 from fp8bench.store.find_runs import gone
-from fp8bench.store.runs.listing import Listing, listing
+from fp8bench.store.runs.listing import REMEDY, Listing, listing, refusal
 from fp8bench.store.verify_files import check_results, check_run, check_surroundings
 
 # What a machine that got another name keeps.
@@ -81,10 +81,8 @@ def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
     if path in there.copies:
         what = f"it is the same run as {there.copies[path]}, or the beginning of it, and counts once"
         yield Fault(str(path), what, "Move it away")
-    others = [str(other) for other in there.refused.get(path, ()) if other != path]
-    if others:
-        what = f"{' and '.join(others)} has its id and says different things, so that none of them counts"
-        yield Fault(str(path), what, "Keep the one that is right, and move the others away")
+    if path in there.refused:
+        yield Fault(str(path), refusal(there.refused[path]), REMEDY)
 
 
 def _lacking(

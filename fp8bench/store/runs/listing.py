@@ -2,7 +2,8 @@
 
 A run is the same by its id and its content. A copy counts once, whatever it is called, wherever it lies and however its
 lines end; so does the beginning of a run, of which the longest file counts. Where files of one id differ in what they
-say, nobody knows which of them is the run, and none counts.
+say, nobody knows which of them is the run, and none counts; nor where files of one start have the same samples under
+several ids.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ from fp8bench.model import Run
 from fp8bench.store.runs.read import load_head, load_run
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
-REFUSED = "files of one id say different things, so that none counts; `fp8bench history verify` names them"
-# A header as it is written; it begins with the id.
-_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
+REFUSED = (
+    "their ids or their samples are those of other files, so that none counts; `fp8bench history verify` names them"
+)
+# A header as it is written; it begins with the id and the start.
+_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+"), ?"started": ?("[^"\\]+")')
 _PEEKED = 256
+_RECORD = b'{"record":'
+REMEDY = "Keep the file that is right, and move the others away"
 
 
 @dataclass(frozen=True)
 class Listing:
     """Run files, newest first. `copies` leads from a file that does not count to the one that does.
 
-    `refused` leads from a file to all that have its id and are not the same run.
+    `refused` leads from a file to all that have its id and are not the same run, or its samples and another id.
     """
 
     files: tuple[Path, ...]
@@ -61,7 +66,7 @@ class Listing:
         copies = [f"{path} is a copy of {own}, or its beginning, and the run counts once"
                   for path, own in self.copies.items() if path in among]  # fmt: skip
         groups = dict.fromkeys(group for path, group in self.refused.items() if path in among)
-        return [*copies, *map(_refusal, groups)]
+        return [*copies, *(f"{refusal(group)}. {REMEDY}" for group in groups)]
 
     def counts(self, path: Path) -> bool:
         """Whether one of these files is the one that counts for its run."""
@@ -76,20 +81,21 @@ class Listing:
     def that_counts(self, path: Path) -> Path:
         """The file that counts for one of these. Raises StoreError for one that is refused."""
         if path in self.refused:
-            raise StoreError(f"{_refusal(self.refused[path])}.")
+            raise StoreError(f"{refusal(self.refused[path])}. {REMEDY}.")
         return self.copies.get(path, path)
 
 
-def _refusal(group: Sequence[Path]) -> str:
-    return (
-        f"{' and '.join(map(str, group))} have the id {id_of(group[0])} and say different things, so that none of them "
-        "counts. Keep the file that is right, and move the others away"
-    )
+def refusal(group: Sequence[Path]) -> str:
+    """Why none of some files counts."""
+    files, ids = " and ".join(map(str, group)), list(dict.fromkeys(map(id_of, group)))
+    if len(ids) == 1:
+        return f"{files} have the id {ids[0]} and say different things, so that none of them counts"
+    return f"{files} have the same samples under the ids {' and '.join(ids)}, so that none of them counts"
 
 
 def each_once(paths: Iterable[Path]) -> Listing:
     """Sort out which files are the same runs; what cannot be read is left to whoever reads it."""
-    files = list(paths)
+    files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
         by_id.setdefault(id_of(path), []).append(path)
@@ -106,7 +112,23 @@ def each_once(paths: Iterable[Path]) -> Listing:
             refused |= dict.fromkeys(group, tuple(sorted(group)))
         else:
             copies |= {path: counts for path in group if path != counts}
+    for alike in _same_samples([path for path in files if path not in copies and path not in refused]):
+        refused |= dict.fromkeys(alike, alike)
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
+
+
+def _same_samples(files: Iterable[Path]) -> Iterator[tuple[Path, ...]]:
+    """Files of several ids that began in the same millisecond and have the same records."""
+    starts: dict[str, list[Path]] = {}
+    for path in files:
+        starts.setdefault(_identity(path)[1], []).append(path)
+    for start, group in starts.items():
+        alike: dict[bytes, list[Path]] = {}
+        for path in group if start and len(group) > 1 else ():
+            with contextlib.suppress(OSError):
+                records = [line for line in _lines(path.read_bytes()) if line.startswith(_RECORD)]
+                alike.setdefault(b"\n".join(records), []).append(path)
+        yield from (tuple(sorted(same)) for records, same in alike.items() if records and len(same) > 1)
 
 
 def _whole(group: Sequence[Path]) -> Path | None:
@@ -124,18 +146,23 @@ def _whole(group: Sequence[Path]) -> Path | None:
 
 def id_of(path: Path) -> str:
     """The id of the run in a file; of one without a header a digest, and of one that cannot be read its path."""
+    return _identity(path)[0]
+
+
+def _identity(path: Path) -> tuple[str, str]:
+    """The id, and the start; '' where that is not known."""
     try:
         with path.open("rb", buffering=0) as file:
             begins = _BEGINS.match(file.read(_PEEKED))
             if begins is not None:
-                return str(json.loads(begins[1]))
+                return str(json.loads(begins[1])), str(json.loads(begins[2]))
         run = load_head(path)
         if run.started:
-            return run.id
+            return run.id, run.started
         with path.open("rb") as file:
-            return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+            return hashlib.file_digest(file, hashlib.blake2b).hexdigest(), ""
     except (StoreError, OSError, ValueError):
-        return str(path)
+        return str(path), ""
 
 
 def _length(path: Path) -> tuple[int, int]:
