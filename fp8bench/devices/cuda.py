@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 _END = Begun("the end")
+# Libraries and the driver ask for memory by themselves, and say in their own words that there is none; cuBLAS also by
+# failing to begin.
+_NO_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 _UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
@@ -170,11 +176,13 @@ class Cuda(Device):
         import torch
 
         properties = torch.cuda.get_device_properties(index)
+        arch = f"sm_{properties.major}{properties.minor}"
+        if torch.version.hip:  # builds for CUDA have this name too, and give the device's there
+            arch = getattr(properties, "gcnArchName", arch)
         return DeviceFacts(
             "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
-            arch=getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}"),
-            uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties),
+            arch=arch, uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties),
         )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
@@ -188,9 +196,7 @@ class Cuda(Device):
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        # cuBLAS and the driver ask for memory by themselves and say so in their own words.
-        words = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-        return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in words)
+        return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY)
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
         # With its caching switched off torch counts nothing, and would say 0.

@@ -288,7 +288,7 @@ class Bench:
         """Give back what an aborted request holds. It may fail where the request has (a GPU after an assert)."""
         with contextlib.suppress(Exception):
             gc.collect()
-            for kind in {prepared.device.kind for prepared in self._prepared.values()}:
+            for kind in devices.names():  # the request that failed may have been the first: nothing is prepared yet
                 devices.get(kind).empty_cache()
 
     def _selected(self, key: str) -> Prepared:

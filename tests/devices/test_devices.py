@@ -187,10 +187,8 @@ def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     ("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"]
 )  # fmt: skip
 def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str | None) -> None:
-    """NVIDIA's by compute capability, AMD's by the name of their instruction set."""
-    properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4}
-    if arch is not None:
-        properties["gcnArchName"] = arch
+    """NVIDIA's by compute capability, AMD's by the name of their instruction set; CUDA builds give that as the GPU's."""
+    properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
@@ -231,6 +229,9 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
     [
         (Cuda(), torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB."), True),
         (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (Cuda(), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (Cuda(), RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (Cuda(), RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (Cuda(), MemoryError(), False),
         (Cpu(), MemoryError(), True),
