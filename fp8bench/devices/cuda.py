@@ -23,7 +23,8 @@ _END = Begun("the end")
 # failing to begin.
 _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "HIP error: out of memory", "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "HIP error: out of memory",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 _UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")

@@ -187,7 +187,7 @@ def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     ("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"]
 )  # fmt: skip
 def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str | None) -> None:
-    """NVIDIA's by compute capability, AMD's by the name of their instruction set; CUDA builds give that as the GPU's."""
+    """NVIDIA's by compute capability, whatever torch calls them; AMD's by the name of their instruction set."""
     properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
