@@ -251,10 +251,10 @@ class FakeWorker(Worker):
         self._strike("trace", case.mode)
         return self._script(case.mode).operators
 
-    def _products(self, case: Case, facts: DeviceFacts) -> Products | None:
+    def _products(self, case: Case, facts: DeviceFacts) -> Products:
         self.log.append(("products", case.mode))
         self._strike("products", case.mode)
-        return None
+        return Products(0, None)
 
     def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         self.log.append(("error", case.mode))

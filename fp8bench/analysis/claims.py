@@ -49,7 +49,7 @@ def _above_ceiling(record: Record) -> Iterator[Labelled]:
 def _not_low_precision(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Suites without products are exempt: what precision could change there is not known."""
     products = record.products
-    if products is None or not products.count:
+    if products is None or products.low is None or not products.count:
         return
     if not products.low:
         ran = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"

@@ -8,7 +8,7 @@ has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
@@ -50,11 +51,14 @@ def findings(run: Run) -> dict[str, Finding]:
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
     overheads = dict(run.overheads)
-    return {found.case.id: found for records in groups.values() for found in find(records, overheads)}
+    flat = flat_times(run.records, run.request.threads)
+    return {found.case.id: found for records in groups.values() for found in find(records, overheads, flat)}
 
 
-def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Finding]:
-    """A finding for every record of one group."""
+def find(
+    records: Sequence[Record], overheads: Mapping[str, Overheads], flat: Mapping[str, Labelled] | None = None
+) -> list[Finding]:
+    """A finding for every record of one group; `flat` are the labels of cases for what other sizes take, by id."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     shared, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
@@ -68,7 +72,10 @@ def find(records: Sequence[Record], overheads: dict[str, Overheads]) -> list[Fin
         shared = _Standard(
             reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims
         )  # fmt: skip
-    return [_finding(record, shared, aa, overheads.get(record.case.device)) for record in records]
+    known = flat or {}
+    return [
+        _finding(record, shared, aa, overheads.get(record.case.device), known.get(record.case.id)) for record in records
+    ]
 
 
 def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
@@ -78,7 +85,9 @@ def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> Plac
     return found if found is not None and abs(found.ratio.point - 1) > floor else None
 
 
-def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None) -> Finding:
+def _finding(
+    record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None, flat: Labelled | None
+) -> Finding:
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
@@ -102,7 +111,7 @@ def _finding(record: Record, shared: _Standard, aa: Interval | None, overheads: 
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
     finding, aa = _with_verdict(finding, record, standard, aa)
-    claims = tuple(claims_of(record, standard.record))
+    claims = (*claims_of(record, standard.record), *filter(None, (flat,)))
     place = standard.place if record.paired else None
     labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(

@@ -132,7 +132,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
 
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)
-    if _launch_bound(record, timing):
+    if launch_bound(record, timing):
         yield Labelled(Label.LAUNCH_BOUND)
     if record.support.level is not Level.EMULATED:  # else its time is read as no speed
         if timing.num_rounds < LEAST_ROUNDS:
@@ -199,7 +199,7 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-def _launch_bound(record: Record, timing: Timing) -> bool:
+def launch_bound(record: Record, timing: Timing) -> bool:
     """The host took longer to enqueue a step than the device to run it."""
     if record.case.device.startswith("cpu"):
         return False

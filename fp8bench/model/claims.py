@@ -35,11 +35,13 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Products:
-    """What the products of a step ran on, up to the first with an operand of the case's own formats.
+    """What an untimed step ran: so many `operators`, and products up to the first with an operand of its formats.
 
-    `low` says whether there was one. `count` products were looked at, and `operands` are the dtypes that they read.
+    `low` says whether there was one, None where nobody knows which formats that would be. `count` products were looked
+    at, and `operands` are the dtypes that they read.
     """
 
     count: int
-    low: bool
+    low: bool | None
     operands: tuple[str, ...] = ()
+    operators: int = 0

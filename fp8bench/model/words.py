@@ -59,6 +59,7 @@ class Label(StrEnum):
     POWER_CAPPED = "power-capped"
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"
+    FLAT_TIME = "flat-time"
     BIMODAL = "bimodal"
     UNEVEN = "uneven"
     DRIFT = "drift"

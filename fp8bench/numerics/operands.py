@@ -30,15 +30,8 @@ _SIGNIFICANT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.b
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
-class Enough(BaseException):
-    """Ends a step as soon as nothing more is to be seen; no exception of a kind that a step might catch."""
-
-
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the products that run in its body, and ends that with Enough as soon as `looks` wants no more.
-
-    `looks` is given the operands of each product.
-    """
+    """Counts the operators that run in its body; `looks` is given the operands of each product."""
 
     supports_higher_order_operators = True
 
@@ -55,20 +48,19 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return True
 
-    def __init__(self, looks: Callable[[Sequence[Tensor]], bool]) -> None:
+    def __init__(self, looks: Callable[[Sequence[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._looks = looks
-        self.enough = False
+        self.operators = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
         place = slice(0, 4) if name.startswith(_ATTENTION) else _OPERANDS.get(name)
-        if place is not None and not self.enough:
-            self.enough = self._looks(tuple(_tensors(args[place])))
-        if self.enough:
-            raise Enough
+        self.operators += 1
+        if place is not None:
+            self._looks(tuple(_tensors(args[place])))
         return func(*args, **(kwargs or {}))
 
 

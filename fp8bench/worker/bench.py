@@ -172,8 +172,8 @@ class Bench:
         with self._apart(case, facts) as (workload, _, setup):
             return statistics_of(workload.statistics(setup()))
 
-    def products(self, case: Case, facts: DeviceFacts) -> Products | None:
-        """What the products of a step run on; None where nobody knows the formats that they should have."""
+    def products(self, case: Case, facts: DeviceFacts) -> Products:
+        """How many operators a step runs, and what its products run on."""
         with self._apart(case, facts) as (workload, _, setup):
             return products_of_step(workload, setup, facts)
 

@@ -1,8 +1,9 @@
-"""Whether a step's products run on operands of its case's precision: an untimed step, looked at until one does."""
+"""What an untimed step runs: how many operators, and whether its products have operands of its case's precision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fp8bench.formats.grids import FORMATS, Format
@@ -13,18 +14,22 @@ from fp8bench.protocols.workload import key_of
 from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import step
 
-# Of a step whose products all are of other formats no more are looked at, about a second's work.
+# Of products that all are of other formats no more are looked at, about a second's work.
 _MOST = 256
 
 
-def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products | None:
-    """Of the first step of a state. None where nobody knows which formats the products should have."""
+def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
+    """Of the first step of a state."""
+    from fp8bench.numerics.operands import ProductWatch
+
     setup = make_setup()
     formats = formats_of(workload, setup.case)
-    if not formats:
-        return None
+    looking = _Looking(formats, _reads_float32(setup, facts))
     state = workload.prepare(setup)
-    return _watched(lambda: step(workload, state, setup.scales, SilentPhases()), formats, _reads_float32(setup, facts))
+    with ProductWatch(looking.looks) as watch:
+        step(workload, state, setup.scales, SilentPhases())
+    unknown = not formats or (not looking.low and looking.count > _MOST)
+    return Products(looking.count, None if unknown else looking.low, tuple(looking.seen), watch.operators)
 
 
 def formats_of(workload: Workload, case: Case) -> tuple[Format, ...]:
@@ -46,28 +51,27 @@ def _reads_float32(setup: Setup, facts: DeviceFacts) -> bool:
     return precision.float32_products != "highest" and precision.support(facts).level is Level.NATIVE
 
 
-def _watched(run: Callable[[], None], formats: Sequence[Format], reads_float32: bool) -> Products | None:
-    """What products ran on; None where there are too many to be looked at."""
-    import torch
+@dataclass
+class _Looking:
+    """What was seen of products so far, up to the first that has an operand of one of these formats."""
 
-    from fp8bench.numerics.operands import Enough, ProductWatch, is_of
+    formats: Sequence[Format]
+    reads_float32: bool
+    count: int = 0
+    low: bool = False
+    seen: dict[str, None] = field(default_factory=dict)
 
-    count, low, seen = 0, False, dict[str, None]()
+    def looks(self, operands: Sequence[Any]) -> None:
+        """Backward calls it from a thread of its own, one product after the other."""
+        import torch
 
-    def looks(operands: Sequence[Any]) -> bool:
-        nonlocal count, low
-        count += 1
-        seen.update(dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in operands))
-        low = low or any(
-            (reads_float32 and one.dtype == torch.float32) or any(is_of(one, fmt) for fmt in formats)
+        from fp8bench.numerics.operands import is_of
+
+        if self.low or self.count > _MOST:
+            return
+        self.count += 1
+        self.seen.update(dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in operands))
+        self.low = any(
+            (self.reads_float32 and one.dtype == torch.float32) or any(is_of(one, fmt) for fmt in self.formats)
             for one in operands
         )
-        return low or count > _MOST
-
-    watch = ProductWatch(looks)
-    try:
-        with watch:
-            run()
-    except Enough:
-        pass
-    return None if watch.enough and not low else Products(count, low, tuple(seen))

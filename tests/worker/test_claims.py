@@ -30,15 +30,20 @@ class Claims(Workload):
     def axes(self, facts):
         return (Axis("how", "what is wrong", ("honest",), str),)
 
+    def expand(self, params):
+        sizes = (192, 384) if params["how"] in ("grows", "shrinks") else (64,)
+        return tuple((("how", params["how"]), ("n", n)) for n in sizes)
+
     def work(self, params):
         how = params["how"]
-        flops = 2 * 64**3 * (1000 if how == "boasts" else 1)
-        return Work(flops=flops, bytes=1e13 if how == "copies" else 0.0)
+        flops = 2.0 * params["n"] ** 3 * (1000 if how == "boasts" else 1)
+        return Work(flops=flops)
 
     def prepare(self, setup):
         random = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(64, 64, generator=random) for _ in range(2))
-        how, arithmetic = setup.case.param("how"), setup.arithmetic
+        how, arithmetic, n = setup.case.param("how"), setup.arithmetic, setup.case.param("n")
+        n = 192 * 384 // n if how == "shrinks" else n
+        a, b = (torch.randn(n, n, generator=random) for _ in range(2))
         if how == "deaf":
             return lambda: a @ b
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
@@ -60,7 +65,7 @@ class Claims(Workload):
         own = {"fp32": 1e-7, "bf16": 1e-3}.get(setup.case.precision, 0.01)
         return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
 """
-HOWS = ("honest", "boasts", "copies", "deaf", "keeps", "repeats")
+HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks")
 CLAIMS = (Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION)
 LOW = ("bf16", "fp8")
 
@@ -72,7 +77,7 @@ def told() -> Listener:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Run]:
-    """In three precisions, two rounds each."""
+    """In three precisions, a few rounds each."""
     folder = tmp_path_factory.mktemp("claims")
     file = folder / "claims.py"
     file.write_text(SUITE)
@@ -81,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
         patch.setattr(pipeline, "CEILING_SECONDS", 0.8)
         import_user_modules([str(file)])
         request = Request(
-            "claims", ("fp32", *LOW), ("cpu",), axes=(("how", HOWS),), rounds=2, imports=(str(file),), energy=False
+            "claims", ("fp32", *LOW), ("cpu",), axes=(("how", HOWS),), rounds=8, imports=(str(file),), energy=False
         )
         yield pipeline.execute(request, folder / "store", told, "a test")
 
@@ -99,7 +104,7 @@ def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
 
 
 def test_what_is_honest_has_no_label(run: Run) -> None:
-    assert reasons(run, "honest") == {mode: {} for mode in ("fp32", *LOW)}
+    assert reasons(run, "grows") == {mode: {} for mode in ("fp32", *LOW)}
 
 
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
@@ -109,8 +114,6 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
         assert (
             found[Label.ABOVE_CEILING].startswith("claims ") and "this machine multiplied" in found[Label.ABOVE_CEILING]
         )
-    for found in reasons(run, "copies").values():
-        assert "B/s, this machine copied" in found[Label.ABOVE_CEILING]
     (bf16,) = (one for one in findings(run).values() if one.case.param("how") == "boasts" and one.case.mode == "bf16")
     assert bf16.verdict is Verdict.UNSURE and Label.ABOVE_CEILING in bf16.hard and "claims" in bf16.why
 
@@ -146,18 +149,27 @@ def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -
 @pytest.mark.parametrize(
     ("how", "precision", "products"),
     [
-        ("deaf", "fp32", None),
-        ("deaf", "tf32", Products(1, False, ("float32",))),
-        ("honest", "tf32", Products(1, True, ("float32",))),
-        ("honest", "fp8:scale=pow2", Products(1, True, ("float32",))),
-        ("by_hand", "fp8", Products(1, True, ("bfloat16",))),
-        ("by_hand", "nvfp4", Products(1, False, ("bfloat16",))),
-        ("adds", "fp8", Products(0, False)),
+        ("deaf", "fp32", Products(1, None, ("float32",), 1)),
+        ("deaf", "tf32", Products(1, False, ("float32",), 1)),
+        ("honest", "tf32", Products(1, True, ("float32",), 2)),
+        ("honest", "fp8:scale=pow2", Products(1, True, ("float32",), 3)),
+        ("by_hand", "fp8", Products(1, True, ("bfloat16",), 1)),
+        ("by_hand", "nvfp4", Products(1, False, ("bfloat16",), 1)),
+        ("adds", "fp8", Products(0, False, (), 1)),
     ],
 )
-def test_what_the_products_of_a_step_run_on(
-    how: str, precision: str, products: Products | None, run: Run, bench: Bench
-) -> None:
-    """Of fp8 that a suite rounds by itself, and of a suite without products; nobody looks at fp32."""
-    case = Case("claims", (("how", how),), precision, "cpu")
-    assert bench.products(case, CPU) == products
+def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run, bench: Bench) -> None:
+    """Of fp8 that a suite rounds by itself, and of a suite without products; nobody knows formats of fp32."""
+    assert bench.products(Case("claims", (("how", how), ("n", 64)), precision, "cpu"), CPU) == products
+
+
+def test_a_step_that_takes_no_longer_for_more_work_is_told(run: Run) -> None:
+    """The larger size, in every precision; not where time grows."""
+    found = findings(run)
+    flat = {
+        (one.case.param("how"), one.case.param("n")): dict(one.label_reasons)[Label.FLAT_TIME]
+        for one in found.values()
+        if Label.FLAT_TIME in one.labels
+    }
+    assert list(flat) == [("shrinks", 384)]
+    assert " for 113 MFLOP, " in flat["shrinks", 384] and flat["shrinks", 384].endswith(" for 14.2 MFLOP")
