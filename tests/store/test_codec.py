@@ -41,6 +41,7 @@ from fp8bench.model import (
     MemoryCourse,
     MemoryRole,
     MemoryUse,
+    Noise,
     OperatorTime,
     Overheads,
     Phase,
@@ -147,7 +148,7 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
-    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect,
+    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1),
 ]  # fmt: skip
 
 
