@@ -28,6 +28,7 @@ from fp8bench.pipeline import AGAIN
 from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.find_runs import commit_named
 from fp8bench.store.index.history import History
+from fp8bench.store.index.lines import Line
 from fp8bench.store.points import cell_of, followed
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.read import load_run
@@ -111,24 +112,13 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
-    """The series that the newest run has gone on with, as they are now: what a step would be told from."""
-    lines = history.lines
-    place = from_facts(newest.environment.facts)
-    commit = newest.environment.get("commit")
-    mine: dict[tuple[object, str], bool] = {}
-    found = []
-    for line in lines.lines:
-        trend = line.trend
-        where = (trend.machine.get("machine"), trend.python)
-        if where not in mine:
-            mine[where] = place is None or history.is_of(trend, place)
-        if mine[where] and trend.series.metric not in _DERIVED and lines.ending(line).last.commit == commit:
-            latest = max(lines.comparable(line), key=lambda one: one.places[-1], default=None)
-            found += [(trend, latest.values)] if latest is not None and latest.values.min() > 0 else []
+    """The series of the newest run, as they are now: what a step would be told from."""
+    compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
+    latest = [(trend, max(every, key=lambda one: one.places[-1]).values) for trend, every in compared if every]
+    found = [(trend, values) for trend, values in latest if values.min() > 0]
     relative = {_place(trend) for trend, _ in found if trend.series.metric == RELATIVE}
     judged = [one for one in found if one[0].series.metric == RELATIVE or not _settled(one[0], relative)]
-    levels = newest_levels([values for _, values in judged])
-    for (trend, values), level in zip(judged, levels, strict=True):
+    for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield Newest(
             Comparison(
@@ -137,6 +127,20 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
             ),
             level, len(values),
         )  # fmt: skip
+
+
+def _lines_of(history: History, newest: Run) -> list[Line]:
+    """Where the newest run was made, those that it has gone on with; all, where it is in no history itself."""
+    place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
+    mine: dict[tuple[object, str], bool] = {}
+    lines = []
+    for line in history.lines.lines:
+        where = (line.trend.machine.get("machine"), line.trend.python)
+        if where not in mine:
+            mine[where] = place is None or history.is_of(line.trend, place)
+        if mine[where] and line.trend.series.metric not in _DERIVED:
+            lines.append(line)
+    return [line for line in lines if history.lines.ending(line).last.commit == commit] or lines
 
 
 def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:

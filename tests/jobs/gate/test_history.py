@@ -152,6 +152,17 @@ def test_a_history_that_must_see_its_thresholds(
     assert without == {4: 0, 1: 1}.get(code, 4 if len(milliseconds) < 11 else 0)
 
 
+def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp8bench: Say) -> None:
+    """Its tree was changed; and a series that nobody goes on with fails no night."""
+    bf16_history(store, *NOISY)
+    keep(store, run_at(len(NOISY), facts={"dirty": True}))
+    assert fp8bench(*REQUIRED, "--no-rerun")[0] == 4
+    for number, time in enumerate(FLAT, len(NOISY) + 1):
+        keep(store, run_at(number, records=[one for one in bf16_at(time) if one.is_reference]))
+    code, out, _ = fp8bench(*REQUIRED, "--no-rerun")
+    assert code == 0 and "could have seen: +" in out and "/fp32 " in out and "bf16" not in out
+
+
 def failing(number: int) -> Run:
     return run_at(number, records=tuple(records(status=Status.FAILED)))
 
