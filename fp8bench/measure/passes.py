@@ -19,7 +19,18 @@ from fp8bench.measure.handle import AskedBench, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
-from fp8bench.model import Case, DeviceFacts, Level, Measurement, MemoryUse, PlannedCase, Record, Run, Status
+from fp8bench.model import (
+    Case,
+    DeviceFacts,
+    Level,
+    Measurement,
+    MemoryUse,
+    PlannedCase,
+    Record,
+    Run,
+    Status,
+    StepEffect,
+)
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Observer
@@ -149,6 +160,9 @@ class Passes:
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Whether steps do anything; a case of which nobody can tell stands all the same."""
         for outcome in outcomes:
+            if outcome.planned.work.setup_seconds:
+                outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
+                continue
             self._observer.working(outcome.planned.case, "checking what steps do", 1.0)
             with self._asking(outcome, "look at what a step does") as (bench, case, facts):
                 outcome.note(effect=bench.effect(case, facts))

@@ -6,6 +6,8 @@ All of the memory that a tensor is a view of, past torch's count of versions.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fp8bench.worker.finite import converts
@@ -32,11 +34,24 @@ def digest(tensor: Any) -> int:
     return found
 
 
-def replace_numbers(tensor: Any) -> None:
-    """Floating-point numbers become any between the smallest and the largest; others are drawn from among themselves.
+@contextmanager
+def other_numbers(tensor: Any) -> Iterator[None]:
+    """In the body floating-point numbers are any between the smallest and the largest, others drawn from themselves.
 
-    What is not finite stays: a mask is none without its infinities.
+    What is not finite stays: a mask is none without its infinities. All is put back: others may hold the same tensor.
     """
+    import torch
+
+    flat = _flat(tensor, torch.uint8)
+    before = flat.clone()
+    try:
+        _replace_numbers(tensor)
+        yield
+    finally:
+        flat.copy_(before)
+
+
+def _replace_numbers(tensor: Any) -> None:
     import torch
 
     random = torch.Generator(tensor.device).manual_seed(1)

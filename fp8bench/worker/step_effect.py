@@ -16,14 +16,14 @@ file's, which is never written).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8bench.model import Phase, StepEffect
 from fp8bench.profiler.operators import calls_operators
 from fp8bench.protocols import Device, Markers, Setup, Workload
-from fp8bench.worker.state_bits import digest, replace_numbers
+from fp8bench.worker.state_bits import digest, other_numbers
 from fp8bench.worker.state_tensors import address_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
 
@@ -65,8 +65,8 @@ class _Marker:
 class _Steps:
     """A state of a case, steps of it, and what its memory holds after them."""
 
-    def __init__(self, workload: Workload, setup: Setup, synchronise: Callable[[], None]) -> None:
-        self._workload, self._setup, self._synchronise = workload, setup, synchronise
+    def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
+        self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
         self._markers = Markers(lambda name: _Marker(name, self.phases))
         self.state = workload.prepare(setup)
@@ -76,7 +76,18 @@ class _Steps:
         """One more."""
         self.returned = None
         self.returned = take_step(self._workload, self.state, self._setup.scales, self._markers)
-        self._synchronise()
+        self._device.synchronise(self._index)
+
+    def fails(self) -> bool:
+        """Take one more that may be at odds with its numbers, a factorisation say: whether it raises."""
+        try:
+            self.take()
+        except Exception as error:
+            if self._device.is_out_of_memory(error):
+                raise
+            self._device.synchronise(self._index)  # raises where nothing works any more
+            return True
+        return False
 
     def memories(self) -> dict[int, list[Any]]:
         """The tensors of the state, and of what the last step returned, by the memory that they share."""
@@ -100,9 +111,8 @@ class _Steps:
 
 def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
     """Of a few steps of a state of its own. The first one is not held against others: it may make what lasts."""
-    steps = _Steps(workload, setup, lambda: device.synchronise(index))
     try:
-        return _effect(steps)
+        return _effect(_Steps(workload, setup, device, index))
     except _TakesLong as long:
         return StepEffect(None, str(long))
 
@@ -110,12 +120,11 @@ def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> S
 def _effect(steps: _Steps) -> StepEffect:
     prepared = steps.seen()
     steps.take()
+    before = steps.seen()
     begun = time.perf_counter()
     steps.take()
     if time.perf_counter() - begun > LONGEST_SECONDS:
         raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-    before = steps.seen()
-    steps.take()
     after = steps.seen()
     going_on = {place for place, (old, new) in enumerate(zip(before, after, strict=False)) if old.digest != new.digest}
     if len(before) != len(after) or any(after[place].elements > 1 for place in going_on):
@@ -159,11 +168,11 @@ def _changes(steps: _Steps, chosen: set[int], going_on: set[int], results_too: b
         return [one.digest for place, one in places if place not in going_on and one.address not in left_out]
 
     before = given()
-    for address, tensors in steps.memories().items():
-        if address in chosen:
-            replace_numbers(tensors[0])
-    steps.take()
-    return before != given()
+    with ExitStack() as replaced:
+        for address, tensors in steps.memories().items():
+            if address in chosen:
+                replaced.enter_context(other_numbers(tensors[0]))
+        return steps.fails() or before != given()
 
 
 def _idle(steps: _Steps) -> bool:

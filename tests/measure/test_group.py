@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fp8bench.model import (
     StepEffect,
     TensorStatistics,
     Verdict,
+    Work,
 )
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -187,6 +189,14 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
     }
     assert found == {one: one != name for one in found}
     assert (records["fp32"].measurement("peak_memory") is not None) == found["memory"]
+
+
+def test_a_state_that_is_compiled_is_not_prepared_once_more_to_see_what_its_steps_do() -> None:
+    """The record says why nobody looked."""
+    compiled = [replace(one, work=Work(1.0, setup_seconds=60.0)) for one in native("fp32", "bf16")]
+    records, worker = measure({}, *compiled)
+    assert not [entry for entry in worker.log if entry[0] == "effect"]
+    assert records["bf16"].effect == StepEffect(None, "its state is compiled, which takes too long for this")
 
 
 def test_traces_come_after_all_else_where_they_are_asked_for() -> None:

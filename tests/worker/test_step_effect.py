@@ -17,7 +17,7 @@ from fp8bench.model import StepEffect
 from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
 from fp8bench.worker import state_bits, step_effect
-from fp8bench.worker.state_bits import digest, replace_numbers
+from fp8bench.worker.state_bits import digest, other_numbers
 from fp8bench.worker.step_effect import effect_of
 
 State = SimpleNamespace
@@ -31,7 +31,8 @@ def state() -> State:
     x, w = torch.randn(SIZE, SIZE, generator=random), torch.randn(SIZE, SIZE, generator=random)
     return State(
         x=x, w=w, out=torch.empty(SIZE, SIZE), mask=torch.full((SIZE, SIZE), -torch.inf).triu(1), unused=torch.ones(3),
-        index=torch.randint(SIZE, (SIZE,), generator=random), cache={}, kept=None, number=torch.zeros(()),
+        index=torch.randint(SIZE, (SIZE,), generator=random), cache={}, kept=None,
+        positive=w @ w.T + torch.eye(SIZE), number=torch.zeros(()),
     )  # fmt: skip
 
 
@@ -122,6 +123,7 @@ HONEST: dict[str, Step] = {
     "numbers that are drawn": lambda one, phase: one.out.normal_(),
     "dropout": lambda one, phase: torch.dropout(one.x, 0.5, True),
     "a small format": lambda one, phase: one.x.to(torch.float8_e4m3fn),
+    "what takes some numbers only": lambda one, phase: torch.linalg.cholesky(one.positive),
     "a backward pass": lambda one, phase: torch.autograd.grad((one.x @ one.w.requires_grad_()).sum(), one.w),
 }  # fmt: skip
 
@@ -185,6 +187,27 @@ def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_tensors_that_others_hold_too_are_as_before() -> None:
+    """A module may keep its data for all cases."""
+    shared, before = torch.ones(SIZE), torch.ones(SIZE)
+    assert effect(lambda one, phase: one.x * 2, lambda: State(x=shared)) == StepEffect(True)
+    assert effect(memoised, lambda: State(x=shared, w=shared, cache={})).changes is False
+    assert torch.equal(shared, before)
+
+
+def test_memory_that_runs_out_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken for a step that minds its numbers."""
+    wanted = iter([*"abc"])
+
+    def step(one: State, phase: Phases) -> Any:
+        if next(wanted, "") == "c":
+            raise MemoryError("planted")
+        return one.x @ one.w
+
+    with pytest.raises(MemoryError):
+        effect(step)
+
+
 def test_long_steps_and_large_states_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reason."""
     monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
@@ -226,18 +249,19 @@ def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> No
     """In any dtype, of views too, and no operation of torch's counts it."""
     numbers = (torch.arange(1, 200) % 5).to(dtype)
     view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
-    replace_numbers(view)
-    assert digest(numbers) != before and numbers._version == version
-    if not dtype.is_complex:
-        assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
+    with other_numbers(view):
+        assert digest(numbers) != before and numbers._version == version
+        if not dtype.is_complex:
+            assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
+    assert digest(numbers) == before and numbers._version == version
 
 
 def test_what_is_not_finite_stays() -> None:
     """And ones stay about ones, so that variances stay positive."""
     mask = torch.full((4, 4), -torch.inf).triu(1)
     where = mask.isinf()
-    replace_numbers(mask)
-    assert torch.equal(mask.isinf(), where) and bool((mask[~where] >= 0).all())
+    with other_numbers(mask):
+        assert torch.equal(mask.isinf(), where) and bool((mask[~where] >= 0).all())
     ones = torch.ones(100)
-    replace_numbers(ones)
-    assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
+    with other_numbers(ones):
+        assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
