@@ -160,7 +160,7 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
     for number, time in enumerate(FLAT, len(NOISY) + 1):
         keep(store, run_at(number, records=[one for one in bf16_at(time) if one.is_reference]))
     code, out, _ = fp8bench(*REQUIRED, "--no-rerun")
-    assert code == 0 and "could have seen: +" in out and "/fp32 " in out and "bf16" not in out
+    assert code == 0 and "could have seen: +" in out and "/fp32" in out and "bf16" not in out
 
 
 def failing(number: int) -> Run:
