@@ -65,7 +65,7 @@ OPTIONS = {
     },
     "gate": COMMON | {
         "A B", "--duel", "--history", "--store", "--import", "--thresholds", "--no-rerun", "--junit", "--md",
-        "--benchmark-json", "--explain",
+        "--benchmark-json", "--explain", "--require-power",
     },
     "history": COMMON,
     "history list": COMMON | {"WORD", "--runs", "--explain", "--md", "--store", "--import"},
