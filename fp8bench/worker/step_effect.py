@@ -140,17 +140,18 @@ def _effect(steps: _Steps) -> StepEffect:
         for place, one in enumerate(after)
         if place not in going_on and one not in given and (one not in before or one.address in answered)
     ]
-    if not results and _idle(steps):
-        return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
-    if not any(one.floating or one.elements > 1 for one in results):  # a truth value need not change
-        return StepEffect(None, "nothing that it gives is kept in its state, or returned")
     if not given:
         return StepEffect(None, "it is given no tensor that could be changed")
+    idle = not results and _idle(steps)
+    if not idle and not any(one.floating or one.elements > 1 for one in results):  # a truth value need not change
+        return StepEffect(None, "nothing that it gives is kept in its state, or returned")
     floating, others = ({one.address for one in given if one.floating is kind} for kind in (True, False))
     in_place = {one.address for one in results if one not in before} & {one.address for one in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
         if chosen and _changes(steps, chosen, going_on, results_too):
-            return StepEffect(True)
+            return StepEffect(True)  # also of what others than torch have launched, which nobody counts
+    if idle:
+        return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
     return StepEffect(
         False, f"it gives the same, bit for bit, whatever is in the {len(given)} tensors that it is given"
     )

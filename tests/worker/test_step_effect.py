@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from collections.abc import Callable
@@ -82,6 +83,11 @@ def counting(one: State, phase: Phases) -> Any:
     return memoised(one, phase)
 
 
+def foreign_kernel(one: State, phase: Phases) -> None:
+    """Written past torch, as kernels of Triton's and graphs of CUDA's do, and too fast to be noticed."""
+    ctypes.memmove(one.out.data_ptr(), one.x.data_ptr(), 4 * one.x.numel())
+
+
 IDLE: dict[str, Step] = {
     "nothing": lambda one, phase: None,
     "phases alone": phases_only,
@@ -121,6 +127,7 @@ HONEST: dict[str, Step] = {
     "in place, to infinity": lambda one, phase: one.w[0].mul_(1e30),
     "weights that go on": lambda one, phase: one.w.mul_(0.99),
     "numbers that are drawn": lambda one, phase: one.out.normal_(),
+    "a kernel that is not torch's": foreign_kernel,
     "dropout": lambda one, phase: torch.dropout(one.x, 0.5, True),
     "a small format": lambda one, phase: one.x.to(torch.float8_e4m3fn),
     "what takes some numbers only": lambda one, phase: torch.linalg.cholesky(one.positive),
