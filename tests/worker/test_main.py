@@ -236,7 +236,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
         ("talk", "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step."),
         ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
         ("thread", "LeftRunning: a step left 1 running (stayer)"),
-        ("prefetch", "LeftRunning: 1 started while preparing still run after the state was given back (stayer)"),
+        ("prefetch", "started while preparing still run after the state was given back (stayer"),
         ("nan", "its numbers are not finite: some_error is nan"),
         ("spoil", "after its steps: the parameters are not finite"),
         ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
