@@ -96,8 +96,8 @@ def plain(value: Any) -> Scalar | None:
     return f"{value.__module__}.{name}" if name is not None else str(value)
 
 
-# As bytes: half the time, and it is read around every slot.
-_KEYS = tuple((name, os.fsencode(name)) for name in READ_BY_TORCH)
+# As bytes: a tenth of the time, and it is read around every slot.
+_KEYS = frozenset(map(os.fsencode, READ_BY_TORCH))
 _LOWERING = frozenset(LOWERING)
 # Programs are bound by variables too, and OpenMP binds the thread itself, at its first loop.
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
@@ -194,7 +194,8 @@ def _set_policy(policy: int) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: os.fsdecode(value) for name, key in _KEYS if (value := os.environb.get(key)) is not None}
+    there = sorted(_KEYS.intersection(os.environb))
+    return {os.fsdecode(name): os.fsdecode(os.environb[name]) for name in there}
 
 
 def _set_environment(old: dict[str, str]) -> None:
