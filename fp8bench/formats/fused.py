@@ -248,6 +248,9 @@ def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
         "eager_numerics.disable_ftz": True,
         **(vector_width.options(bits) if bits else {}),
     }
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        # Inductor would compile a file and load it in a process of 110 MB to see what torch knows already.
+        wanted["cpp.vec_isa_ok"] = True
     if kernel.stochastic and kernel.layout is Layout.UPRIGHT:
         # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
         wanted["constant_and_index_propagation"] = False
