@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
-from fp8bench.errors import UsageError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import ImportFailed, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
@@ -169,10 +169,13 @@ class ProcessWorker(Worker):
                     f"the worker could not be started ({error.strerror}): the system lets this process start no other, "
                     "or Python is not where it was. Make room, and try again."
                 ) from None
+            first = self._number == 0
             try:
                 self._begin(self._process)
-            except WorkerFault:
+            except WorkerFault as fault:
                 self.close()  # a process without a bench could only answer nonsense
+                if first and fault.kind == ImportFailed.__name__:  # before anything is measured it is as in the parent
+                    raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
         return self._exchange(self._process, limit, name, *arguments)
 

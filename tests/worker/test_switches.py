@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from fp8bench.process_switches import now
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged
+from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
 from tests.fakes import CPU
 
@@ -346,6 +347,21 @@ def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
     with precisions.get(name).scope():
         torch.rand(3)
     assert (torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
+
+
+def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
+    """Its scope is around the watch over steps, and has one of its own."""
+
+    class Careless(type(precisions.get("fp32"))):  # type: ignore[misc]
+        @contextmanager
+        def scope(self) -> Iterator[None]:
+            torch.backends.mkldnn.enabled = False
+            yield
+
+    before = now(switches())
+    with pytest.raises(SwitchesChanged, match="it left oneDNN at False"), under(Careless()):
+        assert not torch.backends.mkldnn.enabled
+    assert now(switches()) == before
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
