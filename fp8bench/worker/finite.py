@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fp8bench.worker.state_tensors import View, tensors_of, version_of, view_of
 
-# For a whole state, each time that it is looked at.
+# Of processor time, for a whole state, each time that it is looked at.
 SECONDS = 0.5
 # Elements at a time, of those that must be converted first.
 _PIECE = 1 << 22
@@ -54,35 +54,26 @@ class FiniteState:
 
     def __init__(self, state: object) -> None:
         self._prepared: dict[View, _Before | None] = {}
-        self._unknown = set[View]()
         self._made: dict[View, int] = {}
-        end = time.monotonic() + SECONDS
-        for tensor in _numbers_of(state):
-            if time.monotonic() > end:
-                self._unknown.add(view_of(tensor))
-                continue
+        # Whether all that was there is known: else what is not known may have been there.
+        self._whole = True
+        for tensor in self._looked_at(state):
             strange = _not_finite(tensor)
             masks = strange is not None and bool(_below_all(tensor).any())
             self._prepared[view_of(tensor)] = None if strange is None else _Before(strange, masks)
 
     def begin(self, state: object) -> None:
         """Steps are timed from here on: what has been made until now, and is not written again, is an input."""
-        end = time.monotonic() + SECONDS
-        for tensor in _numbers_of(state):
-            view = view_of(tensor)
-            if view in self._prepared or view in self._unknown:
-                continue
-            if time.monotonic() > end or _not_finite(tensor) is not None:
+        for tensor in self._looked_at(state):
+            if (view := view_of(tensor)) not in self._prepared and _not_finite(tensor) is not None:
                 self._made[view] = version_of(tensor)
 
     def lost(self, state: object) -> Lost:
         """What steps have left that is not finite."""
         count, looked, where = 0, 0, ""
-        end = time.monotonic() + SECONDS
-        for tensor in _numbers_of(state):
-            if time.monotonic() > end:
-                break
-            if view_of(tensor) in self._unknown:
+        whole = self._whole
+        for tensor in self._looked_at(state):
+            if view_of(tensor) not in self._prepared and not whole:
                 continue
             looked += tensor.numel()
             number = self._lost_of(tensor)
@@ -91,6 +82,15 @@ class FiniteState:
                 where = f"a tensor of {shape} ({str(tensor.dtype).removeprefix('torch.')})"
             count += number
         return Lost(count, looked, where)
+
+    def _looked_at(self, state: object) -> Iterator[Any]:
+        """Those of its numbers that there is time for."""
+        end = time.thread_time() + SECONDS
+        for tensor in _numbers_of(state, end):
+            if time.thread_time() > end:
+                break
+            yield tensor
+        self._whole = self._whole and time.thread_time() <= end
 
     def _lost_of(self, tensor: Any) -> int:
         strange = _not_finite(tensor)
@@ -109,11 +109,11 @@ class FiniteState:
         return int(strange.sum())
 
 
-def _numbers_of(state: object) -> Iterator[Any]:
+def _numbers_of(state: object, until: float) -> Iterator[Any]:
     """Its floating-point tensors, complex ones as pairs."""
     import torch
 
-    for tensor in tensors_of(state):
+    for tensor in tensors_of(state, until=until):
         dtype = tensor.dtype
         if dtype.is_complex and not tensor.is_conj():
             yield torch.view_as_real(tensor.detach())

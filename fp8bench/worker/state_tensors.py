@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import mmap
 import sys
+import time
 import types
 import weakref
 from collections import deque
@@ -74,11 +76,11 @@ def _said_by(holder: Any) -> dict[MemoryRole, object]:
     return dict(said)
 
 
-def _within(root: object) -> Iterator[object]:
+def _within(root: object, until: float = math.inf) -> Iterator[object]:
     """An object and all that it holds, near ones first; tensors are not looked into, classes and modules not at all."""
     waiting, seen = deque([root]), set[int]()
     kept = []  # what is looked at lives as long as its number counts
-    while waiting and len(seen) < MOST_OBJECTS:
+    while waiting and len(seen) < MOST_OBJECTS and time.thread_time() < until:
         one = waiting.popleft()
         if isinstance(one, _CLOSED) or id(one) in seen:
             continue
@@ -105,12 +107,15 @@ def addresses_of(tensor: Any) -> Iterator[int]:
     yield from filter(None, map(address_of, _parts_of(tensor)))
 
 
-def tensors_of(*roots: object) -> Iterator[Any]:
-    """All tensors with memory that these hold, gradients included, each view of a memory once; parts of wrappers."""
+def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
+    """All tensors with memory that these hold, gradients included, each view of a memory once; parts of wrappers.
+
+    They are looked for until a moment of the thread's processor time, which waits while others have the core.
+    """
     import torch
 
     seen = set()
-    for one in _within(roots):
+    for one in _within(roots, until):
         if not isinstance(one, torch.Tensor):
             continue
         held = (one, one.grad) if one.is_leaf and one.grad is not None else (one,)

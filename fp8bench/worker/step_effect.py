@@ -92,21 +92,27 @@ class _Steps:
     def memories(self) -> dict[int, list[Any]]:
         """The tensors of the state, and of what the last step returned, by the memory that they share."""
         found: dict[int, list[Any]] = {}
-        for tensor in tensors_of(self.state, self.returned):
+        end = time.thread_time() + LONGEST_SECONDS
+        for tensor in tensors_of(self.state, self.returned, until=end):
             if not is_foreign(tensor):
                 found.setdefault(address_of(tensor), []).append(tensor)
+        _in_time(end)
         return found
 
     def seen(self) -> list[_Seen]:
         """All of it, in an order that is the same after each step."""
-        found, end = [], time.perf_counter() + LONGEST_SECONDS
+        found, end = [], time.thread_time() + LONGEST_SECONDS
         for address, tensors in self.memories().items():
-            if time.perf_counter() > end:
-                raise _TakesLong(f"its state takes more than {LONGEST_SECONDS:g} s to read")
+            _in_time(end)
             first, version = tensors[0], max(map(version_of, tensors))
             count, floating = max(one.numel() for one in tensors), first.dtype.is_floating_point
             found.append(_Seen(address, digest(first), version, count, floating))
         return found
+
+
+def _in_time(end: float) -> None:
+    if time.thread_time() > end:
+        raise _TakesLong(f"its state takes more than {LONGEST_SECONDS:g} s to read")
 
 
 def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
