@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8bench.devices.cuda import Cuda
-from fp8bench.model import Case, DeviceFacts, Request
+from fp8bench.model import Case, DeviceFacts, MemoryUse, Request
 from fp8bench.model.raw import Settings, StateCheck
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentPhases
@@ -60,6 +60,16 @@ def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: Devi
             torch.cuda.set_sync_debug_mode("default")
         assert bench.check("one") == StateCheck()
         bench.release("one")
+
+
+@pytest.mark.parametrize("precision", LARGEST_ERROR)
+@pytest.mark.parametrize("name", SMALL)
+def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
+    """Looked at where the tensors lie."""
+    for case in cases(name, precision, facts):
+        assert bench.effect(case, facts).changes is not False
+        memory = bench.memory(case, facts)
+        assert isinstance(memory, MemoryUse) and memory.leak == 0
 
 
 @pytest.mark.parametrize("precision", LARGEST_ERROR)
