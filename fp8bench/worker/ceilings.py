@@ -16,7 +16,7 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 # Sides of square products, and bytes that are copied, smallest first: a slow device does not come to the large ones.
 # The smallest copies lie in the fastest cache that an operator of torch's can fill.
 _SIDES = {"cpu": (256, 512, 1024, 2048), "": (2048, 4096, 8192)}
-_COPIED = {"cpu": tuple(1 << bits for bits in range(14, 27, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
+_COPIED = {"cpu": tuple(1 << bits for bits in range(14, 25, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
 # Calls are timed by stretches so long: the clock and the wait for a device count little.
 _STRETCH_SECONDS = 0.5e-3
 # Which of a size's stretches counts, from the fastest: a clock that jumped must not be what a machine can do.
