@@ -8,7 +8,7 @@ from itertools import permutations
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
-from fp8bench.analysis.labels import Labelled, launch_bound
+from fp8bench.analysis.labels import HOST_PARTLY, Labelled, host_share
 from fp8bench.model import Case, Label, Record, Scalar, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS
 
@@ -73,8 +73,10 @@ def _flat(small: Record, large: Record) -> str:
     assert small.timing is not None and large.timing is not None
     before, after = _best(small.timing), _best(large.timing)
     operators = None if small.products is None else small.products.operators
-    if operators is None or before <= _OPERATOR_SECONDS * operators or launch_bound(small, small.timing):
+    if operators is None or before <= _OPERATOR_SECONDS * operators:
         return ""  # its time is not that of its work: it may grow with nothing
+    if host_share(small.timing, small.case.device) > HOST_PARTLY:
+        return ""
     if after > _AT_MOST * before:
         return ""
     error = _ERRORS * math.hypot(*(_error(one) for one in (small.timing, large.timing)))

@@ -25,7 +25,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
-        Label.UNEVEN,
+        Label.LAUNCH_BOUND, Label.UNEVEN,
     }
 )  # fmt: skip
 
@@ -116,7 +116,10 @@ def labels_of(
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Those that leave no verdict, for a case and for the reference it is held against."""
-    found = [*_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch)]
+    found = [
+        *_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
+        *_launch_bound(timing, device),
+    ]  # fmt: skip
     return tuple(one for one in found if one.hard)
 
 
@@ -132,8 +135,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
 
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)
-    if launch_bound(record, timing):
-        yield Labelled(Label.LAUNCH_BOUND)
+    yield from _launch_bound(timing, record.case.device)
     if record.support.level is not Level.EMULATED:  # else its time is read as no speed
         if timing.num_rounds < LEAST_ROUNDS:
             yield Labelled(Label.FEW_SAMPLES)
@@ -199,13 +201,27 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-def launch_bound(record: Record, timing: Timing) -> bool:
-    """The host took longer to enqueue a step than the device to run it."""
-    if record.case.device.startswith("cpu"):
-        return False
+# What the host takes to enqueue a step, over what the device takes for it. Above the lower one the queue is not far
+# ahead and runs empty where kernels are short, so that some of the time is the host's; above the other all of it is.
+HOST_PARTLY = 0.5
+HOST_WHOLLY = 0.95
+
+
+def host_share(timing: Timing, device: str) -> float:
+    """What the host took to enqueue a step, over the time of the step; 0 where it is the device itself."""
+    if device.startswith("cpu"):
+        return 0.0
     host = np.median([slot.host_seconds for slot in timing.slots])
-    device = np.median([sum(call) for slot in timing.slots for call in slot.calls_ns]) * 1e-9
-    return bool(host > 0.95 * device)
+    step = np.median([sum(call) for slot in timing.slots for call in slot.calls_ns]) * 1e-9
+    return float(host / step) if step > 0 else math.inf
+
+
+def _launch_bound(timing: Timing, device: str) -> Iterator[Labelled]:
+    """Hard where the host set the time: of the device such a time says only that it is no slower."""
+    share = host_share(timing, device)
+    if share > HOST_PARTLY:
+        took = "as long as" if share > HOST_WHOLLY else f"{units.percent(share, 0)} of the time that"
+        yield Labelled(Label.LAUNCH_BOUND, f"the host took {took} the device did", hard=share > HOST_WHOLLY)
 
 
 def _slot_minima(timing: Timing) -> dict[int, float]:

@@ -26,6 +26,8 @@ _NO_MEMORY = (
     "CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "HIP error: out of memory",
     "HIPBLAS_STATUS_ALLOC_FAILED",
 )  # fmt: skip
+# In a second, of any GPU: torch's sleep counts cycles, and at a lower clock it is a longer one.
+_MOST_CYCLES = 3e9
 _UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
@@ -224,6 +226,11 @@ class Cuda(Device):
         import torch
 
         torch.cuda.set_device(index)
+
+    def occupy(self, index: int, seconds: float) -> None:
+        import torch
+
+        torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
 
     def empty_cache(self) -> None:
         import torch

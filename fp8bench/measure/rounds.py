@@ -26,6 +26,9 @@ from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
+# A slot begins with nothing queued on a device of its own: short kernels of the first call wait for the host, and those
+# of the next ones find the queue as full as the host can fill it.
+DEVICE_CALLS = 3
 # Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
 # ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
 STATES = 4
@@ -93,6 +96,8 @@ class Arm:
         self.segmentation = segment(best.codes, best.intervals_ns)
         if self.step_seconds < REPEAT_BELOW_SECONDS:
             self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
+        if self.facts.accelerated and not self.emulated:
+            self.calls = max(DEVICE_CALLS, self.calls)
 
     def prepare_more(self, worker: Worker) -> None:
         """The same state of a short step again, elsewhere in memory; as often as there is room.

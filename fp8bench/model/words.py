@@ -81,7 +81,7 @@ class Label(StrEnum):
 
 
 # Facts about a case that are no doubt about its speed.
-REMARKS = frozenset({Label.LAUNCH_BOUND, Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED})
+REMARKS = frozenset({Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED})
 
 
 class MemoryRole(StrEnum):

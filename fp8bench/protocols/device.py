@@ -83,6 +83,10 @@ class Device(ABC):
     def select(self, index: int) -> None:
         """Make it the device that the calling thread works on; clocks record there."""
 
+    def occupy(self, index: int, seconds: float) -> None:
+        """Give the device nothing to do for about so long, without waiting for it: what is enqueued meanwhile runs
+        as fast as the device can. Nothing where work is not enqueued."""
+
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""
 

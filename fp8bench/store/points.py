@@ -44,8 +44,8 @@ _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
 # Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
 _CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", SWITCHES_SET, "cpu_count", "cpu_affinity", "cpu_governor",
-    "cpu_turbo_off", "smt", "cgroup_cpu_max",
+    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", "l2_cache", SWITCHES_SET, "cpu_count",
+    "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
 # Of the machine's main device, as its driver says.
 _SETTINGS = ("driver", "power_cap", "ecc", "mig")

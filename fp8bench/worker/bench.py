@@ -38,6 +38,7 @@ from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.gpu_libraries import cublaslt_version
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
 from fp8bench.worker.prepared import Prepared
 from fp8bench.worker.products import products_of_step
@@ -47,6 +48,9 @@ from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
+
+# What lies in a GPU's cache when a step begins, in every row of a run.
+L2_CACHE = "hot: what the step before left in it; never flushed"
 
 
 class _Kept(NamedTuple):
@@ -93,6 +97,8 @@ class Bench:
             "torch_git": torch.version.git_version,
             "torch_config": torch.__config__.show().strip(),
             "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
+            "cublaslt": cublaslt_version(),
+            "l2_cache": L2_CACHE if torch.cuda.is_available() else None,
             **self._switches,
         }
 

@@ -103,9 +103,8 @@ class Gemm(Workload):
         return support
 
     def prepare(self, setup: Setup) -> GemmState:
-        a, b, roles = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
-        a, b = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
+        a, b, roles = _operands(setup, arithmetic.carrier)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
@@ -171,11 +170,18 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
-def _operands(setup: Setup) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
-    """Gaussian operands in fp32 from the seed: zeros or constants would run faster on a GPU held back by its power."""
+def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
+    """Gaussian operands from the seed: zeros or constants would run faster on a GPU held back by its power.
+
+    They are drawn in fp32, and each goes into its dtype before the next is drawn: two in fp32 may not fit.
+    """
     import torch
 
     m, n, k = (int(setup.case.param(name)) for name in "mnk")
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
-    a, b = (torch.randn(rows, k, generator=generator, device=setup.facts.key) for rows in (m, n))
+
+    def drawn(rows: int) -> Tensor:
+        return torch.randn(rows, k, generator=generator, device=setup.facts.key).to(dtype or torch.float32)
+
+    a, b = drawn(m), drawn(n)
     return a, b, PRODUCTS[str(setup.case.param("product"))]

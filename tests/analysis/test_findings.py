@@ -35,6 +35,27 @@ def starved(timing: Timing) -> Timing:
     return replace(timing, slots=tuple(slots))
 
 
+def enqueued(timing: Timing, host: float) -> Timing:
+    """The same samples, each step of which took the host so many seconds to enqueue."""
+    return replace(timing, slots=tuple(replace(slot, host_seconds=host) for slot in timing.slots))
+
+
+def test_a_time_that_the_host_set_gets_no_verdict() -> None:
+    """Nor what is held against it; where only some of the time is the host's, the verdict is in doubt."""
+    lead, other = (
+        record(one, precision=name, device="cuda:0", is_reference=name == "fp32", control=one)
+        for one, name in ((TEN, "fp32"), (FIVE, "bf16"))
+    )
+    for first, second, verdict in (
+        (0.0, 0.0, "faster"), (0.0, 3e-3, "perhaps faster"), (0.0, 4.9e-3, "unsure"), (9.9e-3, 0.0, "unsure"),
+    ):  # fmt: skip
+        finding = found(
+            replace(lead, timing=enqueued(TEN, first)), replace(other, timing=enqueued(FIVE, second), control=None)
+        )["bf16"]
+        assert finding.verdict_words == verdict and finding.ratio is not None
+        assert (verdict == "unsure") == (finding.hard == (Label.LAUNCH_BOUND,))
+
+
 @pytest.mark.parametrize(
     ("case", "label", "why"),
     [

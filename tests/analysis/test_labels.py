@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.labels import AHEAD, CAN_BE_HARD, FAR_AHEAD, Labelled, contended, disturbed_slots, labels_of
+from fp8bench.analysis.labels import (
+    AHEAD,
+    CAN_BE_HARD,
+    FAR_AHEAD,
+    Labelled,
+    contended,
+    disturbed_slots,
+    hard_labels,
+    labels_of,
+)
 from fp8bench.model import (
     Case,
     DeviceWatch,
@@ -70,10 +79,6 @@ def test_calm_samples_have_no_label() -> None:
         (Label.NOISY, record(CALM), {"floor": 0.031}, True),
         (Label.NOISY, record(CALM), {"floor": 0.03}, False),
         (Label.NOISY, record(CALM), {"floor": None}, False),
-        # The host needed as long to enqueue a step as the device to run it.
-        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0096), device="cuda:0"), {}, True),
-        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0094), device="cuda:0"), {}, False),
-        (Label.LAUNCH_BOUND, record(clocks((0.01,), host=0.0096), device="cpu"), {}, False),
         # All that took time is too short for its markers.
         (Label.BELOW_FLOOR, record(CALM), {"phases": SHORT, "below_floor": ("cast", "gemm")}, True),
         (Label.BELOW_FLOOR, record(CALM), {"phases": (SHORT[0], ("gemm", 2e-3)), "below_floor": ("cast",)}, False),
@@ -113,6 +118,25 @@ def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> 
     expected = [Labelled(Label.CONTENDED, reason, hard)] if reason else []
     found = labelled(record(clocks((wall,)), device=device))
     assert [one for one in found if one.label is Label.CONTENDED] == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "reason", "hard"),
+    [
+        (0.0051, "cuda:0", "the host took 51% of the time that the device did", False),
+        (0.006, "cuda:0", "the host took 60% of the time that the device did", False),
+        (0.0096, "cuda:0", "the host took as long as the device did", True),
+        (0.02, "cuda:0", "the host took as long as the device did", True),
+        (0.0049, "cuda:0", None, False),
+        (0.0096, "cpu", None, False),
+    ],
+)
+def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) -> None:
+    """Some of the time is the host's, or all of it; a reference whose time is the host's judges nobody."""
+    timing = clocks((0.01,), host=host)
+    expected = [Labelled(Label.LAUNCH_BOUND, reason, hard)] if reason else []
+    assert [one for one in labelled(record(timing, device=device)) if one.label is Label.LAUNCH_BOUND] == expected
+    assert hard_labels(timing, None, None, device) == tuple(one for one in expected if hard)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +323,8 @@ FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
 
 
 def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
-    """Being bound by launches, or by a power cap, is what it is; energy is another matter than speed."""
-    assert {Label.LAUNCH_BOUND, Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED} == REMARKS
+    """Being bound by a power cap is what it is; energy is another matter than speed."""
+    assert {Label.POWER_CAPPED, Label.ENERGY_UNRESOLVED} == REMARKS
     assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARKS)).doubtful
     assert not REMARKS & CAN_BE_HARD
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
+from tests.gpu.waits import none_may_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -74,9 +77,6 @@ def test_the_host_never_waits_for_a_cast(mode: str, facts: DeviceFacts) -> None:
     """But for the first one of a layer, whose memory is made then."""
     arithmetic, source = of(mode, facts), on_cpu(64, 96).cuda()
     for step in range(4):
-        torch.cuda.set_sync_debug_mode("error" if step else "default")
-        try:
+        with none_may_wait() if step else nullcontext():
             for role in Role:
                 arithmetic.turn(arithmetic.cast(source, role), source, role)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

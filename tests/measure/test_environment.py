@@ -202,3 +202,12 @@ def test_the_command_line_is_what_a_person_would_type(
     """So that a run can be repeated by copying it."""
     monkeypatch.setattr(sys, "argv", words)
     assert command_line() == shown
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_CUDNN_SDPA_DEPRIORITIZED", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "PYTORCH_TUNABLEOP_FILENAME"]
+)
+def test_what_changes_how_a_gpu_computes_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which attention kernel is asked first, what products may take as workspace, which kernels were tuned."""
+    monkeypatch.setenv(name, "1")
+    assert gather({}, "0", 1).get(f"env_{name}") == "1"

@@ -81,6 +81,19 @@ def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int,
     assert {one[3] for one in worker.log} == ({discard, discard + 1} if discard else {0})
 
 
+@pytest.mark.parametrize(
+    ("nanoseconds", "calls"), [(1 * MS, 8), (3_900_000, 3), (4 * MS, 3), (150 * MS, 3), (9_000 * MS, 3)]
+)
+def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: int) -> None:
+    """However long a step is: the first call begins with an empty queue. An emulated one has no speed anyhow."""
+    facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: steady(nanoseconds) for mode in ("fp32", "fp8")})
+    native, low = Arm("gpu", planned("fp32"), facts), Arm("low", planned("fp8", level=EMULATED), facts)
+    Session(native, None, [low]).prepare(worker)
+    native.run(worker, 0)
+    assert native.calls == len(native.slots[0].calls_ns) == calls
+    assert low.calls == (1 if nanoseconds >= 4 * MS else max(2, round(8 * MS / nanoseconds)))
+
+
 @given(st.integers(100, 10**9))
 def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> None:
     """But for steps that run once and are long enough alone; and it is never much longer than it must be."""

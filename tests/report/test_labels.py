@@ -89,17 +89,16 @@ def test_the_sentence_says_why_once() -> None:
 
 
 def test_a_power_cap_is_told_with_its_clock_and_casts_no_doubt() -> None:
-    """As launch-bound is."""
+    """In the sentence, of all cases or of some."""
     (text,) = sentences(capped())
     assert text == Text(
         "bf16 is 2.00x [1.98, 2.02] faster than fp32 on gemm m=64 k=64; it ran at the clocks that the device's "
         "power cap allows (power-capped, SM clock 1.41 GHz)",
         Tone.GOOD,
     )
-    several = judged((Verdict.FASTER, 0.5, Label.POWER_CAPPED, Label.LAUNCH_BOUND), (Verdict.FASTER, 0.5))
+    several = judged((Verdict.FASTER, 0.5, Label.POWER_CAPPED), (Verdict.FASTER, 0.5))
     assert sentences(several)[0].text.endswith(
-        "; the host sets the pace in 1 of 2, not the device (launch-bound); it ran at the clocks that the device's "
-        "power cap allows in 1 of 2 (power-capped)"
+        "; it ran at the clocks that the device's power cap allows in 1 of 2 (power-capped)"
     )
 
 

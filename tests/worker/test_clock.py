@@ -14,9 +14,9 @@ import pytest
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.segments import segment
-from fp8bench.model import CELL_PHASES, PHASES
-from fp8bench.protocols import Phases, SilentPhases, Stamper
-from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock
+from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts
+from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
+from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, calibrate
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = {name: code for code, name in enumerate(CELL_PHASES)}
@@ -140,6 +140,53 @@ def test_the_clock_has_no_room_for_other_names() -> None:
     """A phase that does not exist is an error where it is written."""
     with pytest.raises(AttributeError):
         _ = PhaseClock(CountingStamper()).attenton  # type: ignore[attr-defined]
+
+
+class QueuedStamper(Stamper):
+    """On a device with a queue: the host takes 5 us to enqueue a stamp, the device half a microsecond to take it."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0
+
+    def source(self) -> Callable[[], Any]:
+        def stamp() -> int:
+            self.host += 5_000
+            self.device = max(self.host, self.device + 500)
+            return self.device
+
+        return stamp
+
+    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        return HostStamper().intervals_ns(stamps)
+
+
+class Queued(Device):
+    """A device of which nothing but its queue is known."""
+
+    kind = "queued"
+
+    def __init__(self) -> None:
+        self.clock = QueuedStamper()
+
+    def available(self) -> tuple[DeviceFacts, ...]:
+        return ()
+
+    def stamper(self, index: int) -> Stamper:
+        return self.clock
+
+    def synchronise(self, index: int) -> None:
+        self.clock.host = max(self.clock.host, self.clock.device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return False
+
+    def occupy(self, index: int, seconds: float) -> None:
+        self.clock.device = max(self.clock.host, self.clock.device) + round(seconds * 1e9)
+
+
+def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
+    """Behind other work: on an idle device an event waits for the host, which takes ten times as long."""
+    assert calibrate(Queued(), 0).event_pair == pytest.approx(0.5e-6)
 
 
 # Autograd's device thread without a GPU: a pretended accelerator whose tensors wrap CPU tensors. Registration is

@@ -10,6 +10,7 @@ import torch
 from fp8bench.model import Level, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
+from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape
@@ -189,3 +190,14 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
         assert any(one[0] == one[1] == one[2] for one in shapes) and any(one[0] == 1 for one in shapes)
         assert any(len(set(one)) == 3 for one in shapes)
         assert max(2 * m * n * k for m, n, k in shapes) < largest
+
+
+def test_two_operands_are_never_held_in_fp32_at_once() -> None:
+    """Each goes into its carrier before the next is drawn: half the memory, where the product's own is all there is."""
+    stream = AllocationStream("cpu")
+    stream.start()
+    stream.note(Begun("preparing"))
+    Gemm().prepare(setup_for("bf16", m=512, n=512, k=512))
+    found = course(stream.stop() or [])
+    elements = 512 * 512
+    assert found is not None and 8 * elements <= found.peak < 9 * elements

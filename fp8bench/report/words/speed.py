@@ -25,8 +25,8 @@ from fp8bench.report.words.run_facts import many
 _COMPARED = (
     Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED,
 )  # fmt: skip
-# What sets a speed and is no doubt of it, and what is to be added to the label's own half sentence.
-_PACE = {Label.LAUNCH_BOUND: ", not the device", Label.POWER_CAPPED: ""}
+# What sets a speed and is no doubt of it.
+_PACE = Label.POWER_CAPPED
 # So few cases are named one by one.
 _NAMED = 2
 _WITHIN = f"within {units.percent(SAME, 0)}"
@@ -208,14 +208,11 @@ def _doubts(result: Result) -> list[Label]:
 
 
 def _pace(results: Sequence[Result]) -> str:
-    """What sets a speed, no doubt of it: '; the host sets the pace in 1 of 3, not the device (launch-bound)'."""
-    words = ""
-    for label, added in _PACE.items():
-        reasons = [result.reason(label) for result in results if label in result.labels]
-        where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
-        known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
-        words += f"; {legend.REASONS[label]}{where}{added} ({label}{known})" if reasons else ""
-    return words
+    """What sets a speed, no doubt of it: '; it ran at the clocks that ... in 1 of 3 (power-capped)'."""
+    reasons = [result.reason(_PACE) for result in results if _PACE in result.labels]
+    where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
+    known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
+    return f"; {legend.REASONS[_PACE]}{where} ({_PACE}{known})" if reasons else ""
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from reprlib import repr as shown
+from types import ModuleType
 from typing import Any, cast
 
-from asv_runner.statistics import compute_stats, quantile, quantile_ci
-
+from fp8bench.errors import StoreError
 from fp8bench.model.codec import Malformed
 
 # What asv 0.6 writes, in its order.
@@ -114,22 +114,33 @@ def are_params(plain: object) -> bool:
     )
 
 
+def asv_statistics() -> ModuleType:
+    """asv's own statistics. Asked for where they are needed: what lacks them can still be measured, and kept."""
+    try:
+        from asv_runner import statistics
+    except ImportError as error:
+        raise StoreError(
+            f"asv's statistics cannot be imported ({error}): pip install 'asv_runner>=0.3,<0.4'."
+        ) from None
+    return cast(ModuleType, statistics)
+
+
 def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
     """The value and the statistics that asv makes of one combination's samples; (None, None) without any.
 
     asv's interval divides by zero on some samples beyond what floats are good for (all of them 1e-313, say): those
     have no interval here.
     """
-    kept = list(samples)
+    kept, asv = list(samples), asv_statistics()
     low, high = _ranks(len(kept))
     if math.isfinite(low) and math.isfinite(high):
         kept.sort()
-        middle, first, third = (quantile(kept, share) for share in (0.5, 0.25, 0.75))
+        middle, first, third = (asv.quantile(kept, share) for share in (0.5, 0.25, 0.75))
         return middle, Stats(kept[int(low)], kept[int(high)], first, third, 1, len(kept))
     try:
-        value, stats = compute_stats(kept, 1)
+        value, stats = asv.compute_stats(kept, 1)
     except ArithmeticError:
-        value, low, high = (quantile(kept, share) for share in (0.5, 0.25, 0.75))
+        value, low, high = (asv.quantile(kept, share) for share in (0.5, 0.25, 0.75))
         return value, Stats(-math.inf, math.inf, low, high, 1, len(kept))
     return value, None if stats is None else Stats(**stats)
 
@@ -140,7 +151,9 @@ def _ranks(count: int) -> tuple[float, float]:
 
     asv counts them anew for every list of samples, which takes longer than all the rest.
     """
-    return cast("tuple[float, float]", quantile_ci(range(count), 0.5, _COVERAGE)[1]) if count else (-math.inf, math.inf)
+    if not count:
+        return -math.inf, math.inf
+    return cast("tuple[float, float]", asv_statistics().quantile_ci(range(count), 0.5, _COVERAGE)[1])
 
 
 def read_row(columns: Sequence[str], cells: object) -> Row:

@@ -26,7 +26,7 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.results import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, by_combination, cell, row_of
+from fp8bench.store.asv.rows import NOT_MEASURED, Figures, Row, asv_statistics, by_combination, cell, row_of
 from fp8bench.store.commit_runs import TrackedRun, remembered, runs_of_commit, series_of_runs, why_not
 from fp8bench.store.interpreters import load_renamings
 from fp8bench.store.points import merged
@@ -93,6 +93,7 @@ def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path])
     The oldest run names machine and interpreter where there is no file yet, so that a view made again is the same.
     Files that were broken come into `aside`, under their new names.
     """
+    asv_statistics()  # before anything is written: without them the view stays as it is
     commit = tracked[0].commit
     identity = _settled(results, tracked[0].identity, aside)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)

@@ -17,6 +17,7 @@ from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import TypeVar
 
+from fp8bench.errors import StoreError
 from fp8bench.model import Ending, Trend
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.commit_runs import CommitRuns, by_commit, commit_of, files_by_commit, read_runs
@@ -146,7 +147,7 @@ def open_history(store: Path, warn: Callable[[int], None]) -> History:
 
 def keep_figures(store: Path, run: Path) -> None:
     """Write down what the commit of a run comes to, so that its runs need not be read later. Never raises for that."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StoreError):
         commit, known = commit_of(run), Fingerprints()
         paths = files_by_commit(store).get(commit, [])
         found = load_figures(store, commit, paths, load_renamings(store), known)

@@ -17,10 +17,10 @@ from tests.runs import gemm, judged, phases, transformer
 FASTER, SLOWER, SAME, UNSURE, NONE = (
     (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
 )  # fmt: skip
-NOISY, FEW, HOST = Label.NOISY, Label.FEW_SAMPLES, Label.LAUNCH_BOUND
+NOISY, FEW, CAPPED = Label.NOISY, Label.FEW_SAMPLES, Label.POWER_CAPPED
 # What several sentences say.
 ON, UNCLEAR = "on gemm m=64 k=64", "it is not clear whether bf16 is faster than fp32"
-WIDE, PACE = "the interval is too wide to tell", "the host sets the pace"
+WIDE, PACE = "the interval is too wide to tell", "it ran at the clocks that the device's power cap allows"
 VARIED, RESTS = "the times varied a lot (noisy)", "it rests on few rounds (few-samples)"
 
 
@@ -54,8 +54,8 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            [(*FASTER, HOST)],
-            f"bf16 is 2.00x [1.98, 2.02] faster than fp32 {ON}; {PACE}, not the device (launch-bound)",
+            [(*FASTER, CAPPED)],
+            f"bf16 is 2.00x [1.98, 2.02] faster than fp32 {ON}; {PACE} (power-capped)",
             Tone.GOOD,
         ),
         ([(Verdict.FASTER, None)], f"bf16 is faster than fp32 {ON}", Tone.GOOD),
@@ -108,8 +108,8 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.PLAIN,
         ),
         (
-            [(*FASTER, HOST), FASTER, FASTER],
-            f"bf16 is faster than fp32 in all 3 cases of gemm, 2.00x; {PACE} in 1 of 3, not the device (launch-bound)",
+            [(*FASTER, CAPPED), FASTER, FASTER],
+            f"bf16 is faster than fp32 in all 3 cases of gemm, 2.00x; {PACE} in 1 of 3 (power-capped)",
             Tone.GOOD,
         ),
     ],
@@ -162,14 +162,14 @@ def test_only_what_ran_natively_is_compared() -> None:
 
 
 def test_one_sentence_for_what_all_cases_share() -> None:
-    panels = panels_of(*judged((*FASTER, FEW), (*SLOWER, FEW, NOISY, HOST)))
+    panels = panels_of(*judged((*FASTER, FEW), (*SLOWER, FEW, NOISY, CAPPED)))
     shared = said_once(panels)
     assert shared == {FEW}
     assert doubt_of_all(shared) == "Every comparison here is in doubt: it rests on few rounds (few-samples)."
     (text,) = [text for panel in panels for text in comparisons(panel, said=shared)]
     assert text.text == (
         "bf16 is perhaps faster than fp32 in 1 of 2 cases of gemm (m=64: 2.00x); perhaps slower in 1 (m=128: 0.800x), "
-        "but the times varied a lot (noisy); the host sets the pace in 1 of 2, not the device (launch-bound)"
+        f"but the times varied a lot (noisy); {PACE} in 1 of 2 (power-capped)"
     )
     assert said_once(panels_of(*judged((*FASTER, FEW)))) == frozenset()
     assert said_once(panels_of(*judged(FASTER, (*FASTER, FEW)))) == frozenset() and doubt_of_all(frozenset()) == ""

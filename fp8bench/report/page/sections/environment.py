@@ -26,6 +26,7 @@ _VARIABLE = "env_"
 _DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
 _MOST_REASONS = 4
+_OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"), ("L2 cache of GPUs", "l2_cache"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
 
@@ -71,6 +72,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
         ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        *((name, fact(run, key)) for name, key in _OF_GPUS),
         ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
         ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
         ("machine", fact(run, "machine")),

@@ -47,7 +47,7 @@ def test_what_cannot_be_known_is_said_in_words() -> None:
     """Phases below the clock's floor, and labels; a label that only says whose time it is casts no doubt."""
     run, findings = transformer()
     fp8 = run.records[2].case.id
-    findings[fp8] = replace(findings[fp8], labels=(Label.LAUNCH_BOUND,), below_floor=("data_load", "cast"))
+    findings[fp8] = replace(findings[fp8], labels=(Label.POWER_CAPPED,), below_floor=("data_load", "cast"))
     texts = of_kind(part("phases", (run, findings)), Text)
     floor, labels = (one.text for one in texts)
     assert floor.startswith("transformer, too short to be told from the cost of marking it (less than 20 times that): ")
