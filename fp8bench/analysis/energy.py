@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench import units
+from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.metric_names import OwnMetric
@@ -49,12 +50,13 @@ class EnergyFigures:
     `gross` is all that the device took while steps ran, `net` what came on top of idling for as long; where there is
     none, `net_why` says why. `uncertainty` is the largest of any window's, None where nobody knows it. `per` are gross
     joules for each count of the step's work ('token', 'tflop', 'gb'), and `phases` what gross is divided into by the
-    best case's shares of time: an estimate, as if all phases took the same power.
+    best case's shares of time: an estimate, as if all phases took the same power. `seconds` are those of a step.
     """
 
     source: str
     windows: tuple[EnergyWindow, ...]
     gross: Range
+    seconds: Range
     watts: float
     idle: float | None = None
     net: Range | None = None
@@ -107,20 +109,37 @@ def energy_figures(record: Record, finding: Finding | None) -> EnergyFigures | N
     if use is None or not windows:
         return None
     joules = energy_samples(use)
-    gross = Range(statistics.median(joules), min(joules), max(joules))
+    gross, seconds = _range(joules), _range([one.seconds / one.steps for one in windows])
     known = [one.uncertainty for one in windows if one.uncertainty is not None and 0 <= one.uncertainty < 1]
     uncertainty = max(known) if len(known) == len(windows) else None
     idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
     clocks = [one.sm_clock for one in windows if one.sm_clock is not None]
     return EnergyFigures(
-        use.source, windows, gross, statistics.median(one.joules / one.seconds for one in windows), idle, net, why,
-        uncertainty,
+        use.source, windows, gross, seconds, statistics.median(one.joules / one.seconds for one in windows), idle, net,
+        why, uncertainty,
         statistics.median(clocks) if clocks else None,
         max((one.temperature for one in windows if one.temperature is not None), default=None),
         tuple((name, gross.middle * many / getattr(record.work, count)) for name, count, many in _PER
               if getattr(record.work, count)),
         tuple(_phases(gross.middle, finding)),
     )  # fmt: skip
+
+
+def _range(values: Sequence[float]) -> Range:
+    return Range(statistics.median(values), min(values), max(values))
+
+
+def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
+    """The time of a step in windows over that in slots; None where it is within the noise of either.
+
+    Windows last seconds: a clock that falls under a longer load, or a queue that is full by then, shows there only.
+    """
+    slots, windows = finding.median_seconds, figures.seconds
+    if slots is None or not slots > 0:
+        return None
+    found = windows.middle / slots
+    noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
+    return found if abs(found - 1) > noise else None
 
 
 def why_no_energy(record: Record) -> str:

@@ -38,10 +38,11 @@ class Products:
     """What an untimed step ran: so many `operators`, and products up to the first with an operand of its formats.
 
     `low` says whether there was one, None where nobody knows which formats that would be. `count` products were looked
-    at, and `operands` are the dtypes that they read.
+    at, and `operands` are the dtypes that they read. `attention` are the kernels that torch's attention took.
     """
 
     count: int
     low: bool | None
     operands: tuple[str, ...] = ()
     operators: int = 0
+    attention: tuple[str, ...] = ()

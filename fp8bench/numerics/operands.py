@@ -31,7 +31,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run in its body; `looks` is given the operands of each product."""
+    """Counts the operators that run in its body, and names the kernels of attention; `looks` is given the operands of
+    each product."""
 
     supports_higher_order_operators = True
 
@@ -52,6 +53,7 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._looks = looks
         self.operators = 0
+        self.attention: dict[str, None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,9 +61,19 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = getattr(func, "overloadpacket", func).__name__
         place = slice(0, 4) if name.startswith(_ATTENTION) else _OPERANDS.get(name)
         self.operators += 1
+        if kernel := _attention(name):
+            self.attention[kernel] = None
         if place is not None:
             self._looks(tuple(_tensors(args[place])))
         return func(*args, **(kwargs or {}))
+
+
+def _attention(operator: str) -> str:
+    """'flash', 'efficient', 'cudnn', or 'math' where torch takes attention apart; '' of any other operator."""
+    if operator == "_safe_softmax":  # which nothing else of torch's calls
+        return "math"
+    kernel, named, _ = operator.removeprefix(_ATTENTION).partition("_attention")
+    return kernel if named and operator.startswith(_ATTENTION) else ""
 
 
 def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:

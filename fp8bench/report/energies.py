@@ -12,10 +12,12 @@ from fp8bench.analysis.energy import (
     EnergyRatio,
     energy_figures,
     energy_ratio,
+    other_pace,
     why_no_energy,
 )
 from fp8bench.model import Label, Run, Status
 from fp8bench.model.metric_names import OwnMetric
+from fp8bench.report.case_status import emulated
 from fp8bench.report.panels import Result, ResultGroup, together
 from fp8bench.report.words.run_facts import many
 
@@ -62,8 +64,11 @@ def show_ratio(ratio: EnergyRatio) -> str:
 
 
 def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them."""
-    return _by_doubt((one, words) for one in group.results for words in _missing(one))
+    """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them.
+
+    Also that steps took another time in the windows than in slots: no energy of those slots is known then.
+    """
+    return _by_doubt((one, words) for one in group.results for words in (*_missing(one), *_at_another_pace(one)))
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
@@ -95,6 +100,15 @@ def _missing(result: Result) -> Iterator[str]:
         yield f"no net energy: {found.net_why}"
     if use.why and not unresolved and use.why != found.net_why:
         yield f"energy of {many(len(found.windows), 'window')} only: {use.why}"
+
+
+def _at_another_pace(result: Result) -> Iterator[str]:
+    found, finding = figures_of(result), result.finding
+    if found is None or finding is None or emulated(result):
+        return
+    if (pace := other_pace(found, finding)) is not None:
+        took, slots = units.seconds(found.seconds.middle), units.seconds(found.seconds.middle / pace)
+        yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
 
 
 def absences(run: Run) -> list[str]:

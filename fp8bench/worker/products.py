@@ -29,7 +29,9 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, SilentPhases())
     unknown = not formats or (not looking.low and looking.count > _MOST)
-    return Products(looking.count, None if unknown else looking.low, tuple(looking.seen), watch.operators)
+    return Products(
+        looking.count, None if unknown else looking.low, tuple(looking.seen), watch.operators, tuple(watch.attention)
+    )
 
 
 def formats_of(workload: Workload, case: Case) -> tuple[Format, ...]:

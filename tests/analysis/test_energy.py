@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.energy import Demand, energy_figures, energy_ratio, energy_samples, why_no_energy, why_unresolved
+from fp8bench.analysis.energy import (
+    Demand,
+    energy_figures,
+    energy_ratio,
+    energy_samples,
+    other_pace,
+    why_no_energy,
+    why_unresolved,
+)
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Record, Status, Verdict, Work
 from tests.energies import IDLE, case, energetic, use, window
 from tests.runs import EMULATED, NATIVE
@@ -139,6 +147,31 @@ def test_what_does_not_compare_has_no_ratio() -> None:
     assert energy_ratio(own, replace(base, energy=use((3.0,), source="average"))) is None
     assert energy_ratio(own, replace(base, energy=EnergyUse("counter", why="too few ticks"))) is None
     assert energy_ratio(replace(own, energy=None), base) is None
+
+
+@pytest.mark.parametrize(
+    ("median", "spread", "windows", "pace"),
+    [
+        (0.0100, 0.01, (0.0100, 0.0101, 0.0100), None),
+        (0.0090, 0.01, (0.0100, 0.0101, 0.0100), 10 / 9),  # a clock that a longer load does not keep
+        (0.0120, 0.01, (0.0100, 0.0101, 0.0100), 10 / 12),
+        (0.0099, 0.01, (0.0100, 0.0100, 0.0100), None),  # less than what counts as the same
+        (0.0090, 0.20, (0.0100, 0.0101, 0.0100), None),  # as far as slots lie apart
+        (0.0090, 0.01, (0.0090, 0.0100, 0.0110), None),  # as far as windows do
+        (None, None, (0.01,), None),
+        (0.0, None, (0.01,), None),
+        (math.nan, None, (0.01,), None),
+    ],
+)
+def test_steps_of_windows_that_take_another_time_than_in_slots(
+    median: float | None, spread: float | None, windows: tuple[float, ...], pace: float | None
+) -> None:
+    """Where that is beyond the noise of both."""
+    one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
+    figures = energy_figures(one, None)
+    assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
+    found = other_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
+    assert found == (None if pace is None else pytest.approx(pace))
 
 
 def test_why_there_is_no_figure() -> None:

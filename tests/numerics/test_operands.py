@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E8M0, FORMATS, Format
 from fp8bench.formats.operators import values
 from fp8bench.formats.scalings import ScaleRounding, Scaling
+from fp8bench.numerics import operands
 from fp8bench.numerics.operands import ProductWatch, is_of
 
 NARROW = (E4M3, E4M3FNUZ, E5M2, E3M2, E2M3, E2M1)
@@ -127,3 +129,31 @@ def test_operators_are_counted() -> None:
     with ProductWatch(lambda operands: None) as watch:
         torch.ops.fp8bench.tensor(x, torch.empty_like(x), "e4m3fn", "saturate", 0, 0, "", "exact", None, None)
     assert watch.operators == 2
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "MATH"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None:
+    """Backward included, which has no other name; a softmax of one's own is no attention of torch's."""
+    heads = torch.randn(1, 2, 8, 16, dtype=LOW, requires_grad=gradients)
+    with sdpa_kernel(getattr(SDPBackend, backend)), ProductWatch(lambda operands: None) as watch:
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        if gradients:
+            y.sum().backward()
+    assert list(watch.attention) == [backend.partition("_")[0].lower()]
+    with ProductWatch(lambda operands: None) as watch:
+        (torch.randn(8, 8) @ torch.randn(8, 8)).softmax(-1)
+    assert not watch.attention
+
+
+@pytest.mark.parametrize(
+    ("operator", "kernel"),
+    [
+        ("_scaled_dot_product_cudnn_attention", "cudnn"), ("_scaled_dot_product_efficient_attention", "efficient"),
+        ("_scaled_dot_product_flash_attention_backward", "flash"), ("_safe_softmax", "math"), ("_softmax", ""),
+        ("_flash_attention_forward", ""), ("mm", ""),
+    ],
+)  # fmt: skip
+def test_kernels_that_a_processor_has_not(operator: str, kernel: str) -> None:
+    """By what torch calls its operators."""
+    assert operands._attention(operator) == kernel

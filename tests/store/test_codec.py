@@ -106,7 +106,7 @@ RECORD = Record(
     CASE, SUPPORT, Status.OK, Work(1e9, 7, 3e6, 2e6, 1.5), True, "why", "trace", TIMING, TIMING, TIMING, False,
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
-    Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7), StepEffect(False, "what was seen"),
+    Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
 )  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0")
 REQUEST = Request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
+from fp8bench.worker.products import products_of_step
 from fp8bench.workloads.attention import Attention
 from tests.workloads.steps import CPU, H200, SMALL, phases, small
 
@@ -217,3 +219,10 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
         largest = max(groups, key=lambda group: group.cases[0].work.flops).cases[0]
         assert low < largest.work.flops < high
         assert {str(group.cases[0].case.param("part")) for group in groups} == {"core", "layer"}
+
+
+def test_which_kernel_auto_takes_is_seen() -> None:
+    """On a processor torch's flash kernel; emulated scores take none."""
+    for scores, kernels in (("high", ("flash",)), ("low", ())):
+        make = partial(setup_for, "bf16", part="core", scores=scores)
+        assert products_of_step(Attention(), make, CPU).attention == kernels

@@ -17,7 +17,7 @@ from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.run_facts import missing_of, notes_of
+from fp8bench.report.words.run_facts import attention_of, missing_of, notes_of
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
@@ -101,6 +101,9 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
             yield modes, doubt, place
+        for kernel, names in together((attention_of(one.record), one.mode) for one in group.results).items():
+            if kernel:
+                yield ", ".join(names), f"attention by torch's kernel {kernel}", place
 
 
 def _legend(panels: Sequence[Panel]) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from datetime import UTC, datetime
 
 from fp8bench import units
-from fp8bench.model import Case, Run, Status
+from fp8bench.model import Case, Record, Run, Status
 
 COMMIT_LETTERS = 8
 
@@ -37,6 +37,11 @@ def commit_of(run: Run) -> str:
     """'0a1b2c3d', and whether the files differed from it; '' outside a repository."""
     commit = fact(run, "commit")[:COMMIT_LETTERS]
     return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
+
+
+def attention_of(record: Record) -> str:
+    """'flash': which of torch's kernels computed attention; '' where nobody looked, or there is none."""
+    return " and ".join(record.products.attention) if record.products is not None else ""
 
 
 def when(run: Run) -> str:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import EnergyUse, Label
+from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.figures import energy
 from fp8bench.report.terminal.run import render
 from tests.energies import TOO_FEW, VIRTUAL, energetic, unmeasured, use, with_energy, without_energy
-from tests.materials import Made, told
+from tests.materials import Made, of_kind, part, told
 
 
 def lines(made: Made, width: int = 120) -> list[str]:
@@ -65,6 +66,17 @@ def test_what_the_label_says_is_said_once_for_all_cases() -> None:
     assert "- fp8: energy-unresolved: its windows are 9% apart\n" in text
     assert text.count("the GPU is lost") == text.count("its windows are 9% apart") == 1
     assert "- fp8: energy unclear: energy-unresolved\n" in text
+
+
+def test_windows_whose_steps_take_another_time_say_so() -> None:
+    """A clock that slots keep and windows do not. Of an emulated case no time is a speed."""
+    slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
+    text = render(*slow, width=200)
+    words = "a step took 7.50 ms (+20.5%) in the seconds of its energy windows, and 6.22 ms in slots"
+    assert f"- bf16: {words}\n" in text and text.count("in the seconds of its energy windows") == 1
+    assert "in the seconds of its energy windows" not in render(*energetic(), width=200)
+    doubts = [one for items in of_kind(part("energy", slow), Items) for one in items.items]
+    assert Text(f"bf16: {words}.", Tone.DOUBT) in doubts
 
 
 def test_no_net_without_idle_power() -> None:

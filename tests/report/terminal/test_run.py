@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.model import Finding, Interval, Label, Level, Record, Run, Status, Support, Verdict, Work
+from fp8bench.model import Finding, Interval, Label, Level, Products, Record, Run, Status, Support, Verdict, Work
 from fp8bench.model.words import REMARKS
 from fp8bench.report import panels
+from fp8bench.report.elements import Table
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout, tables
 from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words.legend import LABELS
+from tests.materials import of_kind, part
 from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -151,6 +153,24 @@ def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
     assert text.count("peak_memory: memory at the highest point of a step") == 1
     records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
     assert "peak_memory" not in render(replace(run, records=records), findings)
+
+
+def test_the_kernel_that_attention_took_is_told() -> None:
+    """Once for all modes that took the same; in the page's table a column."""
+    run, findings = transformer()
+    taken = {"bf16": ("efficient",), "fp16": ("cudnn",), "fp8": ("cudnn",)}
+    records = tuple(
+        replace(one, products=Products(1, None, attention=taken.get(one.case.mode, ()))) for one in run.records
+    )
+    made = replace(run, records=records), findings
+    text = render(*made, width=200)
+    first, *others = [one for one in records if one.case.mode in taken]
+    assert f"- {first.case.mode}: attention by torch's kernel efficient\n" in text
+    assert f"- {', '.join(one.case.mode for one in others)}: attention by torch's kernel cudnn\n" in text
+    (table,) = of_kind(part("results", made), Table)
+    (column,) = [number for number, one in enumerate(table.columns) if one.title == "attention"]
+    assert [row[column].text for row in table.rows] == ["".join(taken.get(one.case.mode, ())) for one in records]
+    assert "attention by" not in render(run, findings)
 
 
 def test_every_label_has_its_sentence() -> None:

@@ -16,6 +16,7 @@ from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, shared_p
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
+from fp8bench.report.words.run_facts import attention_of
 
 _COST = "the cost of emulation, not of the precision"
 # What names a case stands in every table.
@@ -126,6 +127,8 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("how", hint="native: the hardware does it; emulated: right in numbers, without a speed; refused"),
          lambda row: Field(row.result.record.support.level.value, hint=row.result.record.support.reason,
                            tone=Tone.DOUBT if case_status.emulated(row.result) else Tone.PLAIN)),
+        (Column("attention", hint="which of torch's kernels computed it, as an untimed step showed"),
+         lambda row: Field(attention_of(row.result.record))),
         (Column("labels", hint="reasons for doubt, and what else one should know"),
          lambda row: Field(", ".join(case_status.named_labels(row.result)),
                            hint="; ".join(case_status.meaning(label, row.result) for label in row.result.labels))),
