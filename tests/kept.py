@@ -49,9 +49,11 @@ def grid_run(
         )
         for one, timing in zip(_cases(version), timings, strict=True)
     ]  # fmt: skip
+    # Runs of one start and the same samples under two ids would be copies that lie.
+    number = 0 if "id" in changes else next(_ids)
     wanted = {
-        "id": f"{os.getpid() % 0xFFFF:04x}{next(_ids):04x}",
-        "started": f"2026-01-01T00:{seconds // 60:02}:{seconds % 60:02}.000+00:00",
+        "id": f"{os.getpid() % 0xFFFF:04x}{number:04x}",
+        "started": f"2026-01-01T00:{seconds // 60:02}:{seconds % 60:02}.{number % 1000:03}+00:00",
         "request": Request("gemm"), "environment": Environment(facts() if environment is None else environment),
     }  # fmt: skip
     return run_of(records, **(wanted | changes))
