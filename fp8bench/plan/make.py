@@ -192,16 +192,18 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
 
 def _devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
     """The devices asked for; by default the first GPU, else the processor. 'cuda' is every GPU's first."""
-    known = {one.key: one for one in facts}
     if not request.devices:
         return [next((one for one in facts if one.accelerated), facts[0])]
-    chosen = []
-    for word in request.devices:
-        key = f"{word}:0" if word != "cpu" and ":" not in word else word
-        if key not in known:
-            raise UnknownName("device on this machine", word, known)
-        chosen.append(known[key])
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(device_named(word, facts) for word in request.devices))
+
+
+def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """One of a machine's devices by its key; 'cuda' is the first of its kind."""
+    known = {one.key: one for one in facts}
+    key = f"{word}:0" if word != "cpu" and ":" not in word else word
+    if key not in known:
+        raise UnknownName("device on this machine", word, known)
+    return known[key]
 
 
 def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:

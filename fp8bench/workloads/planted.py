@@ -25,9 +25,12 @@ class PlantedState:
     inner: Any
     extra: Iterator[int]
     tiny: Tensor
+    on_device: bool = False
 
 
 ORDERS = ("periodic", "random")
+# About as long on a GPU as a tiny call on a processor.
+_TINY_CYCLES = 100
 # Random ones repeat after so many steps.
 _MOST_STEPS = 100_000
 
@@ -74,12 +77,17 @@ class Planted(Workload):
         workload = workloads.get(base)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
         inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
-        return PlantedState(workload, inner, _in_turn(case), torch.zeros(64))
+        return PlantedState(workload, inner, _in_turn(case), torch.zeros(64), setup.facts.accelerated)
 
     def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner, phase)
         extra = next(state.extra)
-        if extra:
+        if extra and state.on_device:
+            from torch import cuda
+
+            with phase.gemm:  # what the host does beside it, a GPU's time does not show
+                cuda._sleep(extra * _TINY_CYCLES)  # type: ignore[no-untyped-call]
+        elif extra:
             with phase.gemm:
                 # A call that only asks, about 50 ns: an operator would cost 1 or 2% of a 0.3 ms product at once.
                 ask = state.tiny.is_contiguous

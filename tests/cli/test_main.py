@@ -82,7 +82,7 @@ OPTIONS = {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",
     },
-    "selftest": COMMON | {"--power", "--trials", "--operation", "--json"},
+    "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 
 
@@ -298,6 +298,10 @@ REFUSED = {
     "a file that is no run": (["show", "file"], "is no run file"),
     "trials without --power": (["selftest", "--trials", "3"], "--trials goes with --power"),
     "unknown operation": (["selftest", "--power", "--operation", "smal"], "Did you mean 'small'"),
+    "power on a device that is not here": (
+        ["selftest", "--power", "--device", "cuda:7"],
+        "unknown device on this machine",
+    ),
     "json without --power": (["selftest", "--json", "x"], "--json goes with --power"),
 }
 
@@ -550,7 +554,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
         patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
-        patch.setattr(checks, "checks", lambda: iter(()))
+        patch.setattr(checks, "checks", lambda device: iter(()))
         patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))
         patch.setattr(sys, "path", list(sys.path))
         patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv makes files

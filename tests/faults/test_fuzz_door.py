@@ -146,7 +146,7 @@ def test_no_command_line_ends_in_a_traceback(
     monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)
     monkeypatch.setattr(doctor, "ProcessWorker", Probed)
     monkeypatch.setattr(sensitivity, "worker_for", Probed)
-    monkeypatch.setattr(checks, "checks", lambda: iter(()))
+    monkeypatch.setattr(checks, "checks", lambda device: iter(()))
     monkeypatch.setattr(power, "run_power", lambda *_: power.Power((), (1.0,)))
     chance = random.Random(20261121)
     codes: dict[object, int] = {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fp8bench.model import Scalar
+from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.registry import workloads
 from fp8bench.workloads import gemm
 from fp8bench.workloads.planted import Planted, PlantedState
-from tests.workloads.steps import SMALL, marks, setup_of
+from tests.workloads.steps import H200, SMALL, marks, setup_of
 
 BASE: dict[str, Scalar] = {
     "base": "gemm",
@@ -63,3 +65,23 @@ def test_with_none_the_step_is_the_other_workloads_own() -> None:
     """An identical candidate must be identical."""
     state = prepared(0)
     assert codes_of(state) == ["unattributed", "gemm", "unattributed"]
+
+
+def test_on_a_gpu_the_slow_down_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny calls of the host beside it would not show: the device is kept busy for as many cycles, in a phase."""
+    cycles: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
+    state, fewer = prepared(800), prepared(7)
+    assert not state.on_device
+    state.on_device = fewer.on_device = True
+    for one in (state, fewer, prepared(0)):
+        assert codes_of(one)[-1] == "unattributed"
+    assert codes_of(state) == [*codes_of(prepared(0)), "gemm", "unattributed"]
+    assert cycles == [80_000, 700, 80_000]
+
+
+def test_it_is_the_device_s_facts_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a parameter."""
+    setup = setup_of("_planted", {**BASE, "extra": 1}, "fp32")
+    monkeypatch.setattr(DeviceFacts, "key", "cpu")
+    assert Planted().prepare(replace(setup, facts=H200)).on_device

@@ -21,6 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
     add("--power", action="store_true", help="how often verdicts are right, on injected slow-downs")
+    add("--device", default="cpu", metavar="NAME", help="cpu, cuda, cuda:1: what is timed is timed there; default cpu")
     words = "trials an operation, with --power; default 20"
     add("--trials", type=types.whole(whole_number(1)), metavar="N", help=words)
     add("--operation", action="append", metavar="NAME", help="small, medium or step, with --power; default all")
@@ -32,21 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.power:
         from fp8bench.jobs.selftest.power import run_power
 
-        power = run_power(arguments.operation, arguments.trials or 20, arguments.json, TERMINAL)
+        power = run_power(arguments.operation, arguments.trials or 20, arguments.json, TERMINAL, arguments.device)
         say(power_table(power) + "\n")
         return EXIT_FAILED if any(row.wrong_signs for row in power.rows) else EXIT_OK
     for name in ("trials", "operation", "json"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name} goes with --power, which was not given. Add --power, or leave --{name} out.")
-    return _checks()
+    return _checks(arguments.device)
 
 
-def _checks() -> int:
+def _checks(device: str) -> int:
     """3 if a check does not hold."""
     from fp8bench.jobs.selftest.checks import checks
 
     failed = 0
-    for check in checks():
+    for check in checks(device):
         failed += not check.held
         say(f"{'ok  ' if check.held else 'FAIL'}  {check.what}\n        seen: {check.seen}\n")
     say(f"{failed} checks failed\n" if failed else "all checks held\n")

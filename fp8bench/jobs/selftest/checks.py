@@ -36,6 +36,7 @@ from fp8bench.model import (
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import Corpus, prepare_corpus
+from fp8bench.plan.make import device_named
 from fp8bench.protocols import float32_products
 from fp8bench.registry import workloads
 from fp8bench.store.runs.read import load_run
@@ -54,14 +55,14 @@ class Check:
     seen: str
 
 
-def checks() -> Iterator[Check]:
-    """All checks, each as it is done."""
+def checks(device: str = "cpu") -> Iterator[Check]:
+    """All checks, each as it is done; what is timed is timed on that device."""
     yield rounding()
     yield switches()
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
-            facts = next(device for device in worker.probe() if device.kind == "cpu")
+            facts = device_named(device, worker.probe())
             yield from verdicts(worker, facts)
             yield phases(worker, facts, corpus)
             yield crash(worker, facts)
@@ -110,14 +111,19 @@ def product(side: int) -> Params:
     )  # fmt: skip
 
 
-def _planted(side: int, extra: int) -> Case:
-    return Case("_planted", (*product(side), ("extra", extra)), "fp32", "cpu")
+# Sides of a product of some tenths of a millisecond.
+SIDE, GPU_SIDE = 256, 2048
+
+
+def _planted(side: int, extra: int, device: str = "cpu") -> Case:
+    return Case("_planted", (*product(side), ("extra", extra)), "fp32", device)
 
 
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
     """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
+    side = GPU_SIDE if facts.accelerated else SIDE
     arms = [
-        Arm(key, PlannedCase(_planted(256, extra), NATIVE, Work()), facts)
+        Arm(key, PlannedCase(_planted(side, extra, facts.key), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
     session = Session(arms[0], arms[1], arms[2:])
@@ -139,7 +145,7 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[Check]:
 def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> Check:
     """Every phase of a training step is seen, and little is left unattributed."""
     params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
-    case = Case("transformer", params, "bf16", "cpu")
+    case = Case("transformer", params, "bf16", facts.key)
     work = workloads.get("transformer").work(dict(params))
     arm = Arm("phases", PlannedCase(case, NATIVE, work), facts)
     arm.prepare(worker)
@@ -166,7 +172,7 @@ def crash(worker: ProcessWorker, facts: DeviceFacts) -> Check:
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     try:
-        worker.within(60.0).prepare("crash", _planted(64, 0), facts)
+        worker.within(60.0).prepare("crash", _planted(64, 0, facts.key), facts)
     except WorkerLost as lost:
         return Check("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
     return Check("a killed worker is noticed and replaced", False, "the loss went unnoticed")

@@ -28,7 +28,7 @@ from fp8bench.analysis.verdicts import best_phases, conclude, decided
 from fp8bench.errors import StoreError, UnknownName
 from fp8bench.files import write_whole
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.jobs.selftest.checks import NATIVE, product
+from fp8bench.jobs.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
 from fp8bench.measure.rounds import Arm, Session
@@ -36,6 +36,7 @@ from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdi
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import device_named
 from fp8bench.workloads.planted import ORDERS
 
 OPERATIONS = ("small", "medium", "step")
@@ -65,18 +66,26 @@ class Operation:
     seconds: float
 
 
-def operations(corpus: str) -> tuple[Operation, ...]:
-    """A product of about 0.3 ms, one of about 2 ms, and the nano transformer's step; times of one core of 2023."""
+def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
+    """Two products and a transformer's step; on a processor 0.3 ms and 2 ms on one core of 2023, and the nano one's."""
+    if facts.accelerated:
+        return (
+            Operation("small", f"product of {GPU_SIDE}", "fp32", product(GPU_SIDE), 2.0),
+            Operation("medium", f"product of {2 * GPU_SIDE}", "fp32", product(2 * GPU_SIDE), 2.0),
+            Operation("step", "gpt2-124m step", "bf16", _transformer("gpt2-124m", 8, 1024, corpus), 10.0),
+        )
     return (
-        Operation("small", "product of 0.3 ms", "fp32", product(256), 2.0),
+        Operation("small", "product of 0.3 ms", "fp32", product(SIDE), 2.0),
         Operation("medium", "product of 2 ms", "fp32", product(480), 2.0),
-        Operation(
-            "step", "nano transformer step", "bf16",
-            (("base", "transformer"), ("base.size", "nano"), ("base.batch", 2), ("base.sequence", 96),
-             ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"),
-             ("base.attention", "auto"), ("base.data", corpus)),
-            10.0,
-        ),
+        Operation("step", "nano transformer step", "bf16", _transformer("nano", 2, 96, corpus), 10.0),
+    )
+
+
+def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
+    return (
+        ("base", "transformer"), ("base.size", size), ("base.batch", batch), ("base.sequence", sequence),
+        ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"), ("base.attention", "auto"),
+        ("base.data", corpus),
     )  # fmt: skip
 
 
@@ -175,7 +184,9 @@ class Power:
     loads: tuple[float, ...]
 
 
-def run_power(words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver) -> Power:
+def run_power(
+    words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
+) -> Power:
     """The experiment on operations (all without words), its figures written to `path` after every trial."""
     for word in words or ():
         if word not in OPERATIONS:
@@ -183,11 +194,12 @@ def run_power(words: Sequence[str] | None, trials: int, path: Path | None, obser
     with tempfile.TemporaryDirectory() as folder, observer.counting() as tell:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
-            facts = next(device for device in worker.probe() if device.kind == "cpu")
+            facts = device_named(device, worker.probe())
             environment = gather(worker.software(), __version__, 1)
-            kept = {name: environment.get(name) for name in _KEPT}
+            kept = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
-            for operation in (known for known in operations(corpus.identity) if known.key in (words or OPERATIONS)):
+            wanted = words or OPERATIONS
+            for operation in (one for one in operations(corpus.identity, facts) if one.key in wanted):
 
                 def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
                     tell(len(result.loads), trials, "trials", result.operation)

@@ -22,11 +22,11 @@ from fp8bench.formats import quantise
 from fp8bench.jobs.selftest import checks
 from fp8bench.jobs.selftest.checks import Check, alive, wait_until
 from fp8bench.measure.handle import Worker
-from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts, Run
+from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Run
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.corpus import Corpus
 from fp8bench.worker.bench import Bench
-from tests.facts import CPU
+from tests.facts import CPU, H200
 
 CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
 GEMM = CELL_PHASES.index("gemm")
@@ -69,6 +69,29 @@ def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: flo
     """What should be identical comes out slower or faster, and what is slowed the same or faster: arms of 0.3 ms."""
     worker = Scripted(lambda key: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
     assert [check.held for check in checks.verdicts(worker, CPU)] == held
+
+
+class Noting(Scripted):
+    """Notes the cases that it was asked to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda key: 300_000 * (1.12 if key == "slowed" else 1.0), tuple(range(len(PHASES))))
+        self.cases: list[Case] = []
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        if name == "prepare":
+            self.cases.append(arguments[1])
+        return super().ask(limit, name, *arguments)
+
+
+@pytest.mark.parametrize(("facts", "side"), [(CPU, checks.SIDE), (H200, checks.GPU_SIDE)])
+def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side: int) -> None:
+    """With a product that takes long enough there."""
+    worker = Noting()
+    assert all(check.held for check in checks.verdicts(worker, facts))
+    assert {one.param("base.m") for one in worker.cases} == {side}
+    assert checks.phases(worker, facts, CORPUS).held
+    assert {one.device for one in worker.cases} == {facts.key}
 
 
 def test_what_is_planted_runs(bench: Bench) -> None:
@@ -210,7 +233,7 @@ def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line of what, a line of what was seen."""
-    monkeypatch.setattr(checks, "checks", lambda: iter([Check("one", True, "a"), Check("two", held, "b")]))
+    monkeypatch.setattr(checks, "checks", lambda device: iter([Check("one", True, "a"), Check("two", held, "b")]))
     assert main(["selftest"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    one" and lines[2] == ("ok    two" if held else "FAIL  two")

@@ -36,7 +36,7 @@ from fp8bench.registry import workloads
 from fp8bench.workloads import planted
 from fp8bench.workloads.planted import ORDERS
 from tests.commands import unfolded
-from tests.facts import CPU
+from tests.facts import CPU, H200
 
 SMALL = ("selftest", "--power", "--trials", "1", "--operation", "small")
 GEMM = CELL_PHASES.index("gemm")
@@ -153,7 +153,7 @@ class Slowing(Worker):
 @pytest.mark.parametrize("per_call", [50.0, 2000.0])
 def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> None:
     """On this machine, measured before the first trial."""
-    operation = operations("text:0")[0]
+    operation = operations("text:0", CPU)[0]
     result = measure_power(Slowing(per_call), CPU, operation, 0, 0)
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
     for effect in EFFECTS:
@@ -165,7 +165,7 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
 def test_a_trial_judges_every_effect_once() -> None:
     """A clear slow-down is found, the identical pair is left in peace, states are given back."""
     worker = Slowing(50.0)
-    operation = operations("text:0")[0]
+    operation = operations("text:0", CPU)[0]
     seen: list[int] = []
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
     assert sum(map(len, result.outcomes.values())) == 2 * (len(EFFECTS) + 4)
@@ -182,17 +182,20 @@ def test_a_trial_judges_every_effect_once() -> None:
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
     """What its three arms took, over the rounds it was in."""
-    operation = Operation("small", "short", "fp32", operations("t")[0].params, 0.2)
+    operation = Operation("small", "short", "fp32", operations("t", CPU)[0].params, 0.2)
     for row in summarise(measure_power(Slowing(50.0), CPU, operation, 1, 0)):
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals
 
 
-@pytest.mark.parametrize("operation", operations("text:0"), ids=lambda one: one.key)
-def test_operations_are_what_the_planted_workload_takes(operation: Operation) -> None:
-    """Every parameter of the base workload is given."""
+@pytest.mark.parametrize("facts", [CPU, H200], ids=lambda one: one.kind)
+@pytest.mark.parametrize("number", range(3), ids=power.OPERATIONS.__getitem__)
+def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
+    """Every parameter of the base workload is given; a GPU has sizes of its own."""
+    operation = operations("text:0", facts)[number]
+    assert (operation in operations("text:0", CPU)) is not facts.accelerated
     params = dict(operation.params)
     base = workloads.get(str(params["base"]))
-    axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(CPU)}
+    axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
     wanted = {name for name, _ in base.expand(axes)[0]} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == wanted
     assert operation.key in power.OPERATIONS
