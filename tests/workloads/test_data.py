@@ -96,6 +96,20 @@ def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, 
 
 
 @KINDS
+def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: str) -> None:
+    """And is cast there: the same values in the end, from a batch of four bytes a value."""
+    here, there = (setup_for(corpus, "fp8", kind=kind, **more) for more in ({}, {"cast_on": "device"}))
+    assert phases(Data(), there) == ["data_load", "data_load", "cast"]
+    state, other = Data().prepare(there), Data().prepare(here)
+    fp32 = by_hand(corpus, 1)[0]
+    assert torch.equal(arrived(state), torch.from_numpy(fp32))
+    assert state.after is not None and torch.equal(state.after.data, arrived(other))
+    assert Data().error(there) == Data().error(here)
+    plain = setup_for(corpus, "fp32", kind=kind, cast_on="device")
+    assert phases(Data(), plain) == ["data_load", "data_load"]  # there is nothing to cast
+
+
+@KINDS
 def test_errors_grow_as_bits_go(corpus: Corpus, kind: str) -> None:
     """Against the bytes normalised in fp64; the same however they are stored."""
     errors = [
@@ -145,10 +159,12 @@ def test_tf32_is_nothing_to_load() -> None:
 
 
 def test_axes_and_defaults() -> None:
-    """Both kinds."""
-    for facts in (CPU, H200):
+    """Both kinds; a GPU casts by itself, and what is cast on the host is named as it always was."""
+    for facts, where in ((CPU, "host"), (H200, "device")):
         axes = {axis.name: axis for axis in Data().axes(facts)}
-        assert axes["kind"].default == ("reading", "transfer")
+        assert axes["kind"].default == ("reading", "transfer") and axes["cast_on"].default == (where,)
+    for where, more in (("host", ()), ("device", (("cast_on", "device"),))):
+        assert Data().expand({**SIZES, "cast_on": where}) == ((*SIZES.items(), *more),)
 
 
 def test_without_a_text_it_says_so(corpus: Corpus, tmp_path: Path) -> None:
