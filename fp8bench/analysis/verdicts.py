@@ -9,7 +9,7 @@ way. The far end is what is printed as noise floor. The reference counts by both
 The best case sees the fastest calls alone: a step that is three times slower on three of four calls is none the slower
 to it. So a second figure of the same samples may take its verdict away: the mean over all calls, paired by round, less
 the time that the thread waited for a core. FASTER and SLOWER must not lie on the other side of it, SAME needs it wholly
-inside +-4%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
+inside +-3.5%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
 medians is kept beside them and gives no verdict.
 
 Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of
@@ -36,7 +36,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 BAND = 0.005
 SAME = 0.02
 # Of the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would pass now and then.
-TYPICAL_SAME = 0.04
+TYPICAL_SAME = 0.035
 # Where it lies so far from the best case, calls are not alike.
 UNEVEN = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
