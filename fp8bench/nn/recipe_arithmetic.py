@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import ScalingType
 
 from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.operators import values
@@ -153,17 +153,15 @@ class ScaledArithmetic(RecipeArithmetic):
             raise ValueError("CUDA has no product of two E5M2 tensors; one of them must not be a gradient")
         if a.scale is None or b.scale is None:
             raise ValueError("float8 operands need their scales")
-        kind = functional.ScalingType.TensorWise if self.recipe.per_tensor else functional.ScalingType.RowWise
-        found: Tensor = functional.scaled_mm(
-            a.data,
-            b.data.t(),
-            a.scale,
-            kind,
-            # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
-            b.scale if self.recipe.per_tensor else b.scale.t(),
-            kind,
-            # With a scale a row CUDA gives bfloat16 only.
-            output_dtype=dtype if self.recipe.per_tensor else torch.bfloat16,
-            use_fast_accum=not (a.gradient or b.gradient),
+        tensor_wise = self.recipe.per_tensor
+        kind = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
+        # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
+        scale_b = b.scale if tensor_wise else b.scale.t()
+        # With a scale a row CUDA gives bfloat16 only.
+        output = dtype if tensor_wise else torch.bfloat16
+        fast = not (a.gradient or b.gradient)
+        # What functional.scaled_mm calls, which torch 2.11 cannot compile. Lists: scales, their kinds, no swizzles.
+        found: Tensor = torch.ops.aten._scaled_mm_v2.default(
+            a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
         return in_dtype(found, dtype)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.model import Level
@@ -25,6 +26,11 @@ MODES = (
 )  # fmt: skip
 EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "fp8-block", "mxfp8",
             "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip
+# torch 2.11 has the operator, and no kernel of it for a processor.
+NEEDS_PRODUCTS = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch has no scaled products on a processor; 2.13 has",
+)
 
 
 def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
@@ -60,6 +66,7 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
 @pytest.mark.parametrize(
     "roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)]
 )
+@NEEDS_PRODUCTS
 @pytest.mark.parametrize("mode", MODES)
 def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
     """But for the order of sums, and for the rounding of the result where CUDA gives bfloat16 only."""
@@ -76,7 +83,8 @@ def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> 
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        *((mode, torch.bfloat16) for mode in ("bf16", "fp8", "fp8-rowwise", "fp8:weight-gradient=bf16")),
+        *((mode, torch.bfloat16) for mode in ("bf16", "fp8:weight-gradient=bf16")),
+        *(pytest.param(mode, torch.bfloat16, marks=NEEDS_PRODUCTS) for mode in ("fp8", "fp8-rowwise")),
         *((mode, torch.float32) for mode in ("fp32", "mxfp8", "fp8:accumulator=short")),
     ],
 )
@@ -100,6 +108,7 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
     assert found.dtype == dtype and not any(found is one for one in seen.unchanged)
 
 
+@NEEDS_PRODUCTS
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_are_the_emulated_ones(mode: str) -> None:
     """All three products over two steps, the second of another magnitude."""
@@ -140,15 +149,15 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
     """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
     seen: list[dict[str, object]] = []
 
-    def spy(
-        a: Tensor, b: Tensor, scale_a: Tensor, kind: object, scale_b: Tensor, _: object, **options: object
-    ) -> Tensor:
+    def spy(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        (scale_a,), _, _, (scale_b,), _, _, _, output, _, fast = others
         row = (a.shape[0], 1), (1, b.shape[1])
         fits = (scale_a.shape, scale_b.shape) == (row if "rowwise" in mode else ((), ()))
-        seen.append({"layout": a.stride(1) == 1 and b.stride(0) == 1, "scales": fits, **options})
+        layout = a.stride(1) == 1 and b.stride(0) == 1
+        seen.append({"layout": layout, "scales": fits, "output_dtype": output, "use_fast_accum": fast})
         return torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", spy)
+    monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", spy)
     native = precisions.get(mode).arithmetic(H200)
     layer = Linear(32, 16, native)
     layer(gaussian(48, 32).requires_grad_(), SilentPhases()).sum().backward()
@@ -156,6 +165,21 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
     assert all(one["layout"] and one["scales"] and one["output_dtype"] == torch.bfloat16 for one in seen)
 
 
+@NEEDS_PRODUCTS
+@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise"])
+def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, by the operator behind it: the function itself cannot be compiled by torch 2.11."""
+    native, _ = pair(mode)
+    a, b = native.cast(gaussian(48, 64), Role.INPUT), native.cast(gaussian(16, 64), Role.WEIGHT)
+    assert a.scale is not None and b.scale is not None
+    kind = functional.ScalingType.TensorWise if mode == "fp8" else functional.ScalingType.RowWise
+    scale = b.scale if mode == "fp8" else b.scale.t()
+    wanted = functional.scaled_mm(a.data, b.data.t(), a.scale, kind, scale, kind, use_fast_accum=True)
+    monkeypatch.setattr(functional, "scaled_mm", lambda *_, **__: pytest.fail("called"))
+    assert torch.equal(native.product(a, b, torch.bfloat16), wanted)
+
+
+@NEEDS_PRODUCTS
 def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
     """And the two other products are not."""
     found: dict[str, list[Tensor]] = {}
