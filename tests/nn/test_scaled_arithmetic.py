@@ -199,3 +199,21 @@ def gradients(arithmetic: Arithmetic) -> list[Tensor]:
     layer, x = Linear(64, 32, arithmetic), gaussian(48, 64).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
     return list(torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype)))
+
+
+@NEEDS_PRODUCTS
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
+    """Bit for bit, and in one graph: gradients that a compiler loses are zeros, and nothing else says so."""
+    layer, silent = Linear(32, 16, precisions.get(mode).arithmetic(H200)), SilentPhases()
+    compiled = torch.compile(lambda x: layer(x, silent).float().square().sum(), backend="aot_eager", fullgraph=True)
+    found = []
+    for step in (compiled, lambda x: layer(x, silent).float().square().sum()):
+        x = gaussian(48, 32).requires_grad_()
+        layer.zero_grad()
+        step(x).backward()
+        found.append([x.grad, *(one.grad for one in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and bool(one.any()) and torch.equal(one, other)

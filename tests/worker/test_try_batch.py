@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import Cpu, data_bytes
+from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -24,6 +25,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker.bench import Bench
 from fp8bench.worker.memory_pass import try_batch
 from tests.worker.told import CPU, Storages, Told, setup_of
 
@@ -270,3 +272,12 @@ def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -
     plain = local.within(60).try_batch(replace(case, static=None), CPU, None)
     taken = local.within(60).try_batch(case, CPU, None)
     assert plain is not None and taken is not None and abs(taken - plain) < 0.2 * plain
+
+
+def test_after_a_fault_every_device_gives_memory_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that failed may have been the first: nothing is prepared then, and still a cache is full."""
+    emptied: list[str] = []
+    for device in (Cpu, Cuda):
+        monkeypatch.setattr(device, "empty_cache", lambda self: emptied.append(self.kind))
+    bench.recover()
+    assert sorted(emptied) == ["cpu", "cuda"]
