@@ -101,8 +101,8 @@ def pieces(asked: Asked) -> Iterator[Tensor]:
 
 def eagerly(x: Tensor, asked: Asked) -> Tensor:
     """What the operations give that operators are made of."""
-    out = torch.empty(x.shape, dtype=asked.target)
-    seed = SEED if asked.stochastic else None
+    out = torch.empty(x.shape, dtype=asked.target, device=x.device)
+    seed = SEED.to(x.device) if asked.stochastic else None
     if asked.scaling is None:
         return quantise.round_to(x, asked.fmt, out, overflow=asked.overflow, seed=seed)
     return scaled.values(x, asked.fmt, asked.scaling, seed=seed, out=out)
@@ -111,7 +111,7 @@ def eagerly(x: Tensor, asked: Asked) -> Tensor:
 def called(x: Tensor, asked: Asked, out: Tensor | None = None) -> Tensor:
     """What the operator gives, into memory that lies as `x` does."""
     out = torch.full_like(x, 7.0, dtype=asked.target) if out is None else out
-    seed = SEED if asked.stochastic else None
+    seed = SEED.to(x.device) if asked.stochastic else None
     return values(x, asked.fmt, asked.scaling, overflow=asked.overflow, seed=seed, out=out)
 
 

@@ -11,6 +11,7 @@ from fp8bench.formats import operators
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench
+from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +48,16 @@ def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: 
 def test_the_doctor_can_say_whether_it_compiles(bench: Bench, facts: DeviceFacts) -> None:
     """With Triton, not with a C++ compiler."""
     assert bench.compiler(facts).startswith("a quantiser compiles in ")
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU; and eager is there what it is on a processor."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    there = AWKWARD.to(asked.source).cuda()
+    x = there.t() if asked.turned else there
+    eager = eagerly(x, asked)
+    assert differences(called(x, asked), eager) == 0 and operators.KERNELS.wanted
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    assert differences(called(x, asked), eager) == 0 and operators.KERNELS.fused.total() == 1
+    assert differences(eager.cpu(), eagerly(x.cpu(), asked)) == 0
