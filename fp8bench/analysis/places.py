@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
 from fp8bench.model import Interval, Timing
+
+# No round has more slots.
+_MOST = 1000
 
 
 class PlaceEffect(NamedTuple):
@@ -53,11 +56,16 @@ def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
     return max(found, key=lambda one: one[0])[1] if found else None
 
 
+def _is_known(place: int | None) -> TypeGuard[int]:
+    """Older runs have none; a file that somebody changed may say anything."""
+    return place is not None and 0 <= place < _MOST
+
+
 def _table(timings: Sequence[Timing]) -> Floats:
     """By round and place the logarithm of a slot's mean over its arm's middle; NaN where nobody knows."""
     slots = [slot for timing in timings for slot in timing.slots]
     rounds = {number: row for row, number in enumerate(sorted({slot.round for slot in slots}))}
-    places = 1 + max((slot.place for slot in slots if slot.place is not None), default=-1)
+    places = 1 + max((slot.place for slot in slots if _is_known(slot.place)), default=-1)
     table: Floats = np.full((len(rounds), places), np.nan)
     for timing in timings:
         seconds = means(timing, [slot.round for slot in timing.slots])
@@ -65,6 +73,6 @@ def _table(timings: Sequence[Timing]) -> Floats:
             continue
         logs = np.log(seconds / np.median(seconds))
         for slot, log in zip(timing.slots, logs, strict=True):
-            if slot.place is not None:
+            if _is_known(slot.place):
                 table[rounds[slot.round], slot.place] = log
     return table

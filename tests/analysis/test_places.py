@@ -116,3 +116,12 @@ def test_in_a_duel_too(slow: float, sessions: int, told: bool) -> None:
 def _faster(timing: Timing, log: float) -> Timing:
     slots = (replace(one, calls_ns=((round(one.calls_ns[0][0] / math.exp(log)),),)) for one in timing.slots)
     return replace(timing, slots=tuple(slots))
+
+
+@pytest.mark.parametrize("nonsense", [-1, -(10**6), 10**12])
+def test_a_place_that_cannot_be_counts_as_unknown(nonsense: int) -> None:
+    """As in a file that somebody has changed; no table of its size is made."""
+    honest = measured(1, 3, 40, p0=0.2)
+    changed = replace(honest[0], slots=(replace(honest[0].slots[0], place=nonsense), *honest[0].slots[1:]))
+    found = place_effect([changed, *honest[1:]])
+    assert found is not None and found.place == 0
