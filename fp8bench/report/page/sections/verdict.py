@@ -40,7 +40,7 @@ class VerdictSection(Section):
 
     name = "verdict"
     title = "Verdict"
-    lead = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval."
+    lead = "Speed against the reference: above 1x is faster. [low, high] is the 99% interval of these rounds."
     rank = 10
 
     def elements(self, material: Material) -> Iterator[Element]:
