@@ -113,11 +113,12 @@ def _goes_on(pid: int) -> bool:
 
 
 def _called(pid: int) -> str:
-    """Its command line; '' once it is gone."""
+    """Its command line, the program without its folder; '' once it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        program, *rest = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
+    return " ".join([program.rpartition("/")[2], *rest]).strip()
 
 
 def _runs(pid: int) -> bool:
