@@ -102,9 +102,11 @@ class Arm:
     def prepare_more(self, worker: Worker) -> None:
         """The same state of a short step again, elsewhere in memory; as often as there is room.
 
-        Not on a device of its own, where so short a step may hold gigabytes that others need.
+        Not on a device of its own, where so short a step may hold gigabytes that others need; nor where preparing takes
+        long, since it compiles.
         """
-        several = self.step_seconds < REPEAT_BELOW_SECONDS and not self.emulated and not self.facts.accelerated
+        short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
+        several = short and not self.emulated and not self.facts.accelerated
         limit = self.limits.first(self.planned.work)
         for number in range(1, STATES if several else 1):
             try:

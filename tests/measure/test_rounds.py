@@ -15,7 +15,7 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import HANG_SECONDS
 from fp8bench.measure.rounds import STATES, Arm, ArmFailed, Judge, Session
-from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing
+from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
 
@@ -153,6 +153,7 @@ class Noting(FakeWorker):
     [
         (arm("fp32"), STATES), (arm("bf16"), 1), (arm("fp32", EMULATED), 1),
         (Arm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
+        (Arm("compiled", replace(planned("fp32"), work=Work(setup_seconds=60.0)), CPU), 1),
     ],
 )  # fmt: skip
 def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Arm, states: int) -> None:
