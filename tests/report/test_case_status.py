@@ -95,5 +95,6 @@ def test_doubts_are_labels_in_words_and_why_there_is_no_verdict() -> None:
     one = result(Verdict.UNSURE, Label.FEW_SAMPLES)
     assert one.finding is not None
     why = Result(one.record, replace(one.finding, why="too wide"))
-    assert doubts(why) == ("few-samples: few rounds: the interval rests on little", "too wide")
+    few = "few-samples: fewer than 24 rounds: the range of the rounds stands where an interval would"
+    assert doubts(why) == (few, "too wide")
     assert doubts(result()) == () == doubts(Result(one.record, None))

@@ -26,7 +26,7 @@ LABELS: dict[Label, str] = {
     Label.UNEVEN: "some calls take much longer than others: all calls say something else than the fastest ones",
     Label.DRIFT: "the ratio to the reference moved while measuring",
     Label.POSITION: "a slot takes another time for its place in the round, whatever case it is of",
-    Label.FEW_SAMPLES: "few rounds: the interval rests on little",
+    Label.FEW_SAMPLES: f"fewer than {LEAST_ROUNDS} rounds: the range of the rounds stands where an interval would",
     Label.UNPAIRED: "it did not fit into memory beside the reference, so it was measured at another time",
     Label.VARYING: "steps differed in their sequence of phases, so cells of different steps were not comparable",
     Label.EAGER_QUANTISER: "quantisers ran as many operations, not as one compiled kernel each: its casts are slow",

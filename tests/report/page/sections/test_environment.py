@@ -125,7 +125,7 @@ def test_labels_notes_and_troubles() -> None:
     said = remarks((replace(run, troubles=("line 3 is broken",), notes=("beside another",)), findings))
     assert [text.text for text in said[1:]] == [
         f"contended (1 of 3 cases): {legend.LABELS[Label.CONTENDED]}",
-        "few-samples (1 of 3 cases): few rounds: the interval rests on little",
+        "few-samples (1 of 3 cases): fewer than 24 rounds: the range of the rounds stands where an interval would",
         "note: nvfp4 was left out: --quick keeps three precisions",
         "note: beside another",
         "trouble: line 3 is broken",
