@@ -86,14 +86,22 @@ def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[
 
 
 class _Product(torch.autograd.Function):
-    """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread."""
+    """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread.
+
+    For backward one orientation of each operand is kept: the turned one where it was made with the other, else the
+    one of forward, with its source where the arithmetic has to cast that again. What no gradient needs is not kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool) -> Tensor:
+        for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         with casting_of(arithmetic, phase):
-            a, b = arithmetic.cast(x, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
-        sources = (x, weight) if arithmetic.keeps_source else (None, None)
-        ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
+            a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
+            b, b_turned = _operands(arithmetic, weight, Role.WEIGHT, for_x)
+        ctx.save_for_backward(
+            *_kept(arithmetic, a, a_turned, x, for_weight), *_kept(arithmetic, b, b_turned, weight, for_x)
+        )
+        ctx.input_is_turned, ctx.weight_is_turned = a_turned is not None, b_turned is not None
         ctx.arithmetic, ctx.phase = arithmetic, phase
         with phase.gemm:
             return arithmetic.product(a, b, arithmetic.carrier)
@@ -102,32 +110,50 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradients[0]
         arithmetic, phase = ctx.arithmetic, ctx.phase
-        a_data, a_scale, b_data, b_scale, x, weight = ctx.saved_tensors
-        a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting = casting_of(arithmetic, phase)
-        with casting:
-            g = arithmetic.cast(gradient, Role.GRADIENT)
-        input_gradient = weight_gradient = None
-        if ctx.needs_input_grad[0]:
-            with casting:
-                b_turned = arithmetic.turn(b, weight, Role.WEIGHT)
-            with phase.gemm:
-                input_gradient = arithmetic.product(g, b_turned, arithmetic.carrier)
-        if ctx.needs_input_grad[1]:
-            with casting:
+        a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        with casting_of(arithmetic, phase):
+            g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
+            b, a = Operand(b_data, b_scale), Operand(a_data, a_scale)
+            if for_x and not ctx.weight_is_turned:
+                b = arithmetic.turn(b, weight, Role.WEIGHT)
+            if for_weight and g_turned is None:
                 g_turned = arithmetic.turn(g, gradient, Role.GRADIENT)
-                a_turned = arithmetic.turn(a, x, Role.INPUT)
+            if for_weight and not ctx.input_is_turned:
+                a = arithmetic.turn(a, x, Role.INPUT)
+        input_gradient = weight_gradient = None
+        if for_x:
             with phase.gemm:
-                weight_gradient = arithmetic.product(g_turned, a_turned, arithmetic.carrier)
-            with casting:  # the master weight is fp32, and autograd would convert outside any phase
+                input_gradient = arithmetic.product(g, b, arithmetic.carrier)
+        if for_weight:
+            assert g_turned is not None
+            with phase.gemm:
+                weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
+            with casting_of(arithmetic, phase):  # the master weight is fp32, and autograd would convert outside phases
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
-        return input_gradient, weight_gradient, None, None
+        return input_gradient, weight_gradient, None, None, None
+
+
+def _operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) -> tuple[Operand, Operand | None]:
+    return arithmetic.cast_both(tensor, role) if both else (arithmetic.cast(tensor, role), None)
+
+
+def _kept(
+    arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """An operand's data and scale and its source, as far as backward needs them."""
+    if not needed:
+        return None, None, None
+    if turned is not None:
+        return turned.data, turned.scale, None
+    return operand.data, operand.scale, source if arithmetic.keeps_source else None
 
 
 def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
     """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier, with gradients."""
-    flat = x.reshape(-1, x.shape[-1])
-    y: Tensor = _Product.apply(flat.to(arithmetic.carrier), weight, arithmetic, phase)  # type: ignore[no-untyped-call]
+    flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
+    # Inside a Function nobody knows whether gradients are asked for: weights say so under no_grad, too.
+    y: Tensor = _Product.apply(flat, weight, arithmetic, phase, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 

@@ -73,12 +73,17 @@ class RecipeArithmetic(Arithmetic):
         return self.operand(source, role, again=False)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        treatment = self.treatments[role]
-        turns = treatment.scaling is None or treatment.scaling.turns
+        return self.transposed(operand) if self._turns(role) else self.turned(source.t(), role)
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        operand = self.cast(tensor, role)
+        return operand, self.transposed(operand) if self._turns(role) else None
+
+    def _turns(self, role: Role) -> bool:
+        """Whether one cast of a tensor serves both of its products."""
+        one = self.treatments[role]
         other = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
-        if other or treatment.stochastic or not turns:
-            return self.turned(source.t(), role)
-        return self.transposed(operand)
+        return not (other or one.stochastic) and (one.scaling is None or one.scaling.turns)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:  # the weight gradient, where it is left alone

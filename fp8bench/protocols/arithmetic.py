@@ -85,7 +85,8 @@ class Arithmetic(ABC):
     contraction) and cannot be had by transposing the codes. `explicit` says that a product is more than one of its
     operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
     `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
-    `plain` says that operands are torch's own values in the carrier's dtype, without scales.
+    `plain` says that operands are torch's own values in the carrier's dtype, without scales. `takes_amax` says that
+    `cast_both` has a use for a tensor's largest magnitude that somebody has found already.
     """
 
     carrier: torch.dtype
@@ -94,6 +95,7 @@ class Arithmetic(ABC):
     explicit: bool = False
     settles: bool = False
     plain: bool = False
+    takes_amax: bool = False
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
@@ -123,6 +125,14 @@ class Arithmetic(ABC):
         """The operand with its dimensions swapped, for a product that contracts over the other one."""
         return self.turned(source.t(), role)
 
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        """The operand, and the same turned where one look at the tensor gives both; None: turn it when it is needed.
+
+        The same bits as `cast` and then `turn`. `amax` is the tensor's largest magnitude, float32 on its device, if it
+        is known already; it counts only where the arithmetic `takes_amax`.
+        """
+        return self.cast(tensor, role), None
+
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
         """`tensor` on the elements' own grid, without looking for a scale; the cast itself where it has none."""
         return self.cast(tensor, role)
@@ -148,6 +158,7 @@ class WatchedArithmetic(Arithmetic):
         self.inner, self.watch, self.tells_turned = inner, watch, turned
         self.carrier, self.casts, self.keeps_source = inner.carrier, inner.casts, inner.keeps_source
         self.explicit, self.settles, self.plain = inner.explicit, inner.settles, inner.plain
+        self.takes_amax = inner.takes_amax
 
     def layer(self, name: str) -> Arithmetic:
         return self._around(self.inner.layer(name))
@@ -168,6 +179,13 @@ class WatchedArithmetic(Arithmetic):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         turned = self.inner.turn(operand, source, role)
         return self._told(turned, source, role, operand) if self.tells_turned else turned
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        operand, turned = self.inner.cast_both(tensor, role, amax)
+        self._told(operand, tensor, role)
+        if turned is not None and self.tells_turned:
+            self._told(turned, tensor, role, operand)
+        return operand, turned
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self.inner.product(a, b, dtype)

@@ -32,6 +32,8 @@ class Kind(NamedTuple):
     exact: Callable[[Tensor, Tensor, Tensor], Outcome]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    # Of backward in bf16.
+    marks: tuple[str, ...]
 
     def layer(self, arithmetic: Arithmetic) -> Linear | Convolution:
         return self.make(arithmetic, self.inputs[-1], self.outputs[-1])
@@ -44,8 +46,11 @@ class Kind(NamedTuple):
             assert one.shape == other.shape and least < relative_frobenius(one, other) < most
 
 
-LINEAR = Kind(linear, torchs_linear, (96, 128), (96, 64))
-CONVOLUTION = Kind(convolution, torchs_convolution, (4, 8, 8, 32), (4, 8, 8, 64))
+# A linear layer makes all operands, then has its products; a convolution turns what each of them needs before it.
+LINEAR = Kind(linear, torchs_linear, (96, 128), (96, 64), ("cast", "gemm", "gemm", "cast"))
+CONVOLUTION = Kind(
+    convolution, torchs_convolution, (4, 8, 8, 32), (4, 8, 8, 64), ("cast", "cast", "gemm", "cast", "gemm", "cast")
+)  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear", "convolution"])
 
 
@@ -108,8 +113,8 @@ def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[
 @each_kind
 def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
     """Backward too, which our own Functions mark; fp32 casts nothing, a first layer needs no input gradient."""
-    # The gradient's cast, the turned weight, the input's product, the turned operands, the weight's product, to fp32.
-    assert phases_of(kind, "bf16") == (["cast", "gemm"], ["cast", "cast", "gemm", "cast", "gemm", "cast"])
+    # The last cast is the weight's gradient to fp32.
+    assert phases_of(kind, "bf16") == (["cast", "gemm"], [*kind.marks])
     assert phases_of(kind, "fp32") == (["gemm"], ["gemm", "gemm"])
     assert phases_of(kind, "fp32", needs_gradient=False) == (["gemm"], ["gemm"])
 
@@ -156,6 +161,66 @@ class Unmultiplied(Halved):
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         raise AssertionError("a convolution is no matrix product")
+
+
+class Both(Halved):
+    """Gives both orientations of what it casts, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Role]] = []
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        self.asked.append(("cast", role))
+        return super().cast(tensor, role)
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        self.asked.append(("both", role))
+        operand = super().cast(tensor, role)
+        return operand, Operand(operand.data.t().contiguous(), operand.scale)
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        raise AssertionError("it was turned already")
+
+
+def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The output, and what is kept for backward."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return layer(x, SilentPhases()), kept
+
+
+def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
+    """In the place of the first orientation: no more memory is held, and gradients are the same."""
+    arithmetic = Both()
+    LINEAR.is_close(LINEAR.layer(arithmetic), 1e-6)
+    assert arithmetic.asked == [("both", role) for role in Role]
+    _, kept = saved(linear(arithmetic), given(8, 64).requires_grad_())
+    assert [tuple(one.shape) for one in kept] == [(64, 8), (), (64, 32), ()]
+
+
+def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
+    """Of inputs that need none, of frozen weights, and of a forward pass alone."""
+    layer, x = linear(Both()), given(8, 64)
+    assert isinstance(layer.arithmetic, Both)
+    y, kept = saved(layer, x)
+    y.sum().backward()
+    assert layer.arithmetic.asked == [("both", Role.INPUT), ("cast", Role.WEIGHT), ("both", Role.GRADIENT)]
+    assert [tuple(one.shape) for one in kept] == [(64, 8), ()] and layer.weight.grad is not None
+    layer.arithmetic.asked.clear()
+    layer.weight.requires_grad_(False)
+    y, kept = saved(layer, x.requires_grad_())
+    y.sum().backward()
+    assert layer.arithmetic.asked == [("cast", Role.INPUT), ("both", Role.WEIGHT), ("cast", Role.GRADIENT)]
+    assert [tuple(one.shape) for one in kept] == [(64, 32), ()]
+    layer.arithmetic.asked.clear()
+    with torch.no_grad():
+        layer(x, SilentPhases())
+    assert layer.arithmetic.asked == [("cast", Role.INPUT), ("cast", Role.WEIGHT)]
 
 
 def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:

@@ -12,13 +12,14 @@ from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16, TF32
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
+from fp8bench.model import DeviceFacts
 from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Arithmetic, Role, SilentPhases
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
-from tests.facts import CPU
+from tests.facts import CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
 TURNED = (Role.INPUT, Role.GRADIENT)
@@ -85,6 +86,33 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
         assert not torch.equal(a, b)
     arithmetic = of("mxfp4:stochastic=on")
     assert torch.equal(arithmetic.cast(source, Role.INPUT).data, arithmetic.cast(source, Role.INPUT).data)
+
+
+@pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.kind)
+@pytest.mark.parametrize(
+    "mode", ["fp8", "fp8-delayed:history=2", "fp8-rowwise", "fp8:weight-gradient=bf16", "mxfp8", "nvfp4", "fp8-block"]
+)
+def test_both_operands_are_those_of_a_cast_and_a_turn(mode: str, facts: DeviceFacts) -> None:
+    """Bit for bit, cast after cast; of none where another cast has to be made, and a gradient stays one."""
+    one, other = (precisions.get(mode).arithmetic(facts).layer("a") for _ in range(2))
+    both: set[Role] = set()
+    for step, role in itertools.product(range(2), Role):
+        source = gaussian(48, 64, seed=step) * 4.0**step
+        operand, turned = one.cast_both(source, role)
+        wanted = other.cast(source, role)
+        assert_same(operand, wanted)
+        wanted = other.turn(wanted, source, role)
+        assert_same(one.turn(operand, source, role) if turned is None else turned, wanted)
+        both.update([] if turned is None else [role])
+    per_tensor = set(Role) if mode in ("fp8", "fp8-delayed:history=2") else set()
+    assert both >= per_tensor and (mode != "nvfp4" or both == {Role.WEIGHT})
+
+
+def assert_same(one: Operand, other: Operand) -> None:
+    assert one.gradient == other.gradient and (one.scale is None) == (other.scale is None)
+    for mine, theirs in ((one.data, other.data), (one.scale, other.scale)):
+        if mine is not None and theirs is not None:
+            assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(mine.float(), theirs.float())
 
 
 def test_stochastic_gradients_are_right_on_average() -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import Case, MemoryRole
-from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.arithmetics import PlainArithmetic, counted
+from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Operand, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import listening
-from tests.facts import CPU
+from tests.facts import CPU, H200
 
 R = MemoryRole
 
@@ -68,7 +69,7 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     quiet = precisions.get(name).arithmetic(CPU)
     arithmetic, said = told(precisions.get(name).arithmetic(CPU))
     assert arithmetic.carrier is quiet.carrier
-    for word in ("casts", "keeps_source", "explicit", "settles", "plain"):
+    for word in ("casts", "keeps_source", "explicit", "settles", "plain", "takes_amax"):
         assert getattr(arithmetic, word) is getattr(quiet, word)
     own, own_quiet = arithmetic.layer("up"), quiet.layer("up")
     x = torch.randn(64, 64)
@@ -78,7 +79,22 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
             assert torch.equal(found.data.float(), wanted.data.float())
         turned, wanted = (one.turn(one.cast(x, role), x, role) for one in (own, own_quiet))
         assert torch.equal(turned.data.float(), wanted.data.float())
+        for found, wanted in zip(*(one.cast_both(x, role) for one in (own, own_quiet)), strict=True):
+            assert (found is None) == (wanted is None)
+            assert found is None or torch.equal(found.data.float(), wanted.data.float())
     assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
+
+
+def test_both_orientations_that_one_look_gives_are_told_of() -> None:
+    """Each is a copy of the source; counting casts counts one."""
+    arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
+    w = torch.randn(16, 32)
+    operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
+    assert turned is not None and turned.data.data_ptr() != operand.data.data_ptr()
+    assert [said.of(one) for one in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
+    ledger = Ledger()
+    counted(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
+    assert [(one.role, one.count) for one in ledger.statistics()] == [("weight", 512)]
 
 
 class Stiff(Arithmetic):
