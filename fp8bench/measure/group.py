@@ -22,8 +22,9 @@ from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFol
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session
 from fp8bench.measure.sensors.energy import SUMMARIES
+from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
+from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import Ceilings, DeviceFacts, DeviceWatch, Group, Level, Record
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.stopping import StoppingRule

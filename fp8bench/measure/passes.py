@@ -17,8 +17,9 @@ from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.files import name_of
 from fp8bench.measure.handle import AskedBench, Worker
 from fp8bench.measure.limits import Limits
+from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice, Looks
+from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import (
     Case,
     DeviceFacts,

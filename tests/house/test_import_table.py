@@ -76,7 +76,7 @@ MOST_ROOMS = 17
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
-LAZY = HEAVY | {"asv_runner", "pynvml", "ctypes", "tensorboard", "wandb"}
+LAZY = HEAVY | {"asv_runner", "pynvml", "amdsmi", "ctypes", "tensorboard", "wandb"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),

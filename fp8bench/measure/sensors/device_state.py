@@ -22,7 +22,7 @@ from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 # Of what the driver says that does not change while a run lasts; names of devices are known already.
 _FACTS = (
     "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
-    "memory_clock_max", "persistence", "ecc", "mig",
+    "memory_clock_max", "persistence", "ecc", "mig", "partition",
 )  # fmt: skip
 
 # What the doctor tells, line by line: of each value that is known.
@@ -35,14 +35,15 @@ _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
     },
     "settings": {
         "power_cap": lambda known: _power_cap(known["power_cap"], known.get("power_cap_default")),
-        "sm_clock_max": lambda known: f"SM clock up to {units.count(known['sm_clock_max'], 'Hz')}",
+        "sm_clock_max": lambda known: f"clock up to {units.count(known['sm_clock_max'], 'Hz')}",
         "ecc": lambda known: f"ECC {known['ecc']}",
         "mig": lambda known: f"MIG {known['mig']}",
+        "partition": lambda known: f"compute partition {known['partition']}",
         "persistence": lambda known: f"persistence mode {known['persistence']}",
     },
     "now": {
         "power": lambda known: f"{known['power']:.0f} W",
-        "sm_clock": lambda known: f"SM clock {units.count(known['sm_clock'], 'Hz')}",
+        "sm_clock": lambda known: f"clock {units.count(known['sm_clock'], 'Hz')}",
         "temperature": lambda known: f"{known['temperature']:g} degC",
         "memory_used": lambda known: f"{units.size(known['memory_used'])} used",
         "throttle": lambda known: f"clocks {_held(', '.join(reasons_in(known['throttle'])))}",

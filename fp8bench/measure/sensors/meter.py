@@ -1,4 +1,7 @@
-"""The energy of a device: which source it has, and windows over it. NVML for NVIDIA's, RAPL for the processor."""
+"""The energy of a device: which source it has, and windows over it.
+
+NVML for NVIDIA's, AMD SMI for AMD's, RAPL for the processor.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from fp8bench.measure.sensors import amd_smi, rapl
 from fp8bench.measure.sensors import nvml_queries as queries
-from fp8bench.measure.sensors import rapl
+from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
+from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
-from fp8bench.measure.sensors.nvml import AbsentDevice, Looks, NvmlDevice
+from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
 from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
 from fp8bench.measure.sensors.nvml_match import Identity
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
@@ -142,9 +147,12 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
         return nvml_meter(identity, environ, energy=energy)
     if facts.kind == "cpu":
         return rapl_meter(energy=energy)
+    identity = Identity(facts.index, facts.uuid, facts.pci)
     if facts.hip:
-        return Meter((), AbsentDevice("NVML knows NVIDIA's devices only"), "NVML knows NVIDIA's devices only")
-    return nvml_meter(Identity(facts.index, facts.uuid, facts.pci), environ, energy=energy)
+        return amd_meter(identity, energy=energy)
+    if facts.cuda is None and facts.kind != "cuda":
+        return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
+    return nvml_meter(identity, environ, energy=energy)
 
 
 def nvml_meter(
@@ -158,18 +166,43 @@ def nvml_meter(
     try:
         device = NvmlDevice(identity, environ, library)
     except NoReading as failure:
-        return Meter((), AbsentDevice(failure.reason), failure.reason, clock)
-    if not energy:
-        return Meter((), device, _UNWANTED, clock)
-    if device.shared_by > 1:
-        why = f"{device.shared_by} MIG instances share the GPU, and its energy is known as a whole only"
-        return Meter((), device, why, clock)
+        return _absent(failure.reason, clock)
     sources = (
         Source(SourceKind.COUNTER, lambda: queries.ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: queries.instant_power(device.ask).number),
         Source(SourceKind.AVERAGE, lambda: queries.AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
-    return Meter(sources, device, "", clock, library.timeout, library.give_up)
+    return _of_driver(device, sources, "MIG instances", device.shared_by, clock, energy)
+
+
+def amd_meter(identity: Identity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True) -> Meter:
+    """The meter of the device that HIP knows by that identity."""
+    try:
+        device = AmdDevice(identity, library or amd_smi.LIBRARY)
+    except NoReading as failure:
+        return _absent(failure.reason, clock)
+    sources = (
+        Source(SourceKind.COUNTER, lambda: amd_smi.energy(device.ask).number),
+        Source(SourceKind.INSTANT, lambda: amd_smi.power(device.ask).number),
+    )
+    return _of_driver(device, sources, "compute partitions", device.shared_by, clock, energy)
+
+
+def _absent(why: str, clock: Clock = HOST) -> Meter:
+    """The meter of a device that nobody can be asked about."""
+    return Meter((), AbsentDevice(why), why, clock)
+
+
+def _of_driver(
+    device: DriverDevice, sources: Sequence[Source], parts: str, shared_by: int, clock: Clock, energy: bool
+) -> Meter:
+    """The meter of a device that a driver's library knows, `shared_by` several parts or by none."""
+    if not energy:
+        return Meter((), device, _UNWANTED, clock)
+    if shared_by > 1:
+        why = f"{shared_by} {parts} share the GPU, and its energy is known as a whole only"
+        return Meter((), device, why, clock)
+    return Meter(sources, device, "", clock, device.library.timeout, device.library.give_up)
 
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:

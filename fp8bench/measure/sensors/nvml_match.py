@@ -69,9 +69,9 @@ def match(identity: Identity, devices: Sequence[Listed], environ: Mapping[str, s
     """Which device it is; raises NoReading where that cannot be said."""
     if not devices:
         raise NoReading("NVML lists no device")
-    uuid, address = _digits(identity.uuid), _address(identity.pci)
+    uuid, address = _digits(identity.uuid), address_of(identity.pci)
     found = next((one for one in _all(devices) if uuid and _digits(one.uuid) == uuid), None)
-    found = found or next((Match(one) for one in devices if address and _address(one.pci) == address), None)
+    found = found or next((Match(one) for one in devices if address and address_of(one.pci) == address), None)
     if found is None and (uuid or identity.pci):
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
     if found is None:
@@ -92,7 +92,7 @@ def _all(devices: Sequence[Listed]) -> list[Match]:
     return [Match(device, instance) for device in devices for instance in (None, *device.instances)]
 
 
-def _address(pci: str) -> tuple[int, ...] | None:
+def address_of(pci: str) -> tuple[int, ...] | None:
     """Domain, bus and device; None where it is no such address. The function, behind a dot, is left out."""
     parts = pci.partition(".")[0].split(":")
     try:
@@ -109,7 +109,7 @@ def _by_variable(index: int, devices: Sequence[Listed], environ: Mapping[str, st
         return _named(word, devices)
     position = index if word is None else int(word)
     if environ.get(ORDER) == "PCI_BUS_ID":
-        ordered = sorted(devices, key=lambda device: _address(device.pci) or ())
+        ordered = sorted(devices, key=lambda device: address_of(device.pci) or ())
         if position < len(ordered):
             return Match(ordered[position])
         raise NoReading(f"NVML lists {len(devices)} device(s), and CUDA's is number {position}, from 0")

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+from fp8bench.measure.sensors.looks import About, Ask, Queries, Query, Way
 from fp8bench.measure.sensors.nvml_library import reason
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, first_of, positive
-
-# A call of pynvml about one device: the function's name, then the arguments behind the handle.
-Ask = Callable[..., Any]
-# How a value is read.
-Way = Callable[[Ask], Reading]
 
 _MEGA = 1e6
 _MILLI = 1e-3
@@ -24,23 +18,6 @@ _SM, _MEMORY_CLOCK = 1, 2
 _CHIP = 0
 _POWER_INSTANT = 186
 _MEMORY_V2 = 0x02000028
-
-
-class About(Enum):
-    """What a value is about: the driver, the whole device, or a MIG instance of it where there is one."""
-
-    SYSTEM = auto()
-    DEVICE = auto()
-    PART = auto()
-
-
-@dataclass(frozen=True)
-class Query:
-    """One value."""
-
-    name: str
-    read: Way
-    about: About = About.DEVICE
 
 
 def field(ask: Ask, number: int) -> float:
@@ -169,3 +146,4 @@ STATE: tuple[Query, ...] = (
     Query("memory_used", _memory("used"), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(one.name, _violation(one)) for one in consumed.VIOLATIONS)
+QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory)

@@ -66,7 +66,7 @@ def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
         lines = list(device_lines(meter))
     driver, settings, now, energy = lines
     assert driver.startswith(f"driver    570.00.1, CUDA up to 12.8, {uuid_of(1)}, PCI ")
-    assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, SM clock up to 1.98 GHz, ECC on, MIG off")
+    assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, clock up to 1.98 GHz, ECC on, MIG off")
     assert "300 W" in now and "91 degC" in now and now.endswith("clocks held back by power-cap, hw-thermal")
     period = re.fullmatch(r"energy    counter, changes every (\d+\.?\d*) ms; one look takes .* us", energy)
     assert period is not None and 90 < float(period[1]) < 110

@@ -1,0 +1,211 @@
+"""One AMD device as AMD SMI sees it, through AMD's package amdsmi, which comes with ROCm. Read off amdsmi 7.0.2.
+
+Names of values and the bits of throttle reasons are NVML's, so that everybody who reads them reads one language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from io import StringIO
+from typing import Any
+
+from fp8bench.measure.sensors.driver_library import DriverLibrary
+from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Queries, Query, Way
+from fp8bench.measure.sensors.nvml_match import Identity, address_of
+from fp8bench.model import consumed
+from fp8bench.model.readings import NoReading, Reading, first_of, positive
+
+_MEGA = 1e6
+_MICRO = 1e-6
+# What the firmware counts its samples under, and what it is in NVML's words. It regulates temperatures of the chip and
+# of its memory by itself; voltage regulators and the signal from outside that all is too hot are the hardware's.
+_HELD = {
+    "ppt_residency_acc": 0x4,
+    "socket_thm_residency_acc": 0x20,
+    "hbm_thm_residency_acc": 0x20,
+    "vr_thm_residency_acc": 0x40,
+    "prochot_residency_acc": 0x40,
+}
+
+
+class AmdLibrary(DriverLibrary):
+    """AMD SMI by amdsmi, which loads its library when it is imported."""
+
+    name, package, end = "AMD SMI", "amdsmi", "amdsmi_shut_down"
+
+    def load(self) -> Any:
+        try:
+            # It prints where it looks for its library, and this process's output is somebody else's.
+            with redirect_stdout(StringIO()):
+                import amdsmi
+        except ImportError as error:
+            raise NoReading("the package amdsmi, which comes with ROCm, is not installed") from error
+        except (OSError, KeyError, AttributeError) as error:
+            raise NoReading(f"amdsmi finds no AMD SMI library that it knows ({error}): no ROCm here?") from error
+        return amdsmi
+
+    def begin(self) -> None:
+        self.call("amdsmi_init")
+
+    def failure(self, error: Exception) -> NoReading | None:
+        if not isinstance(error, self._module.AmdSmiException):
+            return None
+        code = getattr(error, "err_code", None)
+        said = " ".join(str(getattr(error, "err_info", "") or error).split())
+        return NoReading(f"{said} (AMD SMI error {code})", code)
+
+    def word(self, kind: str, name: str) -> Any:
+        """One of the package's own words, as its functions take them."""
+        return getattr(getattr(self._module, kind), name)
+
+
+LIBRARY = AmdLibrary()
+
+
+class AmdDevice(DriverDevice):
+    """The device that a HIP device is, by its PCI address: HIP counts in an order of its own."""
+
+    library: AmdLibrary
+
+    def __init__(self, identity: Identity, library: AmdLibrary = LIBRARY) -> None:
+        self._identity = identity
+        self.shared_by = 0
+        held = _Held()
+        super().__init__(library, _queries(library, held))
+        with suppress(NoReading):
+            library.bounded(lambda: held.read(self.ask))  # from here on it can say what has grown
+
+    def found(self) -> Any:
+        call = self.library.call
+        handles = call("amdsmi_get_processor_handles")
+        wanted = address_of(self._identity.pci)
+        same = [one for one in handles if wanted and address_of(call("amdsmi_get_gpu_device_bdf", one)) == wanted]
+        if not same and (wanted or len(handles) != 1):
+            raise NoReading(
+                f"AMD SMI lists {len(handles)} device(s), none at {self._identity.pci or 'a known address'}"
+            )
+        # The parts of a device that is split for computing have one address, and one power.
+        self.shared_by = len(same) if len(same) > 1 else 0
+        return (same or handles)[0]
+
+
+class _Held:
+    """What held the clocks back since the last look: the firmware counts the samples in which each limit did."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, float] | None = None
+
+    def read(self, ask: Ask) -> Reading:
+        """As a mask of NVML's bits."""
+        said = ask("amdsmi_get_gpu_metrics_info")
+        now = {name: _number(said, name) for name in _HELD}
+        before, self._before = self._before, now
+        if before is None:
+            raise NoReading("nobody has looked before: what holds the clocks back is counted from look to look")
+        mask = 0
+        for name, bit in _HELD.items():
+            mask |= bit if now[name] > before[name] else 0
+        return Reading(mask, "mask", "amdsmi_get_gpu_metrics_info")
+
+
+def _number(said: Mapping[str, Any], name: str) -> float:
+    value = said.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise NoReading(f"AMD SMI does not know its {name} ({value})")
+    return value
+
+
+def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable[[], Any]) -> Way:
+    """A quantity that is never 0, in our unit: one of several that a function tells together."""
+    return lambda ask: positive(_number(ask(function, *(one() for one in arguments)), name) * factor, unit, function)
+
+
+def _text(function: str, name: str = "") -> Way:
+    """Words that a function tells, or one of several."""
+
+    def read(ask: Ask) -> Reading:
+        said = ask(function)
+        words = str(said.get(name, "") if name else said)
+        if words in ("", "N/A"):
+            raise NoReading(f"{function} says nothing")
+        return Reading(words, "", function)
+
+    return read
+
+
+def energy(ask: Ask) -> Reading:
+    """What the socket has taken since its driver was loaded, in joules."""
+    said = ask("amdsmi_get_energy_count")
+    joules = _number(said, "energy_accumulator") * _number(said, "counter_resolution") * _MICRO
+    return positive(joules, "J", "amdsmi_get_energy_count")
+
+
+def power(ask: Ask) -> Reading:
+    """Of the socket, just now; older devices tell an average alone."""
+    names = ("current_socket_power", "average_socket_power")
+    return first_of(*(partial(_of("amdsmi_get_power_info", name, 1.0, "W"), ask) for name in names))
+
+
+def _process_memory(pid: int) -> Query:
+    def read(ask: Ask) -> Reading:
+        listed = ask("amdsmi_get_gpu_process_list")
+        used = [one["memory_usage"]["vram_mem"] for one in listed if one["pid"] == pid]
+        if not used:
+            raise NoReading(f"process {pid} is not among the {len(listed)} that AMD SMI lists")
+        return Reading(int(used[0]), "B", "amdsmi_get_gpu_process_list")
+
+    return Query("process_memory", read)
+
+
+def _uncounted(ask: Ask) -> Reading:
+    raise NoReading("AMD SMI counts samples of it, not seconds")
+
+
+def _queries(library: AmdLibrary, held: _Held) -> Queries:
+    def word(kind: str, name: str) -> Callable[[], Any]:
+        return lambda: library.word(kind, name)
+
+    def clock(kind: str, which: str) -> Way:
+        return _of("amdsmi_get_clock_info", which, _MEGA, "Hz", word("AmdSmiClkType", kind))
+
+    def memory(function: str) -> Way:
+        of = word("AmdSmiMemoryType", "VRAM")
+        return lambda ask: Reading(ask(function, of()), "B", function)
+
+    def temperature(ask: Ask) -> Reading:
+        where, what = word("AmdSmiTemperatureType", "JUNCTION")(), word("AmdSmiTemperatureMetric", "CURRENT")()
+        return Reading(ask("amdsmi_get_temp_metric", where, what), "degC", "amdsmi_get_temp_metric")
+
+    def use(name: str) -> Way:
+        function = "amdsmi_get_gpu_activity"
+        return lambda ask: Reading(_number(ask(function), name) / 100, "share", function)
+
+    changing = (
+        Query("sm_clock", clock("GFX", "clk")), Query("memory_clock", clock("MEM", "clk")),
+        Query("temperature", temperature), Query("throttle", held.read),
+    )  # fmt: skip
+    cap = "amdsmi_get_power_cap_info"
+    return Queries(
+        facts=(
+            Query("driver", _text("amdsmi_get_gpu_driver_info", "driver_version")),
+            Query("name", _text("amdsmi_get_gpu_asic_info", "market_name")),
+            Query("uuid", _text("amdsmi_get_gpu_device_uuid")),
+            Query("pci", _text("amdsmi_get_gpu_device_bdf")),
+            Query("vbios", _text("amdsmi_get_gpu_vbios_info", "version")),
+            Query("power_cap", _of(cap, "power_cap", _MICRO, "W")),
+            Query("power_cap_default", _of(cap, "default_power_cap", _MICRO, "W")),
+            Query("sm_clock_max", clock("GFX", "max_clk")),
+            Query("memory_clock_max", clock("MEM", "max_clk")),
+            Query("partition", _text("amdsmi_get_gpu_compute_partition")),
+            Query("memory_total", memory("amdsmi_get_gpu_memory_total"), About.PART),
+        ),
+        state=(
+            Query("power", power), *changing, Query("use", use("gfx_activity")),
+            Query("memory_use", use("umc_activity")), Query("memory_used", memory("amdsmi_get_gpu_memory_usage")),
+        ),
+        changing=changing,
+        violations=tuple(Query(one.name, _uncounted) for one in consumed.VIOLATIONS),
+        process_memory=_process_memory,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""What can be asked of a device beside its energy, by the queries of its driver's library."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from fp8bench.measure.sensors.driver_library import DriverLibrary
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
+
+# A call of the library about one device: the function's name, then the arguments behind the handle.
+Ask = Callable[..., Any]
+# How a value is read.
+Way = Callable[[Ask], Reading]
+
+
+class About(Enum):
+    """What a value is about: the driver, the whole device, or a part of it (a MIG instance) where there is one."""
+
+    SYSTEM = auto()
+    DEVICE = auto()
+    PART = auto()
+
+
+@dataclass(frozen=True)
+class Query:
+    """One value."""
+
+    name: str
+    read: Way
+    about: About = About.DEVICE
+
+
+@dataclass(frozen=True)
+class Queries:
+    """All that a library is asked: of what stays, of how it is now, of what changes within seconds, of its limits."""
+
+    facts: tuple[Query, ...]
+    state: tuple[Query, ...]
+    changing: tuple[Query, ...]
+    violations: tuple[Query, ...]
+    process_memory: Callable[[int], Query]
+
+
+class Looks(ABC):
+    """What can be asked of a device beside its energy; each value comes, or says why it does not."""
+
+    queries: Queries
+
+    def facts(self) -> Readings:
+        """What does not change while a run lasts: name, driver, limits, modes."""
+        return self._read(self.queries.facts)
+
+    def state(self) -> Readings:
+        """How it is just now: power, clocks, temperature, throttle reasons, use, memory."""
+        return self._read(self.queries.state)
+
+    def violations(self) -> Readings:
+        """For how long each limit has held the clocks back so far; `readings.grown` gives the time in between."""
+        return self._read(self.queries.violations)
+
+    def process_memory(self, pid: int | None = None) -> Read:
+        """What a process holds on the device, its context included; this one's by default."""
+        query = self.queries.process_memory(os.getpid() if pid is None else pid)
+        return self._read((query,))[query.name]
+
+    def glance(self) -> Readings:
+        """What may change from one second to the next: clocks, temperature, throttle reasons."""
+        return self._read(self.queries.changing)
+
+    def changing(self) -> Readings:
+        """The same, read in the calling thread, which must be one that may hang."""
+        return self._read(self.queries.changing)
+
+    def close(self) -> None:
+        """Lets the device go."""
+
+    @abstractmethod
+    def _read(self, wanted: tuple[Query, ...]) -> Readings: ...
+
+
+class DriverDevice(Looks):
+    """A device that a driver's library knows by a handle.
+
+    Every bundle of calls is waited for no longer than the library's timeout, and each value comes or fails by itself.
+    The library stays initialised until `close`.
+    """
+
+    def __init__(self, library: DriverLibrary, queries: Queries) -> None:
+        """Raises NoReading where the library does not work or does not know the device."""
+        self.library, self.queries = library, queries
+        library.open()
+        try:
+            self.handle = library.bounded(self.found)
+        except NoReading:
+            library.close()
+            raise
+
+    @abstractmethod
+    def found(self) -> Any:
+        """The device's handle; raises NoReading where it cannot be said which it is."""
+
+    @property
+    def part(self) -> Any:
+        """The handle of the part of the device that is used; the device's own where it is all of it."""
+        return self.handle
+
+    def close(self) -> None:
+        self.library.close()
+
+    def changing(self) -> Readings:
+        return {query.name: self._attempt(query) for query in self.queries.changing}
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """A call about the whole device, unbounded: it may hang."""
+        return self.library.call(function, self.handle, *arguments)
+
+    def _attempt(self, query: Query) -> Read:
+        """One value, in the calling thread."""
+        handles = {About.SYSTEM: (), About.DEVICE: (self.handle,), About.PART: (self.part,)}
+        handle = handles[query.about]
+        return attempt(lambda: query.read(lambda function, *rest: self.library.call(function, *handle, *rest)))
+
+    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+        done: dict[str, Read] = {}
+
+        def body() -> None:
+            for query in wanted:
+                done[query.name] = self._attempt(query)
+
+        try:
+            self.library.bounded(body)
+        except NoReading as failure:
+            why = Unavailable(failure.reason)
+            return {query.name: done.get(query.name, why) for query in wanted}
+        return done
