@@ -24,6 +24,7 @@ from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.variables import SWITCHES_SET
 from fp8bench.plan.asked_suites import suites_of
+from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
@@ -174,7 +175,7 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
 def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"{name}: {workloads.get(name).summary}"
     yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
-    for axis in workloads.get(name).axes(facts):
+    for axis in sound_axes(workloads.get(name), facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
     plan = make_plan(Request(name, devices=(facts.key,)), (facts,))
     layers = layers_of(workloads.get(name), [group.cases[0].case.params for group in plan])

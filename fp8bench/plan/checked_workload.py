@@ -6,12 +6,13 @@ Said in one sentence before anything is measured, and not when a run is written,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.model import Level, Params, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.protocols import Layer, Workload
+from fp8bench.protocols.axes import Axis
 from fp8bench.user_code import own_words
 
 _MOST_TOKENS = 1 << 62
@@ -28,6 +29,26 @@ def answering(workload: Workload) -> Iterator[None]:
         if type(workload).__module__.startswith("fp8bench."):
             raise
         raise _cannot(workload, own_words(error)) from error
+
+
+def sound_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
+    """The axes, of which the quiet ones have one default: what is not named must be one value."""
+    axes = workload.axes(facts)
+    for axis in axes:
+        if axis.quiet and len(axis.default) != 1:
+            raise _cannot(
+                workload, f"its axis {axis.name!r} is quiet and has the defaults {axis.default!r:.80}, not one"
+            )
+    return axes
+
+
+def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them."""
+    quiet = {axis.name: axis.of({}) for axis in axes if axis.quiet}
+    expanded = workload.expand({**chosen, **{name: value for name, value in quiet.items() if name not in chosen}})
+    return tuple(
+        tuple(pair for pair in sound_params(workload, params) if pair not in quiet.items()) for params in expanded
+    )
 
 
 def sound_params(workload: Workload, params: Params) -> Params:

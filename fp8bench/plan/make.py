@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar
 from fp8bench.plan.asked_suites import suites_of
-from fp8bench.plan.checked_workload import answering, sound_params, sound_support, sound_work
+from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     check_map,
@@ -23,6 +23,7 @@ from fp8bench.plan.precision_map import (
     with_static_scales,
 )
 from fp8bench.protocols import Layer, Workload
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.units import size
 
@@ -104,18 +105,18 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     """The same case with another batch; None where its axis does not take that, or the suite that combination."""
     case, workload = planned.case, workloads.get(planned.case.workload)
     with answering(workload):
-        axis = next((one for one in workload.axes(facts) if one.name == workload.batch_axis), None)
+        axes = sound_axes(workload, facts)
+        axis = next((one for one in axes if one.name == workload.batch_axis), None)
         try:
             value = axis.parse(str(batch)) if axis is not None else None
             if value is None:
                 return None
-            expanded = workload.expand({**dict(case.params), workload.batch_axis: value})
+            expanded = cases_of(workload, axes, {**dict(case.params), workload.batch_axis: value})
         except (ValueError, UsageError):
             return None
         if len(expanded) != 1:
             return None
-        params = sound_params(workload, expanded[0])
-        other = _case(workload, params, facts, case.precision, case.precision_map)
+        other = _case(workload, expanded[0], facts, case.precision, case.precision_map)
     return replace(other, case=replace(other.case, static=case.static))
 
 
@@ -157,7 +158,7 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
     known: set[str] = set()
     for workload in chosen:
         with answering(workload):
-            known |= {axis.name for axis in workload.axes(_CLASSES[0])}
+            known |= {axis.name for axis in sound_axes(workload, _CLASSES[0])}
     for name, _ in request.axes:  # each must be one of some suite; the others do without it
         if name not in known:
             raise UnknownName(f"axis of suite {request.suite}", name, known)
@@ -207,24 +208,25 @@ def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:
-    axes = _axes(request, workload, facts)
-    combinations = math.prod(len(one) for one in axes.values())
+    axes = sound_axes(workload, facts)
+    values = _values(request, workload, axes, facts)
+    combinations = math.prod(map(len, values))
     if combinations > MOST_CASES:
         raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
     seen: dict[Params, None] = {}
-    for combination in itertools.product(*axes.values()):
-        for params in workload.expand(dict(zip(axes, combination, strict=True))):
-            sound = sound_params(workload, params)
-            seen[(*sound, ("data", corpus)) if corpus and workload.uses_corpus else sound] = None
+    for combination in itertools.product(*values):
+        chosen = {axis.name: value for axis, value in zip(axes, combination, strict=True)}
+        for params in cases_of(workload, axes, chosen):
+            seen[(*params, ("data", corpus)) if corpus and workload.uses_corpus else params] = None
     return seen
 
 
-def _axes(request: Request, workload: Workload, facts: DeviceFacts) -> dict[str, list[Scalar]]:
+def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts) -> list[list[Scalar]]:
     """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
     given = dict(request.axes)
     if request.grid and workload.history is not None:
         given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
-    return {axis.name: axis.values(given.get(axis.name, axis.default)) for axis in workload.axes(facts)}
+    return [axis.values(given.get(axis.name, axis.default)) for axis in axes]
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:

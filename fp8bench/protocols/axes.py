@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
@@ -12,12 +12,17 @@ from fp8bench.model import Scalar
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter of a workload that `--set` can vary."""
+    """One parameter of a workload that `--set` can vary.
+
+    The default of a `quiet` axis, of which there is one, is no parameter of a case: an axis that comes later to a
+    workload leaves the names and the history of the cases that were there before as they are.
+    """
 
     name: str
     description: str
     default: tuple[str, ...]
     parse: Callable[[str], Scalar]
+    quiet: bool = False
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, each once; errors name the axis."""
@@ -28,6 +33,10 @@ class Axis:
             except ValueError as error:
                 raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
         return list(parsed)
+
+    def of(self, params: Mapping[str, Scalar]) -> Scalar:
+        """Its value in a case's parameters, in which the default of a quiet axis is left out."""
+        return self.parse(self.default[0]) if self.quiet and self.name not in params else params[self.name]
 
 
 @dataclass(frozen=True)

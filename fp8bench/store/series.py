@@ -15,7 +15,7 @@ from fp8bench.analysis.metric import ENERGY, MEAN, MEMORY, PER, RELATIVE_MEAN, T
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, RELATIVE, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.metric_names import taken, time_of_phase
-from fp8bench.plan.checked_workload import answering, sound_params
+from fp8bench.plan.checked_workload import answering, cases_of, sound_axes
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
@@ -67,7 +67,7 @@ def version_of(version: str, data: str | None) -> str:
 def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     """The dtype, and every axis of which the grid has more than one value, whatever the device."""
     grid = _grid(workload)
-    axes = {axis.name: axis for axis in workload.axes(_CLASSES["cpu"])}
+    axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
     found: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
@@ -96,8 +96,7 @@ def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[P
     found = {}
     with answering(workload):
         for shown, params in _combinations(workload, facts):
-            sound = sound_params(workload, params)
-            key = (*sound, ("data", data)) if data and workload.uses_corpus else sound
+            key = (*params, ("data", data)) if data and workload.uses_corpus else params
             found[key] = tuple(shown[name] for name in wanted)
     return found
 
@@ -164,7 +163,7 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
     grid = _grid(workload)
     if set(grid.cpu) != set(grid.gpu):
         yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
-    axes = {axis.name: axis for axis in workload.axes(_CLASSES["cpu"])}
+    axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
     for name in grid.cpu:
         if name not in axes:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
@@ -192,7 +191,7 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
 def _ambiguous(workload: Workload) -> Iterator[str]:
     """Every cell must be one case."""
     for kind, facts in _CLASSES.items():
-        for axis in workload.axes(facts):
+        for axis in sound_axes(workload, facts):
             if axis.name not in _values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         seen: set[Params] = set()
@@ -205,11 +204,11 @@ def _ambiguous(workload: Workload) -> Iterator[str]:
 def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
     """Every cell of a device's class: its values as they are shown, and its case's parameters."""
     chosen = _values(workload, facts)
-    axes = workload.axes(facts)
+    axes = sound_axes(workload, facts)
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
         named = list(zip(axes, combination, strict=True))
-        cases = workload.expand({axis.name: axis.values((text,))[0] for axis, text in named})
+        cases = cases_of(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in named})
         if len(cases) != 1:
             raise UsageError(f"{', '.join(combination)} stands for {len(cases)} cases, and a cell is one.")
         yield {axis.name: _shown(axis, text) for axis, text in named}, cases[0]

@@ -1,0 +1,145 @@
+"""A quiet axis: its default is no parameter of a case, so that cases from before there was the axis are still those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.model import Case, DeviceFacts, Request, Scalar, Work
+from fp8bench.model.codec import decode, encode
+from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
+from fp8bench.plan.resumable import foreign
+from fp8bench.protocols import Grid, Phases, Setup, Workload
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.registry import workloads
+from fp8bench.store.points import cell_of
+from fp8bench.store.series import cells_of, parameters, series_of
+from tests.facts import CPU, H200
+from tests.runs import run_of
+
+WAY = Axis("way", "there, or back again", ("there",), one_of("there", "back"), quiet=True)
+
+
+class Before(Workload):
+    """As it was: one axis."""
+
+    name = "quiet"
+    summary = "nothing much"
+    dtypes = ("fp32", "bf16")
+    batch_axis = "rows"
+    history = Grid(cpu={"rows": ("8",)}, gpu={"rows": ("64",)}, dtypes=("fp32", "bf16"))
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("rows", "how many", ("64" if facts.accelerated else "8",), whole_number()),)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(1.0)
+
+    def prepare(self, setup: Setup) -> Any:
+        raise NotImplementedError
+
+    def step(self, state: Any, phase: Phases) -> None:
+        raise NotImplementedError
+
+
+class After(Before):
+    """A quiet axis has come to it."""
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (*super().axes(facts), WAY)
+
+
+class Undecided(After):
+    """Of two defaults neither can be left out."""
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("way", "both", ("there", "back"), one_of("there", "back"), quiet=True),)
+
+
+class Following(After):
+    """Both values are in its history."""
+
+    history = Grid(
+        cpu={"rows": ("8",), "way": ("there", "back")}, gpu={"rows": ("64",), "way": ("there", "back")},
+        dtypes=("fp32", "bf16"),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Workload]], None]:
+    """Registers one of them, in the place of another."""
+    workloads.names()
+    monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
+
+    def register(kind: type[Workload]) -> None:
+        workloads._leaves.pop("quiet", None)
+        workloads.register("quiet")(kind)
+
+    return register
+
+
+def cases(*way: str, facts: DeviceFacts = CPU, **words: Any) -> list[Case]:
+    request = Request("quiet", axes=(("way", way),) if way else (), **words)
+    return [planned.case for group in make_plan(request, (facts,)) for planned in group.cases]
+
+
+@pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.key)
+def test_cases_keep_their_names(suite: Callable[[type[Workload]], None], facts: DeviceFacts) -> None:
+    """Whether the default is named or not; another value has a name of its own, and both may be asked for."""
+    suite(Before)
+    before = cases(facts=facts)
+    suite(After)
+    assert cases(facts=facts) == before == cases("there", facts=facts)
+    assert [case.id for case in cases("back", facts=facts)] == [case.id.replace("]@", ",way=back]@") for case in before]
+    assert len({case.setting for case in cases("back", "there", facts=facts)}) == 2
+
+
+def test_its_value_is_known_where_it_is_left_out() -> None:
+    assert [WAY.of(params) for params in ({}, {"way": "back"})] == ["there", "back"]
+    with pytest.raises(KeyError):
+        Axis("loud", "", ("1",), whole_number()).of({})
+
+
+def test_a_quiet_axis_has_one_default(suite: Callable[[type[Workload]], None]) -> None:
+    suite(Undecided)
+    with pytest.raises(UsageError, match=r"its axis 'way' is quiet and has the defaults \('there', 'back'\), not one"):
+        cases()
+
+
+def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
+    """The suite is asked for its cases with every axis; each way has a search of its own."""
+    suite(After)
+    plan = make_plan(
+        Request("quiet", axes=(("way", ("there", "back")),), max_batch=True, memory_limit=1 << 20), (CPU,)
+    )  # fmt: skip
+    for group, more in zip(plan, ("", ",way=back"), strict=True):
+        other = with_batch(group.cases[0], 16, CPU)
+        assert other is not None and other.case.setting == f"quiet[rows=16{more}]@cpu"
+    assert searched_for_batches(plan) == {group.setting for group in plan}
+
+
+def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
+    """Its cells and series are those from before; another value is in no series, unless the grid names it."""
+    suite(Before)
+    before = series_of(Before(), None), cells_of(Before(), CPU, None)
+    suite(After)
+    assert (series_of(After(), None), cells_of(After(), CPU, None)) == before
+    run = run_of([], request=Request("quiet"))
+    (there, _), (back, _) = cases(), cases("back")
+    assert [cell_of(case, run) for case in (there, back)] == [("fp32", 8), None]
+    suite(Following)
+    assert parameters(Following()) == {"dtype": ("fp32", "bf16"), "rows": (8, 64), "way": ("there", "back")}
+    assert [cell_of(case, run) for case in (there, back)] == [("fp32", 8, "there"), ("fp32", 8, "back")]
+
+
+def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], None]) -> None:
+    """Its plan, as it was stored, is the one that is made now."""
+    suite(Before)
+    request = Request("quiet")
+    stored = decode(type(make_plan(request, (CPU,))), encode(make_plan(request, (CPU,))))
+    run = run_of([], request=request, plan=stored, devices=(CPU,))
+    suite(After)
+    assert foreign(run, make_plan(request, (CPU,)), (CPU,), run.environment) == ""
