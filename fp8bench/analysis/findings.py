@@ -8,7 +8,7 @@ has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.clocks import clock_offset
 from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
@@ -111,7 +112,7 @@ def _finding(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
     finding, aa = _with_verdict(finding, record, standard, aa)
-    claims = (*claims_of(record, standard.record), *filter(None, (flat,)))
+    claims = (*claims_of(record, standard.record), *_clock_offset(record, standard), *filter(None, (flat,)))
     place = standard.place if record.paired else None
     labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(
@@ -120,6 +121,15 @@ def _finding(
         label_reasons=tuple((one.label, one.reason) for one in labels if one.reason),
     )
     return _withheld(finding, [one for one in labels if one.hard], standard.hard)
+
+
+def _clock_offset(record: Record, standard: _Standard) -> Iterator[Labelled]:
+    """Of a case that is held against a reference."""
+    if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
+        return
+    if standard.record is not None and standard.timing is not None and not standard.emulated:
+        entries = [one for one in (standard.timing, standard.control) if one is not None]
+        yield from clock_offset(record.timing, entries, standard.record.case.mode)
 
 
 def _with_verdict(

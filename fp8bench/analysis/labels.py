@@ -25,7 +25,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
-        Label.LAUNCH_BOUND, Label.UNEVEN,
+        Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET,
     }
 )  # fmt: skip
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
+from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session
-from fp8bench.measure.sensors.energy import SUMMARIES
-from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import Ceilings, DeviceFacts, DeviceWatch, Group, Level, Record
-from fp8bench.model.readings import Reading, Readings, grown, reasons_of
+from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
@@ -48,54 +46,6 @@ class Method:
     capacity: CapacityRule | None = None
     traces: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
-
-
-# A look takes the driver up to milliseconds, in which the device idles.
-_EVERY = 0.25
-
-
-class Watch:
-    """What a device says of itself while a session is timed, by the key of the arm that ran last.
-
-    Between the slots, never within one: a call to the driver may hold up what the device is given to do. The looks of a
-    case are those right after its own slots, when clocks and reasons are still those of its work. What the driver
-    counts (for how long a limit held the clocks back) is read before and after the whole session.
-    """
-
-    def __init__(self, device: Looks, clock: Callable[[], float] = time.monotonic) -> None:
-        self._device, self._clock = device, clock
-        self._looks: dict[str, list[Readings]] = {}
-        self._due = dict[str, float]()
-        self._before = device.violations()
-        self._begun = clock()
-
-    def look(self, key: str) -> None:
-        """Right after a slot of that arm; now and then it is worth a look."""
-        now = self._clock()
-        if now >= self._due.get(key, 0.0):
-            self._looks.setdefault(key, []).append(self._device.glance())
-            self._due[key] = self._clock() + _EVERY
-
-    def end(self) -> None:
-        """The session is over: what was counted meanwhile is read."""
-        self._counted = grown(self._before, self._device.violations())
-        self._seconds = self._clock() - self._begun
-
-    def seen(self, key: str) -> DeviceWatch:
-        """What there was to be seen of one arm; after `end`."""
-        looks = self._looks.get(key, [])
-        held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
-        known = {
-            name: [read.number for look in looks if isinstance(read := look[of], Reading)]
-            for name, (of, _) in SUMMARIES.items()
-        }
-        return DeviceWatch(
-            looks=len(looks),
-            seconds=self._seconds,
-            held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
-            why="; ".join(reasons_of(*looks, self._counted)),
-            **{name: how(known[name]) if known[name] else None for name, (_, how) in SUMMARIES.items()},
-        )
 
 
 @dataclass
@@ -249,7 +199,7 @@ class GroupMeasurement:
         measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
-                outcome.note(watch=watch.seen(arm.key))
+                outcome.note(watch=watch.seen(arm))
         if self._meter is None or self._method.energy is None:
             return
         due = [(outcome, arm) for outcome, arm in measured if outcome.draft.energy is None]

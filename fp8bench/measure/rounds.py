@@ -312,11 +312,11 @@ class Session:
         seed: int,
         tick: Callable[[Arm, float], None],
         clock: Callable[[], float] = time.monotonic,
-        after: Callable[[str], None] | None = None,
+        after: Callable[[Arm], None] | None = None,
     ) -> str:
         """Rounds until every candidate is decided or the rule says stop; returns why it ended.
 
-        `after` is told of each slot when it is over, by its arm's key.
+        `after` is told of each slot when it is over, by its arm.
         """
         orders: Orders[Arm] = Orders(random.Random(seed))
         start = clock()
@@ -331,7 +331,7 @@ class Session:
                 with guarding(arm):
                     arm.run(worker, rounds, place)
                 if after is not None:
-                    after(arm.key)
+                    after(arm)
             rounds += 1
             if rule.looks(rounds):
                 undecided = [arm for arm in undecided if not self._decided(arm, judge)]

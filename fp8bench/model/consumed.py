@@ -51,6 +51,7 @@ class DeviceWatch:
 
     `throttle` has every bit that was set in any look (`fp8bench.model.consumed` names them). `held` says for how many
     of the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
+    `sm_clock` is the mean over its slots that were looked at, each by how long it took.
     """
 
     looks: int

@@ -99,7 +99,8 @@ class SlotSample:
     step itself). `thread_seconds` is the processor time of the thread that runs the steps, `preemptions` how often the
     system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
     meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
-    timed the calls. It is so many slots after the first of its round (`place`). None where nobody said.
+    timed the calls. It is so many slots after the first of its round (`place`). `clock` is the device's right after it,
+    in hertz. None where nobody said, or looked.
     """
 
     round: int
@@ -112,6 +113,7 @@ class SlotSample:
     stolen_seconds: float | None = None
     waited_seconds: float | None = None
     place: int | None = None
+    clock: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,13 @@ class Timing:
     @property
     def num_calls(self) -> int:
         return sum(len(slot.calls_ns) for slot in self.slots)
+
+    @property
+    def clock(self) -> float | None:
+        """The device's mean clock in hertz over the slots that were looked at, each by how long it took."""
+        looked = [(slot.clock, slot.wall_seconds) for slot in self.slots if slot.clock is not None]
+        seconds = sum(wall for _, wall in looked)
+        return sum(clock * wall for clock, wall in looked) / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class Label(StrEnum):
     CONTENDED = "contended"
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"
+    CLOCK_OFFSET = "clock-offset"
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"
     FLAT_TIME = "flat-time"

@@ -342,5 +342,5 @@ def test_few_labels_take_a_verdict_away(label: Label) -> None:
     if label in CAN_BE_HARD:
         assert Labelled(label, hard=True).hard and label.casts_doubt
         return
-    with pytest.raises(ValueError, match=f"{label} takes no verdict away: aa-failed, above-ceiling, contended"):
+    with pytest.raises(ValueError, match=f"{label} takes no verdict away: aa-failed, above-ceiling, clock-offset"):
         Labelled(label, hard=True)

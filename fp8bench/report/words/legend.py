@@ -19,6 +19,7 @@ LABELS: dict[Label, str] = {
     Label.CONTENDED: "other processes took the CPU in most slots: wall time was well above CPU time",
     Label.THROTTLED: "the device held its clocks back, and not for its power cap alone",
     Label.POWER_CAPPED: "the clocks are those that the device's power cap allows, as is normal for large products",
+    Label.CLOCK_OFFSET: "the device ran it at another clock than the reference, by more than 1%",
     Label.LAUNCH_BOUND: "enqueuing a step took more than half of its time: some of that is the host's",
     Label.BELOW_FLOOR: f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
     Label.FLAT_TIME: "it takes no longer than a smaller size of the same suite, which declares half its work or less",
@@ -46,6 +47,7 @@ REASONS: dict[Label, str] = {
     Label.CONTENDED: "other processes took the CPU",
     Label.THROTTLED: "the device held its clocks back",
     Label.POWER_CAPPED: "it ran at the clocks that the device's power cap allows",
+    Label.CLOCK_OFFSET: "it ran at another clock than the reference",
     Label.LAUNCH_BOUND: "its time is partly the host's",
     Label.BELOW_FLOOR: "its phases are too short to be timed",
     Label.FLAT_TIME: "its time does not grow with its work",
@@ -104,7 +106,8 @@ VERDICT = (
 RANGE = f"(low to high): the range of fewer than {LEAST_ROUNDS} rounds, which is no interval"
 HARD = (
     "no verdict: where identical code was told apart, the device's hardware slowed it down, the host set the time of a "
-    "device, less than a fifth of a core was left, or a case is not what it says; nor beside such a reference"
+    "device, less than a fifth of a core was left, clocks differed, or a case is not what it says; nor beside such a "
+    "reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
 PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"

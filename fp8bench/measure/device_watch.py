@@ -1,0 +1,73 @@
+"""What a device says of itself while arms take turns: clocks, heat, and what held the clocks back.
+
+Between the slots, never within one: a call to the driver may hold up what the device is given to do. What is read right
+after a slot is still that of its work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fp8bench.measure.rounds import Arm
+from fp8bench.measure.sensors.energy import SUMMARIES
+from fp8bench.measure.sensors.looks import Looks
+from fp8bench.model import DeviceWatch
+from fp8bench.model.readings import Reading, Readings, grown, reasons_of
+
+# A look takes the driver up to milliseconds, in which the device idles: of the time, looks take so much at most.
+_SHARE = 0.05
+
+
+class Watch:
+    """Looks by arm, in whole rounds: clocks that drift are then alike for all arms that are held against each other.
+
+    What the driver counts (for how long a limit held the clocks back) is read before and after the whole session.
+    """
+
+    def __init__(self, device: Looks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device, self._clock = device, clock
+        self._looks: dict[str, list[Readings]] = {}
+        self._round, self._looking, self._due = -1, False, 0.0
+        self._before = device.violations()
+        self._begun = clock()
+
+    def look(self, arm: Arm) -> None:
+        """Right after a slot of that arm, which takes the clock down."""
+        slot, now = arm.slots[-1], self._clock()
+        if slot.round != self._round:
+            self._round, self._looking = slot.round, now >= self._due
+        if not self._looking:
+            return
+        seen = self._device.glance()
+        self._looks.setdefault(arm.key, []).append(seen)
+        clock = seen["sm_clock"]
+        arm.slots[-1] = replace(slot, clock=clock.number if isinstance(clock, Reading) else None)
+        self._due = max(self._due, now) + (self._clock() - now) / _SHARE
+
+    def end(self) -> None:
+        """The session is over: what was counted meanwhile is read."""
+        self._counted = grown(self._before, self._device.violations())
+        self._seconds = self._clock() - self._begun
+
+    def seen(self, arm: Arm) -> DeviceWatch:
+        """What there was to be seen of one arm; after `end`."""
+        looks = self._looks.get(arm.key, [])
+        held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
+        known = {
+            name: [read.number for look in looks if isinstance(read := look[of], Reading)]
+            for name, (of, _) in SUMMARIES.items()
+        }
+        found: dict[str, Any] = {
+            name: how(known[name]) if known[name] else None for name, (_, how) in SUMMARIES.items()
+        }
+        found["sm_clock"] = arm.timing().clock
+        return DeviceWatch(
+            looks=len(looks),
+            seconds=self._seconds,
+            held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
+            why="; ".join(reasons_of(*looks, self._counted)),
+            **found,
+        )

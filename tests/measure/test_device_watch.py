@@ -1,0 +1,178 @@
+"""What a device says of itself between slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
+from fp8bench.measure import device_watch
+from fp8bench.measure.device_watch import Watch
+from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.rounds import Arm
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.model import DeviceFacts, DeviceWatch, Label, SlotSample, Verdict
+from fp8bench.model.readings import Read, Reading, Readings, Unavailable
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.protocols import SilentObserver
+from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps, group, planned
+
+
+def reading(value: float) -> Reading:
+    return Reading(value, "", "test")
+
+
+class Device(AbsentDevice):
+    """Says what it is given, look by look; violations grow by a second each time."""
+
+    def __init__(self, *looks: Mapping[str, float | None], violations: tuple[Read, Read] | None = None) -> None:
+        super().__init__("not asked")
+        self.looks, self.asked = looks, 0
+        self._violations = list(violations or (reading(1.0), reading(1.0)))
+
+    def glance(self) -> Readings:
+        look = self.looks[self.asked]
+        self.asked += 1
+        names = ("throttle", "sm_clock", "memory_clock", "temperature")
+        return {name: Unavailable("lost") if (value := look[name]) is None else reading(value) for name in names}
+
+    def violations(self) -> Readings:
+        return {"thermal": self._violations.pop(0), "power-cap": reading(0.0)}
+
+
+def look(throttle: int = 0, clock: float | None = 1.5e9, temperature: float | None = 50) -> dict[str, float | None]:
+    return {"throttle": throttle, "sm_clock": clock, "memory_clock": 2.6e9, "temperature": temperature}
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(
+    device: Device, *rounds: tuple[str, ...], slot_seconds: float = 1.0, look_seconds: float = 0.0
+) -> dict[str, tuple[DeviceWatch, Arm]]:
+    """What was seen of each arm, by its precision, in rounds of them."""
+    clock = Clock()
+    arms = {name: arm(name) for one in rounds for name in one}
+    worker = FakeWorker({})
+    for one in arms.values():
+        one.prepare(worker)
+    watch = Watch(device, clock)
+
+    def glance(plain: Callable[[], Readings] = device.glance) -> Readings:
+        clock.now += look_seconds
+        return plain()
+
+    device.glance = glance  # type: ignore[method-assign]
+    for number, names in enumerate(rounds):
+        for name in names:
+            arms[name].run(worker, number)
+            clock.now += slot_seconds
+            watch.look(arms[name])
+    watch.end()
+    return {name: (watch.seen(one), one) for name, one in arms.items()}
+
+
+def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
+    """All reasons of its own looks, the mean and lowest clock, the highest temperature; each slot has its clock."""
+    device = Device(look(0x4), look(0x40, 1.2e9, 80), look(0x4, 1.4e9, 60), look(0x1, 1.6e9, 40))
+    found = watched(device, ("fp32", "bf16"), ("fp32",), ("fp32",))
+    (a, first), (b, _) = found["fp32"], found["bf16"]
+    assert (a.looks, a.throttle, a.sm_clock, a.sm_clock_lowest, a.temperature) == (3, 0x5, 1.5e9, 1.4e9, 60)
+    assert (b.looks, b.throttle, b.sm_clock, b.memory_clock) == (1, 0x40, 1.2e9, 2.6e9)
+    assert [slot.clock for slot in first.slots] == [1.5e9, 1.4e9, 1.6e9]
+    assert a.seconds == b.seconds == 4 and a.held == () and a.why == ""
+
+
+def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
+    """A long slot at a low clock is most of an arm's time."""
+    one = arm("fp32")
+    one.prepare(FakeWorker({}))
+    slots = [SlotSample(number, ((10 * MS,),), wall, wall, clock=clock) for number, (wall, clock) in enumerate(
+        [(3.0, 1e9), (1.0, 2e9), (50.0, None)]
+    )]  # fmt: skip
+    assert replace(one.timing(), slots=tuple(slots)).clock == pytest.approx(1.25e9)
+    assert one.timing().clock is None
+
+
+def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> None:
+    """Each look takes the driver time in which the device idles; arms of a round are looked at or not together."""
+    device = Device(*[look()] * 300)
+    found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
+    rounds = [{slot.round for slot in one.slots if slot.clock is not None} for _, one in found.values()]
+    assert rounds[0] == rounds[1] and 0 in rounds[0]
+    assert 0.03 * 2.0 < 0.002 * device.asked <= 0.05 * (2.0 + 0.002 * device.asked) + 2 * 0.002
+    quick = Device(*[look()] * 200)
+    watched(quick, *[("fp32", "bf16")] * 100, slot_seconds=0.01)
+    assert quick.asked == 200
+
+
+class Leaning(AbsentDevice):
+    """Clocks by the mode that ran last, so much lower for bf16, with noise of so much and steps of 15 MHz."""
+
+    def __init__(self, worker: FakeWorker, lower: float, noise: float) -> None:
+        super().__init__("not asked")
+        self.worker, self.lower, self.noise, self.draw = worker, lower, noise, random.Random(7)
+
+    def glance(self) -> Readings:
+        share = 1 - self.lower * (self.worker.log[-1][1] == "bf16") + self.draw.gauss(0, self.noise)
+        known = {"sm_clock": reading(15e6 * round(1.755e9 * share / 15e6))}
+        return {name: known.get(name, Unavailable("not asked")) for name in look()}
+
+
+@pytest.mark.parametrize(
+    ("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)]
+)
+def test_a_case_that_ran_at_another_clock_has_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
+) -> None:
+    """Through the rounds as they are: the device's clock falls whenever one of the arms has run."""
+    monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
+    worker = FakeWorker({"bf16": Script(gemm_steps(5 * MS))})
+    facts = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+    method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0)
+    meter = Meter((), Leaning(worker, lower, noise), "no energy")
+    cases = group(*map(planned, ("fp32", "bf16", "fp16")))
+    records = GroupMeasurement(cases, {"cpu": facts}, worker, SilentObserver(), method, meter).run()
+    found = {one.case.mode: one for one in find(records, {})}
+    assert (found["bf16"].hard == (Label.CLOCK_OFFSET,)) == void and found["fp16"].hard == ()
+    assert found["bf16"].verdict is (Verdict.UNSURE if void else Verdict.FASTER) and found["bf16"].ratio is not None
+    if void and not noise:
+        reason = "SM clock 1.69 GHz against fp32's 1.75 GHz, -3.4%"
+        assert found["bf16"].why.startswith(f"labelled clock-offset ({reason})")
+
+
+def test_what_held_the_clocks_back_is_counted_over_the_sitting() -> None:
+    """By the driver's own count, which also knows what happened between two looks."""
+    watch = Watch(Device(violations=(reading(5.0), reading(5.25))), Clock())
+    watch.end()
+    assert watch.seen(arm("fp32")).held == (("thermal", 0.25),)
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [(Unavailable("it fell off the bus"), "it fell off the bus"), (reading(4.0), "test went back from 5.0 to 4.0 ")],
+)
+def test_a_count_that_fails_is_a_reason_and_no_zero(after: Read, why: str) -> None:
+    """Nor does one that goes backwards count."""
+    watch = Watch(Device(violations=(reading(5.0), after)), Clock())
+    watch.end()
+    seen = watch.seen(arm("fp32"))
+    assert seen.held == () and seen.why == f"thermal: {why}" and seen.looks == 0 and seen.throttle is None
+
+
+def test_a_look_that_fails_leaves_the_others() -> None:
+    """What is known stays known, and what is not has its reason."""
+    seen, one = watched(Device(look(0x4), look(0x4, None, None)), ("fp32",), ("fp32",))["fp32"]
+    assert (seen.throttle, seen.sm_clock, seen.temperature) == (0x4, 1.5e9, 50)
+    assert seen.why == "sm_clock, temperature: lost" and [slot.clock for slot in one.slots] == [1.5e9, None]
