@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from fp8bench.errors import UnknownName
-from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 
 
@@ -59,6 +57,13 @@ MI350X = DeviceClass("mi350x", "MI350X, MI355X: CDNA4, gfx950", arch="gfx950", a
 CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
+def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
+    """The class of NVIDIA's devices of that compute capability; one that is not listed is a class of its own."""
+    listed = [one for one in CLASSES if one.capability and one.capability[0] == capability[0]]
+    fitting = [one for one in listed if one.capability and one.capability <= capability]
+    return fitting[-1] if fitting else DeviceClass("", f"compute capability {_shown(capability)}", capability)
+
+
 def device_class(word: str) -> DeviceClass:
     """The class of that name or alias; raises UnknownName with the nearest."""
     known = {name: one for one in CLASSES for name in (one.name, *one.aliases)}
@@ -69,7 +74,6 @@ def device_class(word: str) -> DeviceClass:
 
 AMPERE = (8, 0)
 ADA = (8, 9)
-CDNA3 = (9, 4)
 
 
 def is_nvidia(facts: DeviceFacts) -> bool:
@@ -108,36 +112,15 @@ def unknown_kind(facts: DeviceFacts, words: str) -> Support:
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     """For formats that no device computes natively through fp8bench."""
     if not facts.accelerated:
-        return emulated(f"no hardware for {words}: {_EMULATED}")
+        return emulated_because(f"no hardware for {words}")
     if facts.kind == "cuda":
-        return emulated(f"no native backend for {words} yet: {_EMULATED}")
+        return emulated_because(f"no native backend for {words} yet")
     return unknown_kind(facts, words)
 
 
-def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
-    """Native where torch has a scaled product for all three products of a recipe, else emulated, and why."""
-    if not is_nvidia(facts) or not _eight_bits(recipe):
-        amd = is_amd(facts) and facts.capability == CDNA3 and _eight_bits(recipe)
-        return emulated(f"{_NOT_FNUZ}: {_EMULATED}") if amd else emulated_everywhere(facts, words)
-    if recipe.input.fmt is E5M2 and recipe.weight.fmt is E5M2:
-        return emulated(f"CUDA has no product of two E5M2 tensors: {_EMULATED}")
-    if recipe.accumulator is not Accumulator.FP32:
-        return emulated(f"sums of 14 bits are a model, which no kernel follows: {_EMULATED}")
-    found = from_capability(facts, ADA, "FP8")
-    if found.level is Level.NATIVE:
-        extent = "tensor" if recipe.per_tensor else "row"
-        return native(f"torch's scaled product (torch.nn.functional.scaled_mm), a scale a {extent}")
-    return emulated(f"{found.reason}: {_EMULATED}")
-
-
-_EMULATED = "values rounded, products in fp32"
-_NOT_FNUZ = "MI300's FP8 is e4m3fnuz and e5m2fnuz, not the E4M3 and E5M2 defined here"
-
-
-def _eight_bits(recipe: Recipe) -> bool:
-    """Whether all operands are FP8 with a float32 scale a tensor, or a row: what torch's products take everywhere."""
-    extents = {(one.scaling.rows, one.scaling.columns) if one.scaling else None for one in recipe.treatments}
-    return extents in ({(0, 0)}, {(1, 0)}) and all(one.fmt in (E4M3, E5M2) for one in recipe.treatments)
+def emulated_because(why: str) -> Support:
+    """Emulated, for that reason."""
+    return emulated(f"{why}: values rounded, products in fp32")
 
 
 def _shown(pair: tuple[int, int]) -> str:

@@ -111,8 +111,13 @@ def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
         if product.output not in _row_outputs(device).split(" or "):
             why = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
             yield Objection(RuleSource.TORCH, why)
+    if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
+        yield Objection(RuleSource.TORCH, f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
     if product.scheme in MX and device.is_amd and product.output == "fp32":
         yield Objection(RuleSource.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
+
+
+_SPANS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
 
 
 def _row_outputs(device: DeviceClass) -> str:

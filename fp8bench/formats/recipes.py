@@ -105,6 +105,17 @@ class Recipe:
         )
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether some role has a scale for less than a row."""
+        return any(one.scaling is not None and one.scaling.columns > 0 for one in self.treatments)
+
+    @property
+    def products(self) -> tuple[tuple[Treatment, Treatment], ...]:
+        """The operands of forward, input gradient and weight gradient; the last is left out where it stays in bf16."""
+        low = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
+        return low[:2] if self.high_weight_gradient else low
+
+    @property
     def keeps_source(self) -> bool:
         """Whether the other orientation of an operand needs a cast of its own."""
         turned = all(one.scaling is None or one.scaling.turns for one in self.treatments)

@@ -82,27 +82,33 @@ def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
 
 
 def quantise(
-    x: Tensor, fmt: Format, scaling: Scaling | None, *, seed: Tensor | None = None, scale: Tensor | None = None
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling | None,
+    *,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    checked: bool = True,
 ) -> Scaled:
     """`x` as it is stored: element times scale is what `values` makes of it, bit for bit.
 
-    UsageError for a NaN where neither the format nor the scale has a code for it. What is stored for a block whose
-    scale is NaN is zeros.
+    UsageError for a NaN where neither the format nor the scale has a code for it; not `checked`, nobody looks, and no
+    device is waited for. What is stored for a block whose scale is NaN is zeros.
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if scaling is None:
-        return _stored(round_to(x, fmt, seed=seed), None, None, fmt, scaling)
+        return _stored(round_to(x, fmt, seed=seed), None, None, fmt, scaling, checked)
     if _whole(scaling):
         elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
-        return _stored(elements, scales, None, fmt, scaling)
+        return _stored(elements, scales, None, fmt, scaling, checked)
     blocks = _blocks(x, scaling)
     (elements,), scales, tensor_scale = block_elements(
         [blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed)
     )
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
-    return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
+    return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
@@ -186,11 +192,16 @@ def matrix_of(shape: torch.Size) -> tuple[int, int]:
 
 
 def _stored(
-    elements: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, fmt: Format, scaling: Scaling | None
+    elements: Tensor,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    fmt: Format,
+    scaling: Scaling | None,
+    checked: bool,
 ) -> Scaled:
     """Elements, which lie in their tensor's shape, as codes; scales as bytes where they are of a format."""
     shape = elements.shape
-    codes = pack(encode(elements if shape else elements.view(1), fmt), fmt)
+    codes = pack(encode(elements if shape else elements.view(1), fmt, checked=checked), fmt)
     if scales is not None and scaling is not None:
         scales = scales if scaling.scale is None else encode(scales, scaling.scale, checked=False)
         scales = scales.reshape(() if not scaling.rows else _grid(shape, scaling)[:2])

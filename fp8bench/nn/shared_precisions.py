@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
-from fp8bench.formats.hardware import recipe_support
+from fp8bench.formats.recipe_support import recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
@@ -108,10 +108,12 @@ class RecipePrecision(Precision):
         return recipe_support(self.recipe, self.words, facts)
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        from fp8bench.nn.block_arithmetic import BlockArithmetic
         from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
 
-        native = self.support(facts).level is Level.NATIVE
-        return ScaledArithmetic(self.recipe) if native else RecipeArithmetic(self.recipe)
+        if self.support(facts).level is not Level.NATIVE:
+            return RecipeArithmetic(self.recipe)
+        return BlockArithmetic(self.recipe) if self.recipe.in_blocks else ScaledArithmetic(self.recipe)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""

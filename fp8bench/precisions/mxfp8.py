@@ -18,6 +18,7 @@ class MxFp8(RecipePrecision):
     )
     rank = 50
     words = "MXFP8"
+    multiples = (32, 16)
     block = (1, 32)
     kept = E8M0
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)

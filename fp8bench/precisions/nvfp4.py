@@ -24,6 +24,7 @@ class NvFp4(RecipePrecision):
     )
     rank = 60
     words = "NVFP4"
+    multiples = (32, 16)
     options = (
         Option("weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d",
                one_of("2d", "1d")),

@@ -24,8 +24,8 @@ MODES = (
     "fp8-delayed:margin=2:weight-gradient=bf16", "fp8-rowwise", "fp8-rowwise:formats=hybrid:scale=exact",
     "fp8-rowwise:weight-gradient=bf16",
 )  # fmt: skip
-EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "fp8-block", "mxfp8",
-            "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip
+EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "mxfp8",
+            "fp8-block:accumulator=short", "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip
 # torch 2.11 has the operator, and no kernel of it for a processor.
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),

@@ -23,6 +23,7 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
@@ -146,10 +147,12 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
-    """16 wherever torch's scaled product is what multiplies."""
+    """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
     for name in CARRIERS:
-        native = isinstance(precisions.get(name).arithmetic(H200), ScaledArithmetic)
-        assert precisions.get(name).multiples == ((16, 16) if native else (1, 1))
+        wanted = (32, 16) if name in ("mxfp8", "nvfp4") else (1, 1)
+        if isinstance(precisions.get(name).arithmetic(H200), ScaledArithmetic | BlockArithmetic):
+            wanted = 16, 16
+        assert precisions.get(name).multiples == wanted
     assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
         (name for name in CARRIERS if name != "fp16"), 1.0
     )

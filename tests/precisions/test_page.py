@@ -11,7 +11,14 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.registry import precisions
-from tests.facts import H200
+from tests.facts import B200, H200, gpu
+
+ADA = gpu("L40S", (8, 9))
+# What the page says of a mode by whether it is native there.
+WHERE = {
+    (True, True, True): "NVIDIA from 8.9", (False, True, False): "NVIDIA 9.0", (False, False, True): "NVIDIA from 10.0",
+    (False, False, False): "nowhere",
+}  # fmt: skip
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_text()
 
@@ -38,8 +45,8 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
     assert sorted(rows) == sorted(recipes())
     for name, recipe in recipes().items():
         assert [words(cell)[0] for cell in rows[name][:3]] == [one.fmt.name for one in recipe.treatments]
-        native = precisions.get(name).support(H200).level is Level.NATIVE
-        assert rows[name][4].startswith("NVIDIA from 8.9" if native else "nowhere")
+        native = [precisions.get(name).support(facts).level is Level.NATIVE for facts in (ADA, H200, B200)]
+        assert rows[name][4].startswith(WHERE[tuple(native)])
         extents = {one.scaling.name.split()[0] for one in recipe.treatments if one.scaling}
         said = {"tensor": "a tensor", "row": "a row", "1x32": "MX", "1x16": "NVFP4"}
         assert all(said.get(extent, extent) in rows[name][3] for extent in extents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -23,13 +24,14 @@ XPU = DeviceFacts("xpu", 0, "something else", 16 << 30, "2.13.0")
 
 # Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
 FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
+HOPPER, BLACKWELL = (*(NATIVE,) * 5, EMULATED), (NATIVE, EMULATED, NATIVE, EMULATED, EMULATED)
 TABLE = {
     "cpu": (CPU, (NATIVE, EMULATED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
     "V100": (V100, (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
     "A100": (A100, (NATIVE, NATIVE, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
     "L40S": (gpu("L40S", (8, 9)), (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
-    "H200": (H200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
-    "B200": (B200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
+    "H200": (H200, (NATIVE, NATIVE, NATIVE, NATIVE, *HOPPER, *REST)),
+    "B200": (B200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *BLACKWELL)),
     "MI300X": (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
     "unknown capability": (gpu("?", None), (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
     "xpu": (XPU, (NATIVE,) + (REFUSED,) * 14),
@@ -51,20 +53,30 @@ def test_support(device: str) -> None:
         ("fp16", CPU, "slow"),
         ("fp8", CPU, "no hardware"),
         ("bf16", V100, "needs compute capability 8.0; this device has 7.0"),
-        ("fp8", A100, "needs compute capability 8.9; this device has 8.0"),
+        ("fp8", A100, "begin at compute capability 8.9; this device has 8.0"),
         ("fp8", H200, "scaled_mm), a scale a tensor"),
         ("fp8-rowwise", H200, "scaled_mm), a scale a row"),
-        ("fp8-delayed:history=2", A100, "needs compute capability 8.9"),
-        ("fp8-e5m2", H200, "no product of two E5M2 tensors"),
-        ("fp8:formats=e5m2", B200, "no product of two E5M2 tensors"),
+        ("fp8-delayed:history=2", A100, "begin at compute capability 8.9"),
+        ("fp8-e5m2", H200, "two E5M2 operands are not multiplied"),
+        ("fp8:formats=e5m2", B200, "two E5M2 operands are not multiplied"),
         ("fp8:accumulator=short", H200, "a model, which no kernel follows"),
-        ("fp8-block", H200, "no native backend for block-scaled FP8"),
+        ("fp8-block", H200, "scaled_mm), a scale for 128 elements"),
+        ("fp8-block", B200, "scales of 128 elements on compute capability 9.0 only; this device has 10.0"),
+        ("fp8-block", replace(H200, cuda="12.8"), "needs CUDA 12.9; this torch has 12.8"),
+        ("fp8-block:accumulator=promoted", H200, "a model, which no kernel follows"),
         ("fp8-block:accumulator=promoted", CPU, "no hardware for block-scaled FP8"),
-        ("mxfp6", B200, "no native backend for MXFP6"),
+        ("mxfp6", B200, "torch has neither the format nor the product"),
+        ("mxfp4", B200, "kernels of FBGEMM's, which are not used here"),
+        ("mxfp8", H200, "MX blocks begin at compute capability 10.0; this device has 9.0"),
+        ("mxfp8:formats=hybrid", B200, "with scales of 32 elements both operands are E4M3"),
+        ("mxfp8", replace(B200, cuda=None), "needs CUDA 12.8; this torch has None"),
+        ("nvfp4", B200, "a scale for 16 elements and one a tensor"),
+        ("nvfp4", gpu("B300", (10, 3)), "a scale for 16 elements"),
+        ("fp8", gpu("?", None), "this device states none"),
         ("custom", H200, "no native backend for custom formats"),
         ("fp8-rowwise", MI300X, "e4m3fnuz"),
         ("fp8-block", MI300X, "no native backend"),
-        ("mxfp8", B200, "no native backend"),
+        ("mxfp8", B200, "a scale for 32 elements"),
         ("nvfp4", CPU, "no hardware for NVFP4"),
         ("fp8", MI300X, "e4m3fnuz"),
         ("fp8", gpu("MI355X", (9, 5), hip="7.0"), "no native backend"),

@@ -1,0 +1,54 @@
+"""How scaled products of a GPU want the scales of blocks to lie in memory, and the way back. Plain torch operations.
+
+A matrix of scales is (down, across): a row for each row of blocks, a column for each stretch of the contraction.
+
+Hopper's float32 scales lie column by column: those of 1x128 as (down, across) with strides (1, down), those of 128x128
+turned, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
+
+Blackwell's bytes lie in tiles of 128 x 4, whole ones, row after row of tiles. In a tile of 512 bytes the scale of row r
+and column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+_ROWS, _COLUMNS = 128, 4
+_QUARTER = _ROWS // _COLUMNS
+
+
+def by_columns(scales: Tensor) -> Tensor:
+    """Those of 1x128 blocks."""
+    return _turned(scales.t())
+
+
+def squares(scales: Tensor) -> Tensor:
+    """Those of 128x128 blocks."""
+    return _turned(pad(scales, (0, -scales.shape[1] % _COLUMNS)))
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """The transpose of a matrix that lies row by row, with the strides of one even if a side is 1: torch looks."""
+    rows, columns = matrix.shape
+    return matrix.contiguous().as_strided((columns, rows), (1, columns))
+
+
+def of_squares(laid: Tensor, across: int) -> Tensor:
+    """The matrix that `squares` was given."""
+    return laid.t()[:, :across]
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Bytes of 1x32 or 1x16 blocks, in one dimension; tiles are filled with zeros."""
+    down, across = scales.shape
+    filled = pad(scales, (0, -across % _COLUMNS, 0, -down % _ROWS))
+    tiles = filled.view(-1, _COLUMNS, _QUARTER, filled.shape[1] // _COLUMNS, _COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
+    """The matrix that `swizzled` was given."""
+    wide = -(-across // _COLUMNS)
+    tiles = laid.view(-1, wide, _QUARTER, _COLUMNS, _COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * _COLUMNS)[:down, :across]

@@ -1,0 +1,123 @@
+"""The native arithmetic of recipes whose scales belong to blocks: of 128 elements, MX and NVFP4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from fp8bench.formats.codes import decode, unpack
+from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
+from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
+from fp8bench.formats.scaled import Scaled, quantise
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.numerics.products import in_dtype
+from fp8bench.protocols import Operand, Role
+
+_DTYPES = {E4M3: torch.float8_e4m3fn, E2M1: torch.float4_e2m1fn_x2}
+_ROWS, _SQUARES = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+_BLOCK, _MX, _NVFP4 = 128, 32, 16
+_FLOAT_BYTES = 4
+
+
+class BlockArithmetic(RecipeArithmetic):
+    """Codes along the contraction of each product, and scales where its kernel looks for them.
+
+    An operand's scale is one tensor: float32 of 128 elements by columns, squares turned (scale_layouts.py); MX's bytes
+    swizzled; NVFP4's too, with the four bytes of the tensor's own float32 scale behind them.
+    """
+
+    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+        one = self.treatments[role]
+        seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
+        stored = quantise(tensor, one.fmt, one.scaling, seed=seed, checked=False)
+        return Operand(stored.codes.view(_DTYPES[one.fmt]), _laid(stored), role is Role.GRADIENT)
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        if self.treatments[role].fmt is E2M1:  # two in a byte, which no transposition takes apart
+            return self.turned(source.t(), role)
+        return super().turn(operand, source, role)
+
+    def transposed(self, operand: Operand) -> Operand:
+        assert operand.scale is not None
+        across = -(-operand.data.shape[1] // _BLOCK)
+        turned = squares(of_squares(operand.scale, across).t())
+        return Operand(operand.data.t().contiguous(), turned, operand.gradient)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        if a.data.dtype == b.data.dtype == self.carrier:
+            return super().product(a, b, dtype)
+        (scales_a, kinds_a, swizzles), (scales_b, kinds_b, _) = map(_scales_of, (a, b))
+        # Sums are never fast: kernels with scales of blocks refuse it, or add their parts in float32 anyway.
+        found: Tensor = torch.ops.aten._scaled_mm_v2.default(
+            a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
+        )
+        return in_dtype(found, dtype)
+
+    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        if operand.scale is None:
+            return super().restore(operand, dtype)
+        return _values(operand.data, operand.scale).to(dtype)
+
+
+def _laid(stored: Scaled) -> Tensor:
+    """The scales of a tensor as one tensor, as its product wants them."""
+    scales, scaling = stored.scales, stored.scaling
+    assert scales is not None and scaling is not None
+    if scaling.scale is None:
+        return squares(scales) if scaling.rows > 1 else by_columns(scales)
+    # No product takes NVFP4's squares as such: each of their rows gets the scale.
+    each = scales[:, None].expand(-1, scaling.rows, -1).reshape(-1, scales.shape[1])[: stored.shape[0]]
+    laid = swizzled(each)
+    if stored.tensor_scale is None:
+        return laid.view(torch.float8_e8m0fnu)
+    return torch.cat((laid, stored.tensor_scale.reshape(1).view(torch.uint8)))
+
+
+def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
+    """Scales, their kinds and their swizzles, as torch's product is given them."""
+    scale = operand.scale
+    if scale is None:
+        raise ValueError("codes with scales of blocks need their scales")
+    if scale.dtype == torch.float32:
+        return [scale], [_ROWS if _by_rows(operand.data, scale) else _SQUARES], []
+    tiles = SwizzleType.SWIZZLE_32_4_4.value
+    if scale.dtype == torch.float8_e8m0fnu:
+        return [scale], [ScalingType.BlockWise1x32.value], [tiles]
+    of_blocks, of_tensor = _nvfp4_scales(scale)
+    kinds = [ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value]
+    return [of_blocks.view(torch.float8_e4m3fn), of_tensor], kinds, [tiles, SwizzleType.NO_SWIZZLE.value]
+
+
+def _nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of blocks, and the tensor's own scale."""
+    return scale[:-_FLOAT_BYTES], scale[-_FLOAT_BYTES:].view(torch.float32)
+
+
+def _by_rows(data: Tensor, scale: Tensor) -> bool:
+    """Whether float32 scales are those of 1x128 blocks; squares have another shape wherever a product takes them."""
+    return tuple(scale.shape) == (data.shape[0], -(-data.shape[1] // _BLOCK))
+
+
+def _values(data: Tensor, scale: Tensor) -> Tensor:
+    """What codes and scales stand for, float32."""
+    if scale.dtype == torch.float32:
+        across = -(-data.shape[1] // _BLOCK)
+        matrix = scale if _by_rows(data, scale) else of_squares(scale, across).repeat_interleave(_BLOCK, 0)
+        return data.to(torch.float32) * _each(matrix, _BLOCK, data.shape)
+    if scale.dtype == torch.float8_e8m0fnu:
+        return data.to(torch.float32) * _each(_bytes(scale.view(torch.uint8), data.shape, _MX, E8M0), _MX, data.shape)
+    codes = unpack(data.view(torch.uint8), E2M1)
+    of_blocks, of_tensor = _nvfp4_scales(scale)
+    matrix = _bytes(of_blocks, codes.shape, _NVFP4, E4M3) * of_tensor
+    return decode(codes, E2M1, checked=False) * _each(matrix, _NVFP4, codes.shape)
+
+
+def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
+    """Swizzled bytes as a matrix of the scales that they stand for."""
+    return decode(unswizzled(laid, shape[0], -(-shape[1] // block)), fmt, checked=False)
+
+
+def _each(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
+    """A scale for every element."""
+    return scales.repeat_interleave(block, 1)[: shape[0], : shape[1]]

@@ -1,0 +1,177 @@
+"""Native products with scales of blocks, as far as a processor can tell: codes, layouts, and torch's own shape rules.
+
+No processor has their kernel. In its place stands one that reads codes and scales as cuBLAS documents their places.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from fp8bench.formats.codes import decode
+from fp8bench.formats.grids import E2M1
+from fp8bench.nn.block_arithmetic import BlockArithmetic
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.protocols import Operand, Role, SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import B200, CPU, H200
+from tests.formats.scaling_definitions import gaussian
+
+HOPPER = ("fp8-block", "fp8-block:scale=exact", "fp8-block:weight-gradient=bf16")
+BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic=off", "nvfp4:hadamard=off")
+MODES = [(mode, H200) for mode in HOPPER] + [(mode, B200) for mode in BLACKWELL]
+each_mode = pytest.mark.parametrize("mode", [*HOPPER, *BLACKWELL])
+SPANS = {
+    ScalingType.BlockWise1x128.value: 128, ScalingType.BlockWise128x128.value: 128,
+    ScalingType.BlockWise1x32.value: 32, ScalingType.BlockWise1x16.value: 16,
+}  # fmt: skip
+
+
+def pair(mode: str) -> tuple[BlockArithmetic, RecipeArithmetic]:
+    """The arithmetics of the device that has it, and of a processor."""
+    native, emulated = (precisions.get(mode).arithmetic(facts).layer("one") for facts in (dict(MODES)[mode], CPU))
+    assert isinstance(native, BlockArithmetic) and type(emulated) is RecipeArithmetic
+    return native, emulated
+
+
+def sources(height: int = 256, width: int = 384) -> Tensor:
+    """Rows and columns of very different sizes: a scale in another's place is far off."""
+    sizes = torch.logspace(-3, 3, height)[:, None] * torch.logspace(2, -2, width)
+    return gaussian(height, width) * sizes
+
+
+@pytest.mark.parametrize("role", list(Role))
+@each_mode
+def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
+    """Bit for bit, cast after cast, in both directions, also where the last blocks are not full."""
+    native, emulated = pair(mode)
+    for tensor in (sources(), sources(48, 64).to(torch.bfloat16), sources(130, 96), torch.zeros(16, 32)):
+        operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
+        assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
+        assert torch.equal(native.restore(operand, torch.float32), theirs.data)
+        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+
+
+def test_the_squares_of_weights_are_turned_without_another_cast() -> None:
+    native, _ = pair("fp8-block")
+    operand = native.cast(sources(), Role.WEIGHT)
+    turned = native.turn(operand, torch.full((256, 384), torch.nan), Role.WEIGHT)
+    assert torch.equal(native.restore(turned, torch.float32), native.restore(operand, torch.float32).t())
+
+
+def documented(codes: Tensor, scales: list[Tensor], kinds: list[int], swizzles: list[int]) -> Tensor:
+    """What an operand stands for by the places that torch and cuBLAS document, one scale after the other, in fp64."""
+    values = codes.to(torch.float64) if codes.element_size() == 1 and codes.dtype != torch.float4_e2m1fn_x2 else None
+    if values is None:
+        halves = codes.view(torch.uint8)
+        both = torch.stack((halves & 15, halves >> 4), dim=-1).flatten(1)
+        values = decode(both, E2M1).to(torch.float64)
+    span, (rows, columns) = SPANS[kinds[0]], values.shape
+    for row in range(rows):
+        for block in range(-(-columns // span)):
+            if kinds[0] == ScalingType.BlockWise128x128.value:
+                scale = scales[0][block, row // 128]
+            elif kinds[0] == ScalingType.BlockWise1x128.value:
+                scale = scales[0][row, block]
+            else:
+                assert swizzles[0] == SwizzleType.SWIZZLE_32_4_4.value and scales[0].dim() == 1
+                wide = math.ceil(columns / span / 4)
+                tile = (row // 128) * wide + block // 4
+                scale = scales[0][tile * 512 + (row % 32) * 16 + row % 128 // 32 * 4 + block % 4]
+            values[row, block * span : (block + 1) * span] *= scale.to(torch.float64)
+    for scale in scales[1:]:
+        values *= scale.to(torch.float64)
+    return values
+
+
+def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    """The product of what is documented, after torch's own rules for CUDA have passed it."""
+    scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast = others
+    assert bias is None and contraction == [] and not fast
+    exact = documented(a, scales_a, kinds_a, swizzles_a) @ documented(b.t(), scales_b, kinds_b, swizzles_b).t()
+    return exact.to(output)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's rules, torch's own, and then the kernel above."""
+    from torch._meta_registrations import meta_scaled_mm_v2
+
+    def checked(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast = others
+        shape = meta_scaled_mm_v2(
+            a, b, scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast
+        ).shape
+        found = kernel(a, b, *others)
+        assert found.shape == shape
+        return found
+
+    monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
+    monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", checked)
+
+
+@pytest.mark.usefixtures("cuda")
+@each_mode
+def test_layers_are_the_emulated_ones(mode: str) -> None:
+    """Forward and both gradients: every scale is where the product looks for it, in both orientations."""
+    outcomes = []
+    for arithmetic in pair(mode):
+        torch.manual_seed(1)
+        layer, x = Linear(256, 128, arithmetic), sources(384, 256).requires_grad_()
+        y = layer(x, SilentPhases())
+        outcomes.append([y, *torch.autograd.grad(y, (x, layer.weight), sources(384, 128).to(y.dtype))])
+    for native, emulated in zip(*outcomes, strict=True):
+        assert native.dtype == emulated.dtype and relative_frobenius(native.double(), emulated.double()) < 4e-3
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_mode
+def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) -> None:
+    """One row too, as a decoder has."""
+    native, _ = pair(mode)
+    for rows in (1, 130):
+        a, b = native.cast(sources(rows, 256), Role.INPUT), native.cast(sources(32, 256), Role.WEIGHT)
+        if "fp8-block" in mode:  # torch's shape function wants whole blocks of columns
+            b = native.cast(sources(128, 256), Role.WEIGHT)
+        exact = native.restore(a, torch.float64) @ native.restore(b, torch.float64).t()
+        assert relative_frobenius(native.product(a, b, dtype).double(), exact) < 4e-3
+
+
+def test_a_scale_in_another_s_place_is_seen() -> None:
+    """The oracle above is no echo: scales laid as they come give another product."""
+    native, emulated = pair("mxfp8")
+    operand, theirs = native.cast(sources(), Role.INPUT), emulated.cast(sources(), Role.INPUT)
+    assert operand.scale is not None
+    shuffled = operand.scale.view(torch.uint8).flip(0).view(torch.float8_e8m0fnu)
+    assert not torch.equal(native.restore(Operand(operand.data, shuffled), torch.float32), theirs.data)
+
+
+def test_codes_without_scales_are_refused() -> None:
+    native, _ = pair("fp8-block")
+    operand = native.cast(sources(), Role.INPUT)
+    with pytest.raises(ValueError, match="need their scales"):
+        native.product(Operand(operand.data), operand, torch.bfloat16)
+
+
+@each_mode
+def test_nan_and_infinity_stay_what_emulation_makes_of_them(mode: str) -> None:
+    """No device is asked: a NaN's block is NaN, and an infinity the largest or an infinity."""
+    native, emulated = pair(mode)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        tensor = sources(128, 256)
+        tensor[5, 7] = bad
+        found = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
+        wanted = emulated.cast(tensor, Role.INPUT).data
+        if bad != bad:
+            assert torch.equal(found.isnan(), wanted.isnan())
+        else:
+            assert found[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()
