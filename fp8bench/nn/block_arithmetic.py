@@ -33,10 +33,9 @@ class BlockArithmetic(RecipeArithmetic):
         stored = quantise(tensor, one.fmt, one.scaling, seed=seed, checked=False)
         return Operand(stored.codes.view(_DTYPES[one.fmt]), _laid(stored), role is Role.GRADIENT)
 
-    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        if self.treatments[role].fmt is E2M1:  # two in a byte, which no transposition takes apart
-            return self.turned(source.t(), role)
-        return super().turn(operand, source, role)
+    def _turns(self, role: Role) -> bool:
+        # Two codes of four bits share a byte, which no transposition takes apart.
+        return self.treatments[role].fmt is not E2M1 and super()._turns(role)
 
     def transposed(self, operand: Operand) -> Operand:
         assert operand.scale is not None
