@@ -226,7 +226,7 @@ def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: D
     given = dict(request.axes)
     if request.grid and workload.history is not None:
         given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
-    return [axis.values(given.get(axis.name, axis.default)) for axis in axes]
+    return [axis.values(given.get(axis.name) or (request.quick and axis.quick) or axis.default) for axis in axes]
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:

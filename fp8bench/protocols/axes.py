@@ -12,7 +12,7 @@ from fp8bench.model import Scalar
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter of a workload that `--set` can vary.
+    """One parameter of a workload that `--set` can vary; `quick` is its default under --quick, where it has another.
 
     The default of a `quiet` axis, of which there is one, is no parameter of a case: an axis that comes later to a
     workload leaves the names and the history of the cases that were there before as they are.
@@ -23,6 +23,7 @@ class Axis:
     default: tuple[str, ...]
     parse: Callable[[str], Scalar]
     quiet: bool = False
+    quick: tuple[str, ...] = ()
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, each once; errors name the axis."""

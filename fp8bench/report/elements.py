@@ -176,12 +176,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points over two axes; `margin` says what those without x have in common."""
+    """Points over two axes; `margin` says what those without x have in common, `joined` are series that are lines."""
 
     x: Axis
     y: Axis
     points: tuple[Point, ...]
     margin: str = ""
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,10 @@ _TURNED = {
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
+# A sweep begins here, and ends at so many times its base. Native FP8 products take multiples of this alone.
+_LEAST_SIDE, _BEYOND_BASE = 16, 4
+_SIDES = "mnk"
+_OPERANDS = ("cast", "ready")
 _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
@@ -63,28 +67,37 @@ class Gemm(Workload):
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
         tokens = "8192" if facts.accelerated else "512"
         return (
-            Axis("shape", f"M (a square), MxNxK, or a model: {', '.join(MODELS)}", shapes, parse_shape),
-            Axis("product", "auto (all three for a model), forward, input-gradient, weight-gradient", ("auto",),
-                 one_of("auto", *PRODUCTS)),
+            Axis("shape", f"M (a square), MxNxK, a model: {', '.join(MODELS)}; or sweep, sweep:m, sweep:nk", shapes,
+                 parse_shape),
+            Axis("product", "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
+                 ("auto",), one_of("auto", *PRODUCTS)),
             Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
-            Axis("operands", "cast from the carrier in every step, or made ready before it", ("cast",),
-                 one_of("cast", "ready")),
+            Axis("operands", "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
+                 ("auto",), one_of("auto", *_OPERANDS)),
+            Axis("base", "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
+                 ("4096" if facts.accelerated else "512",), parse_sides),
+            Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        shape, product, operands = str(params["shape"]), str(params["product"]), str(params["operands"])
-        if shape not in MODELS:
-            m, n, k = (int(side) for side in shape.split("x"))
-            return (_params(m, n, k, "forward" if product == "auto" else product, operands),)
-        products = tuple(PRODUCTS) if product == "auto" else (product,)
-        return tuple(
-            (
-                ("layer", f"{shape}/{layer}"),
-                *_params(*sides_of(one, int(params["tokens"]), outputs, inputs), one, operands),
+        """A model stands for all its layers' products, a sweep for all its sizes."""
+        shape = str(params["shape"])
+        name, _, swept = shape.partition(":")
+        several = name == "sweep" or name in MODELS
+        products = _chosen(params["product"], tuple(PRODUCTS) if several else ("forward",))
+        operands = _chosen(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
+        if name in MODELS:
+            return tuple(
+                (("layer", f"{shape}/{layer}"), *_params(*sides_of(one, int(params["tokens"]), *features), one, how))
+                for layer, features in MODELS[shape].items()
+                for one in products
+                for how in operands
             )
-            for layer, (outputs, inputs) in MODELS[shape].items()
-            for one in products
-        )
+        if name == "sweep":
+            sizes = tuple(_sweep(swept or _SIDES, _sides(str(params["base"])), int(params["factor"])))
+        else:
+            sizes = (_sides(shape),)
+        return tuple(_params(*sides, one, how) for how in operands for one in products for sides in sizes)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
@@ -146,16 +159,48 @@ class Gemm(Workload):
 
 
 def parse_shape(text: str) -> str:
-    """'512' is a square, '1x2048x512' is M x N x K, or a model's name."""
+    """'512' is a square, '1x2048x512' is M x N x K; a model; 'sweep:m' is sizes of M, 'sweep' of all three sides."""
     if text in MODELS:
         return text
+    name, colon, swept = text.partition(":")
+    if name == "sweep":
+        if (colon and not swept) or not set(swept) <= set(_SIDES) or len(set(swept)) < len(swept):
+            raise ValueError("expected sweep, or sweep: and the sides that vary, of m, n and k: sweep:m, sweep:nk")
+        return text
+    try:
+        return parse_sides(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, sweep, or one of {', '.join(MODELS)}") from None
+
+
+def parse_sides(text: str) -> str:
+    """'512' is a square, '1x2048x512' is M x N x K."""
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
-        raise ValueError(f"expected a size, MxNxK, or one of {', '.join(MODELS)}")
+        raise ValueError("expected a size, MxNxK")
     numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
     if not all(1 <= number <= LARGEST for number in numbers):
         raise ValueError(f"expected sizes from 1 to {LARGEST}")
     return "x".join(str(number) for number in numbers)
+
+
+def _sides(text: str) -> tuple[int, int, int]:
+    m, n, k = (int(side) for side in text.split("x"))
+    return m, n, k
+
+
+def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
+    """Sides of products that differ from the base in one of these, each from 16 to four times its own."""
+    for place in map(_SIDES.index, swept):
+        side = _LEAST_SIDE
+        while side <= min(_BEYOND_BASE * base[place], LARGEST):
+            m, n, k = (side if at == place else own for at, own in enumerate(base))
+            yield m, n, k
+            side *= factor
+
+
+def _chosen(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
+    return auto if value == "auto" else (str(value),)
 
 
 def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:

@@ -448,6 +448,16 @@ def test_points_without_x_stand_in_the_margin() -> None:
     assert "emulated: no speed" in texts_of(sheet)
 
 
+def test_joined_series_are_lines() -> None:
+    """From point to point by their places, not by their order; the others, and a lone point, have none."""
+    points = [Point("a", "", x, y) for x, y in ((2.0, 1.0), (1.0, 1.0), (3.0, 2.0))]
+    points += [Point("b", "", 1.0, 2.0), Point("b", "", 2.0, 2.0), Point("c", "", 2.0, 2.0)]
+    chart = Scatter("s", "", "", SPEED, TIME, tuple(points), joined=("a", "c"))
+    sheet = draw(chart)
+    assert sheet.count('class="line s1"') == 2 and 'class="line s2"' not in sheet and 'class="line s3"' not in sheet
+    assert re.search(r'class="line s1" d="M[^LHV]+[LHV][^LHV]+[LHV][^LHV]+"', sheet)
+
+
 def test_points_all_without_x_need_no_plot() -> None:
     chart = Scatter("s", "", "", SPEED, TIME, (Point("a", "one", None, 1.0), Point("b", "two", None, 2.0)), "emulated")
     sheet = parsed(draw(chart))[0]

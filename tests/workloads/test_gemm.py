@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from fp8bench.model import Level, Scalar
+from fp8bench.model import Level, Request, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
+from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape
+from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape, parse_sides
 from tests.workloads.steps import CPU, H200, phases, small
 
 
@@ -24,7 +27,7 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
 @pytest.mark.parametrize(
     ("text", "shape"),
     [("512", "512x512x512"), ("1x2048x512", "1x2048x512"), ("007", "7x7x7"), ("llama3-8b", "llama3-8b"),
-     (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}")],
+     (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"), ("sweep", "sweep"), ("sweep:nk", "sweep:nk")],
 )  # fmt: skip
 def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     """A square, M x N x K, or a model."""
@@ -32,7 +35,25 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "1x2", "1x2x3x4", "0", "-1", "1.5", "1xx3", "²", "٣", str(LARGEST + 1), "gpt3"]
+    "text",
+    [
+        "sweep:",
+        "sweep:x",
+        "sweep:mm",
+        "Sweep",
+        "",
+        "x",
+        "1x2",
+        "1x2x3x4",
+        "0",
+        "-1",
+        "1.5",
+        "1xx3",
+        "²",
+        "٣",
+        str(LARGEST + 1),
+        "gpt3",
+    ],
 )
 def test_shapes_that_cannot(text: str) -> None:
     """With what is expected."""
@@ -48,6 +69,34 @@ def expand(shape: str, product: str = "auto", tokens: int = 512, operands: str =
         "operands": operands,
     }
     return [dict(one) for one in Gemm().expand(params)]
+
+
+def swept(shape: str, base: str = "128", factor: int = 2, **more: Scalar) -> list[dict[str, Scalar]]:
+    params = {"shape": shape, "product": "auto", "operands": "auto", "tokens": 1, "base": parse_sides(base)}
+    return [dict(one) for one in Gemm().expand({**params, "factor": factor, **more})]
+
+
+def test_a_sweep_varies_one_side_at_a_time() -> None:
+    """From 16 to four times its base; of all three sides, for every product, with casts and without."""
+    sizes = [16, 32, 64, 128, 256, 512]
+    cases = swept("sweep:m", product="forward", operands="cast")
+    assert [(one["m"], one["n"], one["k"]) for one in cases] == [(size, 128, 128) for size in sizes]
+    cases = swept("sweep:k", "32x64x16", 4, product="forward", operands="ready")
+    assert [(one["m"], one["n"], one["k"]) for one in cases] == [(32, 64, 16), (32, 64, 64)]
+    every = swept("sweep")
+    assert len(every) == 3 * 6 * len(PRODUCTS) * 2
+    assert {(one["product"], one["operands"]) for one in every} == {
+        (product, operands) for product in PRODUCTS for operands in ("cast", "ready")
+    }
+
+
+def test_a_quick_sweep_has_fewer_sizes() -> None:
+    """The plan takes each axis's default for --quick."""
+    asked = Request("gemm", axes=(("shape", ("sweep:m",)), ("product", ("forward",)), ("operands", ("cast",))))
+    plain, quick = (make_plan(one, [CPU]) for one in (asked, replace(asked, quick=True)))
+    given = make_plan(replace(asked, quick=True, axes=(*asked.axes, ("factor", ("8",)))), [CPU])
+    sizes = [[dict(group.cases[0].case.params)["m"] for group in plan.groups] for plan in (plain, quick, given)]
+    assert sizes == [[16 << power for power in range(8)], [16, 64, 256, 1024], [16, 128, 1024]]
 
 
 def test_a_plain_shape_is_one_forward_product() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench.model import Finding, Label, Run, Status, Verdict
+from fp8bench.report.break_evens import swept, table
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
@@ -44,6 +45,8 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     else:
         phases = phases_table(panel)
         elements += [main_table(panel), *([phases] if phases else []), *energy(panel), *memory(panel)]
+        found = swept(panel)
+        elements += [table(panel, found, "from where on it pays")] if found else []
     elements += [*capacity(panel), *data(panel)]
     yield Part("panel", title, tuple(elements), "" if of_tensors else _reference_line(panel))
     numbers = [] if of_tensors else _numbers(panel)
@@ -122,6 +125,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
     lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES, *filter(occurs.get, occurs), *_error_legends(timed)]
+    lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS, *_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)]
     seen = {label for result in results for label in result.labels}
     return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]

@@ -104,6 +104,12 @@ VERDICT = (
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
 )
 RANGE = f"(low to high): the range of fewer than {LEAST_ROUNDS} rounds, which is no interval"
+BREAK_EVEN = (
+    "The sizes at which a precision takes less time than what it is held against (bf16 for what lies below it, "
+    "where that was measured, else the reference). Between two sizes the logarithm of the speed-up runs straight over "
+    "that of the size; in brackets stands where the crossing may be, by the intervals of the ratios, 0.5%, and the "
+    "bend of the curve. Nothing is said beyond the measured sizes."
+)
 HARD = (
     "no verdict: where identical code was told apart, the device's hardware slowed it down, the host set the time of a "
     "device, less than a fifth of a core was left, clocks differed, or a case is not what it says; nor beside such a "

@@ -170,6 +170,10 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     frame = _frame(chart, points, sheet, top + 24)
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
+    for name in chart.joined:
+        line = sorted(spot for point, spot in zip(points, spots, strict=True) if point.series == name)
+        if len(line) > 1:
+            sheet.lines(looks[name][1].replace("point", "line"), [line])
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
