@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-
-import numpy as np
+from itertools import pairwise
 
 from fp8bench import units
 from fp8bench.report.break_evens import Swept, pays, swept, table
@@ -75,6 +75,8 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
 
 
 def _height(curve: list[Point], size: float) -> float:
-    """Where a line stands at a size, on logarithmic axes."""
-    places = np.log([point.x or 1.0 for point in curve])
-    return float(np.exp(np.interp(np.log(size), places, np.log([point.y for point in curve]))))
+    """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
+    for one, other in pairwise(curve):
+        if one.x is not None and other.x is not None and one.x <= size <= other.x:
+            return float(one.y * (other.y / one.y) ** (math.log(size / one.x) / math.log(other.x / one.x)))
+    return curve[-1].y
