@@ -33,6 +33,7 @@ from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
+from fp8bench.measure.settle import warm_up_limit
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
@@ -285,6 +286,7 @@ def _group(
         capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
         traces=trace_folder(run),
         ceilings=ceilings,
+        warm_up_seconds=warm_up_limit(request.quick, request.budget),
     )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()

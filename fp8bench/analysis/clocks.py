@@ -11,7 +11,8 @@ from fp8bench import units
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.verdicts import FINAL_LEVEL
-from fp8bench.model import Label, Timing
+from fp8bench.model import DeviceWatch, Label, Timing
+from fp8bench.model.settling import slopes
 
 # A pair whose clocks are so far apart is void, if they surely differ by half of that: drivers tell clocks in steps of
 # 15 MHz, which are 0.8% of a fast one.
@@ -39,6 +40,20 @@ def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Ite
     shown = [units.count(clock, "Hz") for clock in (ran, against)]
     told = f"SM clock {shown[0]} against {reference}'s {shown[1]}, {units.change(math.exp(point))}"
     yield Labelled(Label.CLOCK_OFFSET, told, hard=True)
+
+
+def unsettled(watch: DeviceWatch | None) -> Iterator[Labelled]:
+    """A label for a case whose device had not settled when the first round began."""
+    found = watch.warm_up if watch is not None else None
+    if found is None or found.settled or not found.looks:
+        return
+    moved = slopes(found.looks)
+    told = [f"after {units.seconds(found.seconds)} of warming up"]
+    if moved.clock is not None:
+        told.append(f"SM clock {units.count(found.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
+    if moved.temperature is not None:
+        told.append(f"{found.looks[-1].temperature:g} degC, {moved.temperature:+.1f} a second")
+    yield Labelled(Label.UNSETTLED, ", ".join(told))
 
 
 def _clocks(timing: Timing) -> dict[int, float]:

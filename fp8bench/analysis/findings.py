@@ -16,7 +16,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
-from fp8bench.analysis.clocks import clock_offset
+from fp8bench.analysis.clocks import clock_offset, unsettled
 from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
@@ -112,7 +112,11 @@ def _finding(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
     finding, aa = _with_verdict(finding, record, standard, aa)
-    claims = (*claims_of(record, standard.record), *_clock_offset(record, standard), *filter(None, (flat,)))
+    claims = (
+        *claims_of(record, standard.record),
+        *_of_clocks(record, standard),
+        *filter(None, (flat,)),
+    )
     place = standard.place if record.paired else None
     labels = labels_of(record, finding, standard.timing, aa, place, claims)
     finding = replace(
@@ -123,8 +127,9 @@ def _finding(
     return _withheld(finding, [one for one in labels if one.hard], standard.hard)
 
 
-def _clock_offset(record: Record, standard: _Standard) -> Iterator[Labelled]:
-    """Of a case that is held against a reference."""
+def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
+    """Whether they moved before the first round, and whether the reference had others."""
+    yield from unsettled(record.watch)
     if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:

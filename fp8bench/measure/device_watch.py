@@ -16,6 +16,7 @@ from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
+from fp8bench.model.settling import Settling
 
 # A look takes the driver up to milliseconds, in which the device idles: of the time, looks take so much at most.
 _SHARE = 0.05
@@ -31,6 +32,7 @@ class Watch:
         self._device, self._clock = device, clock
         self._looks: dict[str, list[Readings]] = {}
         self._round, self._looking, self._due = -1, False, 0.0
+        self.warm_up: Settling | None = None
         self._before = device.violations()
         self._begun = clock()
 
@@ -69,5 +71,6 @@ class Watch:
             seconds=self._seconds,
             held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
+            warm_up=self.warm_up,
             **found,
         )

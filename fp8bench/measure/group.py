@@ -21,9 +21,10 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session
+from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.settle import Settler
 from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
@@ -34,7 +35,8 @@ from fp8bench.registry import precisions
 class Method:
     """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times.
 
-    `ceilings` are the most that devices do, by key, where it is known.
+    `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
+    may take to settle, 0 not to wait for it.
     """
 
     rule: StoppingRule
@@ -46,6 +48,7 @@ class Method:
     capacity: CapacityRule | None = None
     traces: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
+    warm_up_seconds: float = 0.0
 
 
 @dataclass
@@ -163,6 +166,8 @@ class GroupMeasurement:
             self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
         watch = self._watch(session)
+        if watch is not None:
+            self._warm_up(session.arms[0], watch)
         stopped = session.run(
             self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
@@ -186,6 +191,14 @@ class GroupMeasurement:
             }  # fmt: skip
             self._of(arm).note(**measured, paired=lead is not None, **own)
         self._look_beside(session, watch)
+
+    def _warm_up(self, first: Arm, watch: Watch) -> None:
+        """The reference runs until its device has settled; an emulation's time is no speed."""
+        if self._meter is None or first.emulated or not self._method.warm_up_seconds:
+            return
+        self._observer.working(first.planned.case, "warming up", 0.0)
+        with guarding(first):
+            watch.warm_up = Settler(self._meter.device, self._method.warm_up_seconds).settle(first, self._worker)
 
     def _watch(self, session: Session) -> Watch | None:
         """Who looks at the device between slots: nobody at a processor that has nothing to say of itself."""

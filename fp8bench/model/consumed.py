@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8bench.model.settling import Settling
 from fp8bench.model.words import MemoryRole
 
 
@@ -51,7 +52,8 @@ class DeviceWatch:
 
     `throttle` has every bit that was set in any look (`fp8bench.model.consumed` names them). `held` says for how many
     of the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
-    `sm_clock` is the mean over its slots that were looked at, each by how long it took.
+    `sm_clock` is the mean over its slots that were looked at, each by how long it took. `warm_up` is how the device was
+    while the first case of the session ran ahead of the rounds, None where it told neither clock nor temperature.
     """
 
     looks: int
@@ -63,6 +65,7 @@ class DeviceWatch:
     memory_clock: float | None = None
     temperature: float | None = None
     why: str = ""
+    warm_up: Settling | None = None
 
 
 @dataclass(frozen=True)

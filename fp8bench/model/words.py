@@ -58,6 +58,7 @@ class Label(StrEnum):
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"
     CLOCK_OFFSET = "clock-offset"
+    UNSETTLED = "unsettled"
     LAUNCH_BOUND = "launch-bound"
     BELOW_FLOOR = "below-floor"
     FLAT_TIME = "flat-time"
