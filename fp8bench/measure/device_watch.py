@@ -28,11 +28,12 @@ class Watch:
     What the driver counts (for how long a limit held the clocks back) is read before and after the whole session.
     """
 
-    def __init__(self, device: Looks, clock: Callable[[], float] = time.monotonic) -> None:
-        self._device, self._clock = device, clock
+    def __init__(
+        self, device: Looks, warm_up: Settling | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._device, self._warm_up, self._clock = device, warm_up, clock
         self._looks: dict[str, list[Readings]] = {}
         self._round, self._looking, self._due = -1, False, 0.0
-        self.warm_up: Settling | None = None
         self._before = device.violations()
         self._begun = clock()
 
@@ -71,6 +72,6 @@ class Watch:
             seconds=self._seconds,
             held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
-            warm_up=self.warm_up,
+            warm_up=self._warm_up,
             **found,
         )

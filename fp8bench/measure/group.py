@@ -22,10 +22,12 @@ from fp8bench.measure.limits import USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
+from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.settle import Settler
 from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
+from fp8bench.model.settling import Settling
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions
@@ -166,8 +168,6 @@ class GroupMeasurement:
             self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
         watch = self._watch(session)
-        if watch is not None:
-            self._warm_up(session.arms[0], watch)
         stopped = session.run(
             self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
@@ -192,20 +192,23 @@ class GroupMeasurement:
             self._of(arm).note(**measured, paired=lead is not None, **own)
         self._look_beside(session, watch)
 
-    def _warm_up(self, first: Arm, watch: Watch) -> None:
+    def _warm_up(self, first: Arm, device: Looks) -> Settling | None:
         """The reference runs until its device has settled; an emulation's time is no speed."""
-        if self._meter is None or first.emulated or not self._method.warm_up_seconds:
-            return
+        if first.emulated or not self._method.warm_up_seconds:
+            return None
         self._observer.working(first.planned.case, "warming up", 0.0)
         with guarding(first):
-            watch.warm_up = Settler(self._meter.device, self._method.warm_up_seconds).settle(first, self._worker)
+            return Settler(device, self._method.warm_up_seconds).settle(first, self._worker)
 
     def _watch(self, session: Session) -> Watch | None:
-        """Who looks at the device between slots: nobody at a processor that has nothing to say of itself."""
+        """Who looks at the device, which is warm by now, between slots: nobody at a processor that tells nothing."""
         if self._meter is None or not session.arms:
             return None
         silent = isinstance(self._meter.device, AbsentDevice) and not session.arms[0].facts.accelerated
-        return None if silent else Watch(self._meter.device)
+        if silent:
+            return None
+        device = self._meter.device
+        return Watch(device, self._warm_up(session.arms[0], device))
 
     def _look_beside(self, session: Session, watch: Watch | None) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""

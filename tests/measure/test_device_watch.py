@@ -67,7 +67,7 @@ def watched(
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
-    watch = Watch(device, clock)
+    watch = Watch(device, clock=clock)
 
     def glance(plain: Callable[[], Readings] = device.glance) -> Readings:
         clock.now += look_seconds
@@ -154,7 +154,7 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
 
 def test_what_held_the_clocks_back_is_counted_over_the_sitting() -> None:
     """By the driver's own count, which also knows what happened between two looks."""
-    watch = Watch(Device(violations=(reading(5.0), reading(5.25))), Clock())
+    watch = Watch(Device(violations=(reading(5.0), reading(5.25))), clock=Clock())
     watch.end()
     assert watch.seen(arm("fp32")).held == (("thermal", 0.25),)
 
@@ -165,7 +165,7 @@ def test_what_held_the_clocks_back_is_counted_over_the_sitting() -> None:
 )
 def test_a_count_that_fails_is_a_reason_and_no_zero(after: Read, why: str) -> None:
     """Nor does one that goes backwards count."""
-    watch = Watch(Device(violations=(reading(5.0), after)), Clock())
+    watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.end()
     seen = watch.seen(arm("fp32"))
     assert seen.held == () and seen.why == f"thermal: {why}" and seen.looks == 0 and seen.throttle is None
