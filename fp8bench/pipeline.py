@@ -145,6 +145,7 @@ def _measure(
     noted: set[str] = set()
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
+    lost: dict[str, str] = {}
     try:
         ceilings = _ceilings(run, groups, store, worker, observer)
         for place, group in enumerate(groups):
@@ -152,7 +153,7 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings)
+            measured += _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost)
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -269,6 +270,7 @@ def _group(
     observer: Observer,
     quantisers: Quantisers,
     ceilings: Mapping[str, Ceilings],
+    lost: dict[str, str],
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
     energy = energy_rule_for(request.quick, request.budget) if request.energy else None
@@ -287,6 +289,7 @@ def _group(
         traces=trace_folder(run),
         ceilings=ceilings,
         warm_up_seconds=warm_up_limit(request.quick, request.budget),
+        lost=lost,
     )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()

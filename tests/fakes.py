@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.rounds import Arm
 from fp8bench.model import (
@@ -93,8 +93,9 @@ def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
 class FakeWorker(Worker):
     """`log` holds every request as (name, label, ...); a label is the mode, the control's with a prime.
 
-    `restarts` counts the processes that would have been ended. Like a real one, a worker that is gone starts with the
-    next request, and is not started to release what it no longer holds.
+    `unanswered` is what the device says where it cannot even be opened. `restarts` counts the processes that would have
+    been ended. Like a real one, a worker that is gone starts with the next request, and is not started to release what
+    it no longer holds.
     """
 
     def __init__(self, scripts: Mapping[str, Script], capacity: int = 1000) -> None:
@@ -106,6 +107,7 @@ class FakeWorker(Worker):
         self.log: list[tuple[Any, ...]] = []
         self.limits: list[tuple[str, float]] = []
         self.remembered: list[str] = []
+        self.unanswered: WorkerError | None = None
         self._labels: dict[str, str] = {}
         self._calls: dict[str, int] = {}
         self._asked: dict[tuple[str, str], int] = {}
@@ -233,6 +235,11 @@ class FakeWorker(Worker):
         label = self._labels[key]
         self._strike("check", label)
         return StateCheck(self._script(label).wrong)
+
+    def _answers(self, facts: DeviceFacts) -> None:
+        self.log.append(("answers", facts.key))
+        if self.unanswered is not None:
+            raise self.unanswered
 
     def _statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         self._strike("statistics", case.mode)

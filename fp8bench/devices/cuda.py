@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized, course
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 _END = Begun("the end")
-# Libraries and the driver ask for memory by themselves, and say in their own words that there is none; cuBLAS also by
-# failing to begin.
-_NO_MEMORY = (
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "HIP error: out of memory",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+# Libraries and the driver ask for memory by themselves, and say in their own words that there is none.
+_NO_MEMORY = re.compile(
+    r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
+    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not say whose memory it is
+)
+# What they say too if they cannot begin for another reason: a device with that much left was not out of memory.
+_NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+_LEFT = 1 << 30
 # In a second, of any GPU: torch's sleep counts cycles, and at a lower clock it is a longer one.
 _MOST_CYCLES = 3e9
 _UNHEARD = "torch's profiler told of no single allocation"
@@ -162,6 +166,52 @@ def pci_address(properties: object) -> str:
     return "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
 
 
+def why_no_kernels(arch: str, built: Sequence[str]) -> str:
+    """Why a build of torch for these architectures has no kernels for another; '' where it has, or nobody knows.
+
+    Machine code of NVIDIA's (sm_90) runs on its own major capability, from its minor one on; with an 'a' on that one
+    alone. What it is translated from (compute_90) runs on all later ones. AMD's runs on what it was made for.
+    """
+    have = _architecture(arch)
+    known = [one for one in map(_architecture, built) if one is not None]
+    fits = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
+    if not built or fits or (have is not None and any(_runs(have, one) for one in known)):
+        return ""
+    return (
+        f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
+        "them"
+    )
+
+
+def _bytes_left() -> float:
+    """Of the current device's memory, which everybody's counts in; none is missing where it does not answer."""
+    import torch
+
+    try:
+        return float(torch.cuda.mem_get_info()[0])
+    except Exception:  # noqa: BLE001 - whatever a broken device says
+        return math.inf
+
+
+class _Architecture(NamedTuple):
+    translated: bool
+    major: int
+    minor: int
+    suffix: str
+
+
+def _architecture(name: str) -> _Architecture | None:
+    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+    return _Architecture(parts[1] == "sm", int(parts[2]), int(parts[3]), parts[4]) if parts else None
+
+
+def _runs(have: _Architecture, built: _Architecture) -> bool:
+    if built.suffix == "a":
+        return (have.major, have.minor) == (built.major, built.minor)
+    later = (have.major, have.minor) >= (built.major, built.minor)
+    return later and (have.major == built.major or not (built.translated or built.suffix))
+
+
 @devices.register("cuda")
 class Cuda(Device):
     """One GPU each; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
@@ -182,10 +232,11 @@ class Cuda(Device):
         arch = f"sm_{properties.major}{properties.minor}"
         if torch.version.hip:  # builds for CUDA have this name too, and give the device's there
             arch = getattr(properties, "gcnArchName", arch)
+        unusable = why_no_kernels(arch, torch.cuda.get_arch_list())
         return DeviceFacts(
             "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
-            arch=arch, uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties),
+            arch=arch, uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties), unusable=unusable,
         )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
@@ -199,7 +250,9 @@ class Cuda(Device):
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        return isinstance(error, torch.cuda.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
+            return True
+        return bool(_NOT_BEGUN.search(str(error))) and _bytes_left() < _LEFT
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
         # With its caching switched off torch counts nothing, and would say 0.

@@ -58,7 +58,7 @@ def examine(calibrate: bool) -> Iterator[str]:
         yield f"boards    {boards()}"
         if calibrate:
             yield ""
-            for one in facts:
+            for one in (one for one in facts if not one.unusable):
                 yield from _overheads(worker, one)
             yield from _harness(facts)
 
@@ -81,6 +81,9 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.cuda or facts.hip:
         details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
     yield f"{facts.key}: {facts.name} ({', '.join(details)})"
+    if facts.unusable:
+        yield f"  nothing runs on it: {facts.unusable}"
+        return
     longest = max(len(name) for name in precisions.names())
     for name in by_rank():
         support = precisions.get(name).support(facts)
@@ -98,7 +101,7 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
     found = []
-    for one in facts:
+    for one in (one for one in facts if not one.unusable):
         try:
             found.append(f"{one.key}: {worker.within(COMPILE_SECONDS).compiler(one)}")
         except WorkerError as error:

@@ -18,7 +18,7 @@ from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import USUAL, Limits
+from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
@@ -38,7 +38,8 @@ class Method:
     """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times.
 
     `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
-    may take to settle, 0 not to wait for it.
+    may take to settle, 0 not to wait for it. `lost` says of a device that answers no more why it does not, and is
+    shared by all groups.
     """
 
     rule: StoppingRule
@@ -51,6 +52,7 @@ class Method:
     traces: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
     warm_up_seconds: float = 0.0
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +74,7 @@ class GroupMeasurement:
 
     def run(self) -> tuple[Record, ...]:
         """Measure, then the passes that look at what was measured, then records in the order of the plan."""
+        self._leave_out_lost()
         while self._time() == "again":
             for outcome in self._outcomes:
                 outcome.forget()
@@ -246,6 +249,23 @@ class GroupMeasurement:
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
         self._of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
+        if not exhausted(cause) and failed.arm.facts.accelerated:
+            self._see_whether_lost(failed.arm)
+
+    def _see_whether_lost(self, arm: Arm) -> None:
+        """A device that does not answer a fresh worker either would fail every case, each after a worker's start."""
+        try:
+            self._worker.within(HANG_SECONDS).answers(arm.facts)
+        except WorkerError as cause:
+            if not exhausted(cause):
+                self._worker.restart()
+                device = arm.planned.case.device
+                self._method.lost[device] = f"{device} does not answer a fresh process either: {cause}"
+                self._leave_out_lost()
+
+    def _leave_out_lost(self) -> None:
+        for one in self._alive():
+            one.failure = self._method.lost.get(one.planned.case.device, "")
 
     def _release(self, session: Session) -> ArmFailed | None:
         try:

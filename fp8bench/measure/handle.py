@@ -23,7 +23,8 @@ from fp8bench.measure.process import Unreadable, WorkerProcess
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.variables import LOWERING
-from fp8bench.worker.bench import Bench, described
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.faults import described
 
 START_SECONDS = 300.0
 # A bench as it looks from here: called, it is asked.
@@ -131,11 +132,9 @@ class LocalWorker(Worker):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            fault = WorkerFault(*described(error, self._bench))
+            fault = described(error)
         # Out of the except block, so that the exception no longer holds the frames and their tensors.
-        if self._bench is not None:
-            self._bench.recover()
-        raise fault
+        raise WorkerFault(*self._bench.recovered(fault))
 
     def close(self) -> None:
         if self._bench is not None:

@@ -42,6 +42,7 @@ class DeviceFacts:
     """All the plan needs to know of a device; plans are pure functions of it.
 
     `uuid` and `pci` are what torch says of them, '' where it does not: the driver counts devices in another order.
+    `unusable` says why nothing can run on it, whatever the precision; '' as far as anybody knows.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class DeviceFacts:
     arch: str = ""
     uuid: str = ""
     pci: str = ""
+    unusable: str = ""
 
     @property
     def key(self) -> str:

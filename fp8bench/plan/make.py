@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
 from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
 from fp8bench.plan.precision_map import (
@@ -269,6 +269,8 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     answers = [workload.support(named, precisions.get(name), facts), *mapped_support(workload, named, facts, layers)]
     # A case is as native as the least native of its layers.
     support = max((sound_support(workload, one) for one in answers), key=lambda one: _WORST_LAST.index(one.level))
+    if facts.unusable:
+        support = Support(Level.REFUSED, facts.unusable)
     work = sound_work(workload, workload.work(named))
     skip = support.reason if support.level is Level.REFUSED else ""
     if not skip and facts.memory_bytes and work.least_memory > facts.memory_bytes:

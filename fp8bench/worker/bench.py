@@ -6,9 +6,7 @@ torch imported.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +35,7 @@ from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
+from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import cublaslt_version
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
@@ -69,6 +68,7 @@ class Bench:
         self._prepared: dict[str, Prepared] = {}
         self._kept: dict[str, _Kept] = {}
         self._calibrations = Calibrations()
+        self._used: tuple[Device, int] | None = None
         refuse_bent()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
@@ -113,8 +113,7 @@ class Bench:
 
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
         """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""
-        device = devices.get(facts.kind)
-        device.select(facts.index)
+        device = self._selected(facts)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = running()
         fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
@@ -145,13 +144,13 @@ class Bench:
 
     def compiler(self, facts: DeviceFacts) -> str:
         """Whether quantisers compile for a device, in words."""
-        devices.get(facts.kind).select(facts.index)
+        self._selected(facts)
         with unchanged(), aside():
             return fusing.tried(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
         """Compile those that wait, and run a state's untimed step again: first calls are dear."""
-        prepared = self._selected(key)
+        prepared = self._prepared_as(key)
         before = running()
         with under(prepared.precision), unchanged(), aside():
             fusing.compile_waiting()
@@ -162,11 +161,11 @@ class Bench:
 
     def slot(self, key: str, calls: int, discard: int) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
-        return self._selected(key).slot(calls, discard)
+        return self._prepared_as(key).slot(calls, discard)
 
     def loop(self, key: str, steps: int) -> None:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
-        self._selected(key).loop(steps)
+        self._prepared_as(key).loop(steps)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
         """The workload's numerical errors for one case."""
@@ -236,7 +235,7 @@ class Bench:
 
     def check(self, key: str) -> StateCheck:
         """What is wrong with a state after its steps."""
-        return self._selected(key).check()
+        return self._prepared_as(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         """The scales that a state has from data, as they are after its steps."""
@@ -256,16 +255,17 @@ class Bench:
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         """What looking costs with that device's clock."""
-        device = devices.get(facts.kind)
-        device.select(facts.index)
-        return calibrate(device, facts.index)
+        return calibrate(self._selected(facts), facts.index)
+
+    def answers(self, facts: DeviceFacts) -> None:
+        """Open a device and wait for it: what it says if it cannot be is raised."""
+        self._selected(facts).synchronise(facts.index)
 
     def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
         """The most that a device does: a processor with one thread: several would wait for each other if it is busy."""
         import torch
 
-        device = devices.get(facts.kind)
-        device.select(facts.index)
+        device = self._selected(facts)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -290,15 +290,33 @@ class Bench:
         finally:
             self.release(key)
 
-    def recover(self) -> None:
-        """Give back what an aborted request holds. It may fail where the request has (a GPU after an assert)."""
-        with contextlib.suppress(Exception):
+    def recovered(self, fault: Fault) -> Fault:
+        """Give back what an aborted request holds. A device that then does not answer was out of more than memory.
+
+        After an assert or an illegal address every call fails in this process, by whatever words: cuBLAS says that it
+        was not initialised, as it does without memory.
+        """
+        try:
             gc.collect()
             for kind in devices.names():  # the request that failed may have been the first: nothing is prepared yet
                 devices.get(kind).empty_cache()
+            if self._used is not None:
+                device, index = self._used
+                device.synchronise(index)
+        except Exception:  # noqa: BLE001 - whatever a broken device says
+            return fault._replace(out_of_memory=False)
+        return fault
 
-    def _selected(self, key: str) -> Prepared:
+    def _selected(self, facts: DeviceFacts) -> Device:
+        """A device, which the calling thread works on from now on."""
+        device = devices.get(facts.kind)
+        self._used = device, facts.index
+        device.select(facts.index)
+        return device
+
+    def _prepared_as(self, key: str) -> Prepared:
         prepared = self._prepared[key]
+        self._used = prepared.device, prepared.index
         prepared.device.select(prepared.index)
         return prepared
 
@@ -306,12 +324,13 @@ class Bench:
     def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
         """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed.
 
-        What it works with; the setup is made anew each time it is asked for.
+        What it works with; the setup is made anew each time it is asked for. A device says late what was wrong with
+        the work it was given: it is waited for, so that the next request is not the one that fails.
         """
-        device, workload = devices.get(facts.kind), workloads.get(case.workload)
-        device.select(facts.index)
+        device, workload = self._selected(facts), workloads.get(case.workload)
         with under(precisions.get(case.precision)), unchanged(), apart():
             yield workload, device, partial(self._setup, case, facts)
+            device.synchronise(facts.index)
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
@@ -321,17 +340,3 @@ class Bench:
         seed, corpus = self._settings.seed, self._settings.corpus
         setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
         return self._calibrations.applied(workloads.get(case.workload), setup)
-
-
-def described(error: BaseException, bench: Bench | None) -> tuple[str, str, str, bool]:
-    """Its kind, its text, its traceback, and whether any device calls it an exhausted memory."""
-    kinds = devices.names() if bench is not None else ()
-    try:
-        text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
-    except Exception:  # noqa: BLE001 - it is foreign code that makes the text
-        text, exhausted = "an exception that has no text", False
-    # What no encoding can write (half a surrogate pair) is spelled out.
-    text, trace = (
-        said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
-    )
-    return type(error).__name__, text, trace, exhausted

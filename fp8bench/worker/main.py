@@ -25,8 +25,9 @@ from typing import Any, NoReturn
 from fp8bench import __version__
 from fp8bench.model import Scalar
 from fp8bench.model.raw import PROTOCOL
-from fp8bench.worker.bench import Bench, described
+from fp8bench.worker.bench import Bench
 from fp8bench.worker.beside import everything_is_the_workloads
+from fp8bench.worker.faults import described
 
 
 def handshake() -> dict[str, Scalar | None]:
@@ -101,11 +102,9 @@ def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
     except BaseException as error:  # sys.exit() in a step too: whether to end is not the workload's to say
-        reply = ("fault", *described(error, bench))
+        fault = described(error, bench is not None)
     # Out of the except block, so that the exception no longer holds the frames and their tensors.
-    if bench is not None:
-        bench.recover()
-    return bench, reply
+    return bench, ("fault", *(fault if bench is None else bench.recovered(fault)))
 
 
 def serve(connection: Connection) -> None:

@@ -68,6 +68,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
             schedule=plan,
             on_trace_ready=lambda one: told.append(_exported(one)),
             record_shapes=True,
+            acc_events=True,  # one cycle is recorded; of several torch 2.11 warns that it forgets them
         ) as one,
     ):
         for _ in range(1 + STEPS):

@@ -364,7 +364,7 @@ def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
 
 def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> None:
     """The mission's road as a user walks it: `python -m fp8bench suite gemm`."""
-    package = str(Path(cli.__file__).resolve().parents[1])
+    package = str(Path(cli.__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16",
          "--no-report"],

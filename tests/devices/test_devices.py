@@ -16,7 +16,7 @@ import torch
 
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
-from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address
+from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address, why_no_kernels
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Sized
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter
@@ -229,8 +229,19 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
     [
         (Cuda(), torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB."), True),
         (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
         (Cuda(), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (Cuda(), RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (Cuda(), RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), True),
+        (Cuda(), torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", 2), True),
+        (
+            Cuda(),
+            RuntimeError(
+                "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+                '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":1377, please report a bug to PyTorch.'
+            ),
+            True,
+        ),
+        (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul(...)`"), False),
         (Cuda(), RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (Cuda(), RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (Cuda(), MemoryError(), False),
@@ -245,6 +256,53 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
 def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: Exception, exhausted: bool) -> None:
     """By type where there is one, else by torch's words."""
     assert device.is_out_of_memory(error) is exhausted
+
+
+@pytest.mark.parametrize("words", ["CUBLAS_STATUS_NOT_INITIALIZED when calling", "CUDNN_STATUS_NOT_INITIALIZED"])
+def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says the same where another version of it was found, and after an error that has broken the context."""
+    left = [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left[0], 80 << 30))
+    assert Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
+    left[0] = 2 << 30
+    assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
+    left.clear()  # asking raises, too
+    assert not Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
+
+
+HOPPER = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "built", "runs"),
+    [
+        ("sm_90", HOPPER, True),
+        ("sm_89", HOPPER, True),
+        ("sm_103", HOPPER, True),
+        ("sm_121", HOPPER, True),
+        ("sm_70", HOPPER, False),
+        ("sm_110", HOPPER, False),
+        ("sm_80", ["sm_86"], False),
+        ("sm_90", ["sm_90a"], True),
+        ("sm_103", ["sm_100a"], False),
+        ("sm_103", ["sm_100f"], True),
+        ("sm_120", ["sm_100f"], False),
+        ("sm_130", [*HOPPER, "compute_120"], True),
+        ("sm_75", ["compute_80"], False),
+        ("sm_130", ["compute_120a"], False),
+        ("gfx942:sramecc+:xnack-", ["gfx90a", "gfx942"], True),
+        ("gfx906", ["gfx90a", "gfx942"], False),
+        ("gfx950", ["gfx9-4-generic"], True),
+        ("sm_90", [], True),
+    ],
+)
+def test_a_build_of_torch_has_kernels_for_some_gpus(arch: str, built: list[str], runs: bool) -> None:
+    """By NVIDIA's rules of compatibility; where torch does not say what it was built for, nobody knows."""
+    why = why_no_kernels(arch, built)
+    assert bool(why) is not runs
+    assert runs or (arch in why and built[0] in why)
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:

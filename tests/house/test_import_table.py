@@ -65,7 +65,7 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.report", "formats"): LIGHT_FORMATS,
     ("fp8bench.analysis", "formats"): LIGHT_FORMATS,
     ("fp8bench.measure", "store"): frozenset({"fp8bench.store.asv.identity"}),
-    ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench"}),
+    ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
 }
 LEAVES = frozenset({"precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -99,6 +100,16 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0: NVIDIA H200 (140 GiB, compute capability 9.0, CUDA 13.0)" in text
     assert "GPU       none" not in text
     assert any(line.split()[:2] == ["fp8", "native"] for line in text.splitlines())
+
+
+def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No table of precisions, and nothing is compiled or timed for it."""
+    old = replace(H200, unusable="this torch has no kernels for sm_90")
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, old))
+    lines = list(examine(False))
+    assert "  nothing runs on it: this torch has no kernels for sm_90" in lines
+    assert not any(line.split()[:2] == ["fp8", "native"] for line in lines)
+    assert not any("compiler" in line and "cuda:0" in line for line in lines)
 
 
 @pytest.mark.parametrize("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])

@@ -262,6 +262,48 @@ def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: s
     assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
 
 
+GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+
+
+def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]:
+    return by_mode(GroupMeasurement(group(*native(*modes)), {"cpu": GPU}, worker, SilentObserver(), method).run())
+
+
+def test_a_gpu_that_answers_a_fresh_process_is_measured_on() -> None:
+    """An assert in a kernel breaks the context of its process, and no other."""
+    broken_context = WorkerFault("AcceleratorError", "CUDA error: device-side assert triggered")
+    worker = FakeWorker({"bf16": broken("slot", 3, broken_context)})
+    method = Method(rule=TEN, judge=decided, seed=0)
+    records = of_gpu(worker, method, "fp32", "bf16", "fp16")
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost == {}
+    assert records["bf16"].reason == "AcceleratorError: CUDA error: device-side assert triggered"
+    assert [entry for entry in worker.log if entry[0] == "answers"] == [("answers", "cuda:0")]
+
+
+def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
+    """Not in this group nor in the next one: each case would cost two starts of a worker. All have the reason."""
+    worker = FakeWorker({"bf16": broken("slot", 3, WorkerFault("AcceleratorError", "CUDA error: unknown error"))})
+    worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: no CUDA-capable device is detected")
+    method = Method(rule=TEN, judge=decided, seed=0)
+    records = of_gpu(worker, method, "fp32", "bf16", "fp16")
+    assert statuses(records) == {"fp32": "failed", "bf16": "failed", "fp16": "failed"}
+    assert records["bf16"].reason == "AcceleratorError: CUDA error: unknown error"
+    lost = f"cpu does not answer a fresh process either: {worker.unanswered}"
+    assert records["fp32"].reason == records["fp16"].reason == lost
+    asked = len(worker.log)
+    later = of_gpu(worker, method, "fp32", "tf32")
+    assert {record.reason for record in later.values()} == {lost} and len(worker.log) == asked
+
+
+def test_a_gpu_whose_memory_another_has_taken_is_not_lost() -> None:
+    """It may be back for the next case."""
+    worker = FakeWorker({"bf16": broken("slot", 3, WorkerLost("it was ended by SIGSEGV"))})
+    worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: out of memory", out_of_memory=True)
+    method = Method(rule=TEN, judge=decided, seed=0)
+    records = of_gpu(worker, method, "fp32", "bf16", "fp16")
+    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost == {}
+
+
 def test_two_culprits_cost_two_restarts() -> None:
     """Each leaves in its turn."""
     scripts = {"bf16": broken("slot", 6, WorkerLost("crashed")), "fp16": broken("slot", 12, WorkerHung("hung"))}

@@ -48,6 +48,15 @@ def reference(group: Group) -> str:
     return group.cases[group.reference].case.mode
 
 
+def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_the_reason() -> None:
+    """In every precision: nothing of torch's would run on it, however it is counted."""
+    old = replace(H200, unusable="this torch has no kernels for sm_90")
+    made = make_plan(Request("gemm", ("fp32", "fp8"), axes=(("shape", ("64",)),)), (CPU, old))
+    cases = [planned for group in made for planned in group.cases]
+    assert {planned.case.device for planned in cases} == {"cuda:0"}
+    assert {(planned.support.level, planned.skip) for planned in cases} == {(Level.REFUSED, old.unusable)}
+
+
 @pytest.mark.parametrize("facts", [CPU, V100, A100, H200, B200, MI300X], ids=lambda facts: facts.name)
 def test_every_precision_is_a_case_on_every_device(facts: DeviceFacts) -> None:
     """What a device refuses is a case with the reason, never a missing row; all else runs. tests/precisions has what

@@ -201,12 +201,20 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+# Of those above, and whether this torch has them.
+SINCE_2_12 = {
+    "native": hasattr(torch.backends, "python_native"),
+    "depthwise": hasattr(torch.backends.cudnn, "depthwise_kernel"),
+}
 # Contexts that somebody has entered and keeps: nobody else can leave them.
 KEPT: dict[str, tuple[Callable[[], Any], str]] = {
     "inference": (torch.inference_mode, "inference mode at True (it was False, and cannot be put back)"),
     "functions": (BaseTorchFunctionMode, "modes of torch's functions at 1 (it was 0, and cannot be put back)"),
     "operators": (FlopCounterMode, "modes of torch's dispatcher at 1 (it was 0, and cannot be put back)"),
-    "profiler": (torch.profiler.profile, "torch's profiler at True (it was False, and cannot be put back)"),
+    "profiler": (
+        partial(torch.profiler.profile, acc_events=True),
+        "torch's profiler at True (it was False, and cannot be put back)",
+    ),
 }
 # Switches that are not set here, and why.
 NOT_HERE = {
@@ -231,6 +239,8 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
         pytest.skip("there is one processor, and no other to leave")
     if which == "rounding" and not _UPWARD:
         pytest.skip("how this processor is told to round up is not known")
+    if which in SINCE_2_12 and not SINCE_2_12[which]:
+        pytest.skip("this torch does not have it; 2.12 has")
     leave, words = LEFT[which]
     before = now(switches())
     with pytest.raises(SwitchesChanged) as caught, unchanged():

@@ -1,0 +1,31 @@
+"""An exception of a request as an answer that crosses to the parent: in words, and whether memory did not suffice."""
+
+from __future__ import annotations
+
+import traceback
+from typing import NamedTuple
+
+from fp8bench.registry import devices
+
+
+class Fault(NamedTuple):
+    """An exception as an answer: its kind, its text, its traceback, and whether a device's memory did not suffice."""
+
+    kind: str
+    text: str
+    trace: str
+    out_of_memory: bool
+
+
+def described(error: BaseException, known: bool = True) -> Fault:
+    """An exception in words. Each device is asked whether it is an exhausted memory, where the devices are `known`."""
+    kinds = devices.names() if known else ()
+    try:
+        text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
+    except Exception:  # noqa: BLE001 - it is foreign code that makes the text
+        text, exhausted = "an exception that has no text", False
+    # What no encoding can write (half a surrogate pair) is spelled out.
+    text, trace = (
+        said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
+    )
+    return Fault(type(error).__name__, text, trace, exhausted)

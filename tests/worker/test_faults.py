@@ -1,0 +1,202 @@
+"""What a GPU's faults leave behind, planted in a device of a suite's own.
+
+Words of memory that mean a broken context, an error that is told late, and one that only a fresh process is rid of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.errors import WorkerFault
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.measure.passes import OUT_OF_MEMORY
+from fp8bench.model import Case, DeviceFacts, Record, Request, Status
+from fp8bench.model.raw import Settings
+from fp8bench.protocols import SilentObserver
+from fp8bench.user_code import import_user_modules
+from tests.own_suites import forgotten
+
+SUITE = """
+import pathlib
+
+import torch
+
+from fp8bench.devices.cpu import HostStamper
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.protocols import Device
+from fp8bench.registry import devices
+from fp8bench.suites import Axis, Work, Workload, workloads
+
+BROKEN = []  # of this process: every call of the device raises it
+GONE = pathlib.Path(__file__).with_name("gone")  # of the machine
+
+
+@devices.register("planted")
+class Planted(Device):
+    kind = "planted"
+
+    def available(self):
+        return (DeviceFacts("planted", 0, "a planted device", 1 << 34, str(torch.__version__)),)
+
+    def stamper(self, index):
+        return HostStamper()
+
+    def select(self, index):
+        if GONE.exists():
+            raise torch.AcceleratorError("CUDA error: no CUDA-capable device is detected")
+
+    def synchronise(self, index):
+        if BROKEN:
+            raise BROKEN[0]
+
+    def empty_cache(self):
+        self.synchronise(0)
+
+    def is_out_of_memory(self, error):
+        return "out of memory" in str(error) or "NOT_INITIALIZED" in str(error)
+
+
+def broken(words):
+    BROKEN[:] = [torch.AcceleratorError("CUDA error: " + words)]
+
+
+@workloads.register("faulty")
+class Faulty(Workload):
+    name = "faulty"
+    summary = "is struck in bf16 as its axis says"
+
+    def axes(self, facts):
+        return (Axis("how", "what strikes", ("honest",), str),)
+
+    def work(self, params):
+        return Work(1.0)
+
+    def support(self, params, precision, facts):
+        return Support(Level.NATIVE, "planted")
+
+    def prepare(self, setup):
+        Planted().synchronise(0)
+        how = setup.case.param("how") if setup.case.precision == "bf16" else "honest"
+        if how == "refused":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmul(...)`")
+        if how == "exhausted":
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return [torch.ones(8, 8), how]
+
+    def step(self, state, phase):
+        with phase.gemm:
+            state[0] @ state[0]
+        if state[1] == "asserts":
+            broken("device-side assert triggered")
+        if state[1] == "says memory":
+            broken("an illegal memory access was encountered")
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+        if state[1] == "goes":
+            GONE.touch()
+            broken("unspecified launch failure")
+
+    def error(self, setup):
+        how = setup.case.param("how") if setup.case.precision == "bf16" else ""
+        if how == "late":
+            broken("misaligned address")
+        if how == "reads":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return {"some_error": 0.5}
+"""
+PLANTED = DeviceFacts("planted", 0, "a planted device", 1 << 34, "2.13")
+HOWS = ("asserts", "says memory", "refused", "exhausted", "late", "reads", "goes", "honest")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file of that suite, known here too."""
+    folder = tmp_path_factory.mktemp("planted")
+    path = folder / "faulty_suite.py"
+    path.write_text(SUITE)
+    with forgotten(folder):
+        import_user_modules([str(path)])
+        yield path
+
+
+@pytest.fixture
+def worker(file: Path) -> Iterator[LocalWorker]:
+    """In this process, whose planted context is whole again afterwards."""
+    with LocalWorker(Settings()) as one:
+        yield one
+    import_broken(file).clear()
+
+
+def import_broken(file: Path) -> list[Exception]:
+    import sys
+
+    module = next(one for one in sys.modules.values() if getattr(one, "__file__", None) == str(file))
+    broken = module.BROKEN
+    assert isinstance(broken, list)
+    return broken
+
+
+def case(how: str) -> Case:
+    return Case("faulty", (("how", how),), "bf16", "planted:0")
+
+
+def fault_of(worker: LocalWorker, how: str) -> WorkerFault:
+    """What preparing a case and a slot of it come to."""
+    with pytest.raises(WorkerFault) as raised:
+        worker.within(60).prepare(how, case(how), PLANTED)
+    return raised.value
+
+
+def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker) -> None:
+    """The same words of a library: where the device then does not answer, a smaller session would not help."""
+    assert fault_of(worker, "exhausted").out_of_memory
+    broken = fault_of(worker, "says memory")
+    assert "CUBLAS_STATUS_NOT_INITIALIZED" in str(broken) and not broken.out_of_memory
+
+
+def test_an_error_that_a_device_tells_late_belongs_to_the_pass_that_made_it(worker: LocalWorker) -> None:
+    """It was the next request's before, and failed another case."""
+    with pytest.raises(WorkerFault, match="misaligned address"):
+        worker.within(60).error(case("late"), PLANTED)
+
+
+def test_whether_a_device_answers(worker: LocalWorker, file: Path) -> None:
+    assert worker.within(60).answers(PLANTED) is None  # type: ignore[func-returns-value]
+    file.with_name("gone").touch()
+    try:
+        with pytest.raises(WorkerFault, match="no CUDA-capable device is detected"):
+            worker.within(60).answers(PLANTED)
+    finally:
+        file.with_name("gone").unlink()
+
+
+@pytest.mark.slow
+def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Path) -> None:
+    """Through real workers: the process whose context is broken is replaced, and what comes after it is measured."""
+    axes = (("how", HOWS),)
+    request = Request("faulty", ("fp32", "bf16"), ("planted",), axes=axes, rounds=2, imports=(str(file),), energy=False)
+    try:
+        run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "a test")
+    finally:
+        file.with_name("gone").unlink(missing_ok=True)
+    found = {(*dict(one.case.params).values(), one.case.precision): one for one in run.records}
+
+    def of(how: str, precision: str = "bf16") -> Record:
+        return found[how, precision]
+
+    for how in HOWS[:-2]:
+        assert of(how, "fp32").status is Status.OK and of(how, "fp32").timing is not None, of(how, "fp32").reason
+    assert of("asserts").reason == "AcceleratorError: CUDA error: device-side assert triggered"
+    assert "CUBLAS_STATUS_NOT_INITIALIZED" in of("says memory").reason
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in of("refused").reason
+    assert of("exhausted").reason == OUT_OF_MEMORY
+    assert of("late").reason == "no numerical error: AcceleratorError: CUDA error: misaligned address"
+    assert of("reads").status is Status.OK and "no numerical error: OutOfMemoryError" in of("reads").detail
+    # Gone in the middle of a run: what struck first says so, and nothing is tried after it.
+    assert "unspecified launch failure" in of("goes").reason
+    lost = "planted:0 does not answer a fresh process either: AcceleratorError: CUDA error: no CUDA-capable device is"
+    assert of("goes", "fp32").reason.startswith(lost)
+    assert {of("honest", precision).reason for precision in ("fp32", "bf16")} == {of("goes", "fp32").reason}
