@@ -181,6 +181,8 @@ def _off_grid(values: Tensor, fmt: Format) -> str:
 DTYPES: dict[str, torch.dtype] = {
     E4M3.name: torch.float8_e4m3fn,
     E5M2.name: torch.float8_e5m2,
+    E4M3FNUZ.name: torch.float8_e4m3fnuz,
+    E5M2FNUZ.name: torch.float8_e5m2fnuz,
     FP16.name: torch.float16,
 }
 

@@ -64,6 +64,11 @@ def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     return fitting[-1] if fitting else DeviceClass("", f"compute capability {_shown(capability)}", capability)
 
 
+def amd_class(arch: str) -> DeviceClass | None:
+    """The class of AMD's devices of that instruction set ('gfx942:sramecc+:xnack-'); None for an unlisted one."""
+    return next((one for one in CLASSES if one.is_amd and one.arch == arch.partition(":")[0]), None)
+
+
 def device_class(word: str) -> DeviceClass:
     """The class of that name or alias; raises UnknownName with the nearest."""
     known = {name: one for one in CLASSES for name in (one.name, *one.aliases)}

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
-from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.hardware import emulated_because, emulated_everywhere, is_amd, is_nvidia, native, nvidia_class
+from fp8bench.formats.grids import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from fp8bench.formats.hardware import (
+    MI300X,
+    DeviceClass,
+    amd_class,
+    emulated_because,
+    emulated_everywhere,
+    is_amd,
+    is_nvidia,
+    native,
+    nvidia_class,
+)
 from fp8bench.formats.product_rules import missing, objections
-from fp8bench.formats.recipes import Accumulator, Recipe
+from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled_products import Product, Scheme
 from fp8bench.model import DeviceFacts, Support
 
@@ -19,27 +30,59 @@ _EXTENTS = {
 }  # fmt: skip
 # The first CUDA whose cuBLASLt takes them.
 _CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
-_CDNA3 = (9, 4)
+_FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
+
+
+def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
+    """The recipe in the formats that a device's units have: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
+    if not is_amd(facts) or amd_class(facts.arch) is not MI300X or recipe.in_blocks:
+        return recipe
+    made = [replace(one, fmt=_FNUZ.get(one.fmt, one.fmt)) for one in recipe.treatments]
+    return replace(recipe, input=made[0], weight=made[1], gradient=made[2])
 
 
 def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
-    if is_amd(facts) and facts.capability == _CDNA3 and _float_scales(recipe):
-        return emulated_because("MI300's FP8 is e4m3fnuz and e5m2fnuz, not the E4M3 and E5M2 defined here")
-    if not is_nvidia(facts):
+    if not is_nvidia(facts) and not is_amd(facts):
         return emulated_everywhere(facts, words)
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because("sums of 14 bits are a model, which no kernel follows")
-    products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in recipe.products]
+    meant = on_device(recipe, facts)
+    products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
     schemes = {one.scheme for one in products}
     scheme = schemes.pop() if len(schemes) == 1 else None
     if scheme is None:
         return emulated_everywhere(facts, words)
-    why = _objection(scheme, products, facts)
-    return emulated_because(f"{words} is not native here ({why})") if why else native(f"{_WHERE}, {_EXTENTS[scheme]}")
+    why = _amd_objection(scheme, products, facts) if is_amd(facts) else _objection(scheme, products, facts)
+    if why:
+        return emulated_because(f"{words} is not native here ({why})")
+    return native(f"{_WHERE}, {_EXTENTS[scheme]}{_other_formats(recipe.treatments, meant.treatments)}")
 
 
 _WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"
+
+
+def _other_formats(said: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
+    names = dict.fromkeys(one.fmt.name for one, before in zip(meant, said, strict=True) if one.fmt is not before.fmt)
+    return f", in {' and '.join(names)} as this device has them" if names else ""
+
+
+def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
+    """Why such products are not to be had on AMD's; '' where they are."""
+    device = amd_class(facts.arch)
+    if device is None:
+        return f"nothing is known of FP8 units of {facts.arch or 'this device'}"
+    if scheme not in (Scheme.TENSOR, Scheme.ROW):
+        # There scales lie as they are counted, and the ones here are swizzled as NVIDIA's units want them.
+        return f"{scheme} is not used on AMD's devices yet"
+    return _against(products, device)
+
+
+def _against(products: list[Product], device: DeviceClass) -> str:
+    """The first thing that a class of devices, or torch there, has against products; '' if nothing."""
+    lacking = next((why for one in products if (why := missing(one, device))), None)
+    against = lacking or next(chain.from_iterable(objections(one, device) for one in products), None)
+    return against.why if against else ""
 
 
 def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
@@ -47,20 +90,11 @@ def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> s
     if facts.capability is None:
         return f"{scheme} needs a compute capability, and this device states none"
     device = nvidia_class(facts.capability)
-    lacking = next((why for one in products if (why := missing(one, device))), None)
-    if lacking:
-        shown = ".".join(map(str, facts.capability))
-        return f"{lacking.why}; this device has {shown}"
-    against = next(chain.from_iterable(objections(one, device) for one in products), None)
-    if against:
-        return against.why
+    lacking = any(missing(one, device) for one in products)
+    if why := _against(products, device):
+        return f"{why}; this device has {'.'.join(map(str, facts.capability))}" if lacking else why
     if scheme is Scheme.MXFP4:
         return "torch multiplies MXFP4 by kernels of FBGEMM's, which are not used here"
     needed = _CUDA.get(scheme, (0, 0))
     have = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
     return f"{scheme} needs CUDA {'.'.join(map(str, needed))}; this torch has {facts.cuda}" if have < needed else ""
-
-
-def _float_scales(recipe: Recipe) -> bool:
-    """Whether all operands are FP8 with a float32 scale a tensor, or a row."""
-    return not recipe.in_blocks and all(one.scaling and one.fmt in (E4M3, E5M2) for one in recipe.treatments)

@@ -154,7 +154,7 @@ class ScaledArithmetic(RecipeArithmetic):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
             return super().product(a, b, dtype)
-        if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+        if a.data.dtype == b.data.dtype == torch.float8_e5m2 and torch.version.hip is None:
             raise ValueError("CUDA has no product of two E5M2 tensors; one of them must not be a gradient")
         if a.scale is None or b.scale is None:
             raise ValueError("float8 operands need their scales")

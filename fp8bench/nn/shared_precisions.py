@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipe_support import recipe_support
+from fp8bench.formats.recipe_support import on_device, recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
@@ -113,7 +113,8 @@ class RecipePrecision(Precision):
 
         if self.support(facts).level is not Level.NATIVE:
             return RecipeArithmetic(self.recipe)
-        return BlockArithmetic(self.recipe) if self.recipe.in_blocks else ScaledArithmetic(self.recipe)
+        recipe = on_device(self.recipe, facts)
+        return BlockArithmetic(recipe) if recipe.in_blocks else ScaledArithmetic(recipe)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8bench.formats.grids import FORMATS, Format
+from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level, Products
 from fp8bench.protocols import Setup, SilentPhases, Workload
@@ -23,7 +24,7 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     from fp8bench.numerics.operands import ProductWatch
 
     setup = make_setup()
-    formats = formats_of(workload, setup.case)
+    formats = formats_of(workload, setup.case, facts)
     looking = _Looking(formats, _reads_float32(setup, facts))
     state = workload.prepare(setup)
     with ProductWatch(looking.looks) as watch:
@@ -34,7 +35,7 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     )
 
 
-def formats_of(workload: Workload, case: Case) -> tuple[Format, ...]:
+def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
     """Those that operands of the case's products have: its own, or its map's where no layer is left to its own."""
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
@@ -43,7 +44,9 @@ def formats_of(workload: Workload, case: Case) -> tuple[Format, ...]:
     for name in (case.precision,) if own else tuple(keys.values()):
         recipe = getattr(precisions.get(name), "recipe", None)
         named = [FORMATS[name]] if name in FORMATS else []
-        found.update(dict.fromkeys((one.fmt for one in recipe.treatments) if isinstance(recipe, Recipe) else named))
+        if isinstance(recipe, Recipe):
+            named = [one.fmt for one in on_device(recipe, facts).treatments]
+        found.update(dict.fromkeys(named))
     return tuple(found)
 
 

@@ -277,10 +277,10 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
 def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, bench: Bench) -> None:
     case = replace(smallest("mlp", "fp8", corpus), precision_map=(("up", "bf16"), ("down", "bf16")))
     workload = workloads.get("mlp")
-    assert [one.name for one in formats_of(workload, case)] == ["bf16"]
+    assert [one.name for one in formats_of(workload, case, CPU)] == ["bf16"]
     partly = replace(case, precision_map=(("up", "bf16"),))
-    assert [one.name for one in formats_of(workload, partly)] == ["e4m3fn", "e5m2"]
-    assert formats_of(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32")))) == ()
+    assert [one.name for one in formats_of(workload, partly, CPU)] == ["e4m3fn", "e5m2"]
+    assert formats_of(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32"))), CPU) == ()
     for one in (case, partly):
         assert bench.products(one, CPU).low
 

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.support import storage_support
 from fp8bench.registry import precisions
-from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
+from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, gpu
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
@@ -20,10 +20,12 @@ NAMES = (
 )  # fmt: skip
 
 
+MI250X = gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a")
 XPU = DeviceFacts("xpu", 0, "something else", 16 << 30, "2.13.0")
 
 # Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
 FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
+AMD = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
 HOPPER, BLACKWELL = (*(NATIVE,) * 5, EMULATED), (NATIVE, EMULATED, NATIVE, EMULATED, EMULATED)
 TABLE = {
     "cpu": (CPU, (NATIVE, EMULATED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
@@ -32,7 +34,12 @@ TABLE = {
     "L40S": (gpu("L40S", (8, 9)), (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *REST)),
     "H200": (H200, (NATIVE, NATIVE, NATIVE, NATIVE, *HOPPER, *REST)),
     "B200": (B200, (NATIVE, NATIVE, NATIVE, NATIVE, *FP8, *BLACKWELL)),
-    "MI300X": (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
+    "MI300X": (MI300X, (NATIVE, REFUSED, NATIVE, NATIVE, *AMD, *REST)),
+    "MI350X": (MI350X, (NATIVE, REFUSED, NATIVE, NATIVE, *AMD, *REST)),
+    "MI250X": (
+        gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a"),
+        (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST),
+    ),
     "unknown capability": (gpu("?", None), (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
     "xpu": (XPU, (NATIVE,) + (REFUSED,) * 14),
 }
@@ -74,12 +81,16 @@ def test_support(device: str) -> None:
         ("nvfp4", gpu("B300", (10, 3)), "a scale for 16 elements"),
         ("fp8", gpu("?", None), "this device states none"),
         ("custom", H200, "no native backend for custom formats"),
-        ("fp8-rowwise", MI300X, "e4m3fnuz"),
-        ("fp8-block", MI300X, "no native backend"),
+        ("fp8-rowwise", MI300X, "scaled_mm), a scale a row, in e4m3fnuz as this device has them"),
+        ("fp8-rowwise:formats=hybrid", MI300X, "a scale a row, in e4m3fnuz and e5m2fnuz"),
+        ("fp8-rowwise:formats=e5m2", MI300X, "with a scale a row the second operand is E4M3"),
+        ("fp8-block", MI300X, "scales of 128 elements is not used on AMD's devices yet"),
+        ("mxfp8", MI350X, "MXFP8 is not used on AMD's devices yet"),
+        ("fp8:accumulator=short", MI350X, "a model, which no kernel follows"),
+        ("fp8", MI250X, "nothing is known of FP8 units of gfx90a"),
         ("mxfp8", B200, "a scale for 32 elements"),
         ("nvfp4", CPU, "no hardware for NVFP4"),
-        ("fp8", MI300X, "e4m3fnuz"),
-        ("fp8", gpu("MI355X", (9, 5), hip="7.0"), "no native backend"),
+        ("fp8", MI300X, "a scale a tensor, in e4m3fnuz and e5m2fnuz as this device has them"),
         ("tf32", MI300X, "no TF32"),
         ("bf16", XPU, "xpu"),
     ],
