@@ -3,7 +3,8 @@
 A linear layer's three products run in a chosen arithmetic, its casts and products under their phases. Forward contracts
 inputs and weights over the input features, the input gradient contracts gradients and weights over the output features,
 the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the dimension of its
-product; the master weight stays fp32 and is cast in every forward, as autocast does.
+product. The master weight stays fp32. It is cast in every forward, as autocast does, unless its layer has been given
+operands of it.
 
 A region is a phase around operators that torch differentiates itself. Identity Functions stand before and after it: the
 one after it fires first in backward and opens the phase, the one before it closes it. If no input needs a gradient the
@@ -85,6 +86,10 @@ def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[
     return phase.cast if arithmetic.casts else _NOTHING
 
 
+# A weight's operands in both orientations.
+Both = tuple[Operand, Operand]
+
+
 class _Product(torch.autograd.Function):
     """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread.
 
@@ -93,11 +98,13 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool, given: Both | None
+    ) -> Tensor:
         for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         with casting_of(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
-            b, b_turned = _operands(arithmetic, weight, Role.WEIGHT, for_x)
+            b, b_turned = given or _operands(arithmetic, weight, Role.WEIGHT, for_x)
         ctx.save_for_backward(
             *_kept(arithmetic, a, a_turned, x, for_weight), *_kept(arithmetic, b, b_turned, weight, for_x)
         )
@@ -131,7 +138,7 @@ class _Product(torch.autograd.Function):
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
             with casting_of(arithmetic, phase):  # the master weight is fp32, and autograd would convert outside phases
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
-        return input_gradient, weight_gradient, None, None, None
+        return input_gradient, weight_gradient, None, None, None, None
 
 
 def _operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) -> tuple[Operand, Operand | None]:
@@ -149,22 +156,26 @@ def _kept(
     return operand.data, operand.scale, source if arithmetic.keeps_source else None
 
 
-def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases) -> Tensor:
-    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier, with gradients."""
+def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: Both | None = None) -> Tensor:
+    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier, with gradients.
+
+    `operands` are the weight's, if it was cast already.
+    """
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    # Inside a Function nobody knows whether gradients are asked for: weights say so under no_grad, too.
-    y: Tensor = _Product.apply(flat, weight, arithmetic, phase, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    training = torch.is_grad_enabled()  # inside a Function nobody knows: weights need gradients under no_grad, too
+    y: Tensor = _Product.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, in an arithmetic."""
+    """y = x W^T without bias, in an arithmetic; by `operands` of W while there are some."""
 
     def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic, gain: float = 1.0) -> None:
         super().__init__()
         self.arithmetic = arithmetic
+        self.operands: Both | None = None
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         nn.init.normal_(self.weight, std=gain / math.sqrt(inputs))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return linear(x, self.weight, self.arithmetic, phase)
+        return linear(x, self.weight, self.arithmetic, phase, self.operands)

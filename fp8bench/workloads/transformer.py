@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT, Forward
     from fp8bench.nn.linear import Choose
 
-# What changes how a step is done and not what it computes. A case made by hand may leave these out.
-USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto"}
+# What goes on while it is open takes weights that were cast once.
+Cast = Callable[[Phases], AbstractContextManager[None]]
+
+# What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
+# leave these out.
+USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached"}
 COMPILE_SECONDS = 600.0
 # Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
@@ -46,7 +50,7 @@ _DRAWS_APART = 0x9E3779B9
 class TrainingState:
     """Everything one arm trains: model, optimiser, fp32 gradient buffers, data.
 
-    `forward` gives the loss: the model, or what torch.compile made of it.
+    `forward` gives the loss: the model, or what torch.compile made of it; inside `weights`, once a step.
     """
 
     model: GPT
@@ -59,6 +63,7 @@ class TrainingState:
     loader: TokenLoader
     micro_batches: int
     loss_scale: float
+    weights: Cast
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.GRADIENTS: self.buffers}
@@ -69,11 +74,13 @@ class Transformer(Workload):
     """Every phase of training: the main road of this tool.
 
     With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their
-    time is left unattributed on purpose, the other phases stay. With checkpointing=blocks the phases hold what is
-    computed again too; FLOPs do not, so that throughputs compare.
+    time is left unattributed on purpose, the other phases stay. With weights=cached a step casts each weight once,
+    ahead of its micro-batches and of any graph; with recast each micro-batch casts them, where it multiplies. With
+    checkpointing=blocks the phases hold what is computed again too; FLOPs do not, so that throughputs compare.
     """
 
     name = "transformer"
+    version = "2"
     summary = "a GPT training step with every phase, from data loading to the optimizer"
     uses_corpus = True
     layer_kinds = ("attn", "mlp", "head")
@@ -97,6 +104,8 @@ class Transformer(Workload):
                  (USUAL["compile"],), one_of("no", "yes")),
             Axis("attention", "torch's kernel for it; auto: torch's own choice", (USUAL["attention"],),
                  one_of("auto", *BACKENDS)),
+            Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
+                 one_of("cached", "recast")),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -168,7 +177,8 @@ class Transformer(Workload):
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
-        with attention_by(attention):
+        weights = _weights(setup, model)
+        with attention_by(attention), weights(SilentPhases()):
             forward = _forward(setup, model)
         parameters = list(model.parameters())
         return TrainingState(
@@ -182,10 +192,11 @@ class Transformer(Workload):
             _loader(setup),
             int(setup.case.param("micro_batches")),
             setup.loss_scale,
+            weights,
         )
 
     def step(self, state: TrainingState, phase: Phases) -> None:
-        with attention_by(state.attention):
+        with attention_by(state.attention), state.weights(phase):
             for micro_batch in range(state.micro_batches):
                 _micro_batch(state, phase, first=micro_batch == 0)
         with phase.optimizer_step:
@@ -243,7 +254,8 @@ class Transformer(Workload):
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with attention_by(_choice(dict(setup.case.params), "attention")):
-            forward = _forward(setup, model)
+            with _weights(setup, model)(SilentPhases()):
+                forward = _forward(setup, model)
             if setup.settles:
                 _gradients(setup, model, forward, setup.loss_scale)
             return _gradients(setup, model, forward, setup.loss_scale)
@@ -320,6 +332,15 @@ def _model(
         return GPT(_config(setup), choose, carrier, checkpointing, core)
 
 
+def _weights(setup: Setup, model: GPT) -> Cast:
+    """What casts the weights of a step's micro-batches ahead of them; nothing where each does it by itself."""
+    if _choice(dict(setup.case.params), "weights") == "recast":
+        return lambda phase: nullcontext()
+    from fp8bench.nn.cached_weights import CachedWeights
+
+    return CachedWeights(model).cast
+
+
 def _forward(setup: Setup, model: GPT) -> Forward:
     """The model itself, or compiled here and now, on text of its own: so that no step has to.
 
@@ -349,9 +370,10 @@ def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) ->
     loader = _loader(setup)
     micro_batches = int(setup.case.param("micro_batches"))
     total = 0.0
-    for _ in range(micro_batches):
-        tokens, targets = loader.next()
-        loss = forward(tokens, targets, SilentPhases()) / micro_batches
-        (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
+    with _weights(setup, model)(SilentPhases()):
+        for _ in range(micro_batches):
+            tokens, targets = loader.next()
+            loss = forward(tokens, targets, SilentPhases()) / micro_batches
+            (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
     return total, [parameter.grad / loss_scale for parameter in model.parameters() if parameter.grad is not None]

@@ -86,7 +86,7 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
     case = group.cases[0].case
     assert dict(case.params) == {
         "size": size, "batch": batch, "sequence": sequence, "micro_batches": 2, "checkpointing": "no", "compile": "no",
-        "attention": "auto",
+        "attention": "auto", "weights": "cached",
     }  # fmt: skip
     assert group.cases[0].work.tokens == batch * sequence * 2
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import which
 
@@ -14,17 +15,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar
+from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import SelfAttention
+from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import compiled
+from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Phases, Setup, SilentPhases
+from fp8bench.protocols import Phases, Role, Setup, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
+from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.workloads.transformer import TrainingState, Transformer, _gradients, _loader, _model
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.workloads.steps import CPU, H200, MI300, Operations, marks, setup_of
 
 TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
@@ -260,6 +265,106 @@ def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpu
     assert Transformer().error(again) == Transformer().error(plain)
 
 
+def both_ways(corpus: Corpus, mode: str, facts: DeviceFacts = CPU, **changes: Scalar) -> list[Setup]:
+    """The same case with cached weights and with weights that are cast again."""
+    setups = [setup_for(corpus, mode, weights=word, **changes) for word in ("cached", "recast")]
+    return [replace(one, arithmetic=precisions.get(mode).arithmetic(facts)) for one in setups]
+
+
+@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
+@pytest.mark.parametrize(
+    ("mode", "facts"),
+    [*((mode, CPU) for mode in ("fp32", "bf16", "fp8", "fp8-rowwise", "mxfp8", "nvfp4")),
+     pytest.param("fp8", H200, marks=NEEDS_PRODUCTS)],
+)  # fmt: skip
+def test_cached_weights_train_as_those_that_are_cast_again(
+    corpus: Corpus, mode: str, facts: DeviceFacts, checkpointing: str
+) -> None:
+    """Losses, gradients and weights bit for bit over several steps, so that no step takes the weights of another."""
+    setups = both_ways(corpus, mode, facts, checkpointing=checkpointing)
+    cached, recast = (stepped(one, 3) for one in setups)
+    for one, other in zip([*cached.buffers, *cached.parameters], [*recast.buffers, *recast.parameters], strict=True):
+        assert torch.equal(one, other)
+    losses, wanted = (Transformer().losses(one, 3) for one in setups)
+    assert losses == wanted
+    errors, wanted_errors = (Transformer().error(one) for one in setups)
+    assert errors == wanted_errors
+
+
+def test_a_cache_that_forgets_to_cast_again_would_be_seen(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the test above: trained on the first step's weights the second step has other gradients."""
+    inner = CachedWeights._cast
+
+    def forgetting(self: CachedWeights) -> None:
+        if not hasattr(self, "first"):
+            inner(self)
+            self.first = [layer.operands for layer in self._layers]  # type: ignore[attr-defined]
+        for layer, operands in zip(self._layers, self.first, strict=True):  # type: ignore[attr-defined]
+            layer.operands = operands
+
+    monkeypatch.setattr(CachedWeights, "_cast", forgetting)
+    for steps, alike in ((1, True), (2, False)):
+        cached, recast = (stepped(one, steps) for one in both_ways(corpus, "fp8"))
+        assert torch.equal(cached.buffers[-1], recast.buffers[-1]) is alike
+
+
+@pytest.mark.parametrize("rule", [StaticScales(2), StaticScales(2, refresh=2), StaticScales(2, bound=0.01)])
+def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales) -> None:
+    """The same scales, and renewed in the same steps."""
+    states = []
+    for setup in both_ways(corpus, "fp8"):
+        known = Calibrations().applied(Transformer(), replace(setup, case=replace(setup.case, static=rule)))
+        state, book = Transformer().prepare(known), known.scales
+        assert book is not None
+        for _ in range(3):
+            step(Transformer(), state, book, SilentPhases())
+        states.append([*state.parameters, *(torch.tensor(one.amax) for one in book.states())])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+def weight_casts(corpus: Corpus, mode: str, **changes: Scalar) -> int:
+    """How many casts of weights a step makes, turned ones included."""
+    seen: list[Role] = []
+    setup = setup_for(corpus, mode, **changes)
+    inner = WatchedArithmetic(setup.arithmetic, lambda operand, source, role, before: seen.append(role))
+    state = Transformer().prepare(replace(setup, arithmetic=inner))
+    seen.clear()
+    Transformer().step(state, SilentPhases())
+    return seen.count(Role.WEIGHT)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp8"])
+def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
+    """In both orientations, however many micro-batches; blocks that are computed again take what was cast."""
+    weights = 4 * TINY.layers  # the head's arithmetic is another
+    for changes in ({}, {"micro_batches": 3}, {"checkpointing": "blocks"}):
+        assert weight_casts(corpus, mode, **changes) == 2 * weights
+    assert weight_casts(corpus, mode, weights="recast", micro_batches=3) == 3 * 2 * weights
+    again = weight_casts(corpus, mode, weights="recast", checkpointing="blocks")
+    assert again > 2 * 2 * weights, "blocks cast theirs once more"
+
+
+def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) -> None:
+    """In one cast phase; in low precision a layer's own casts are those of its inputs."""
+    for mode, first in (("fp8", "cast"), ("fp32", "data_load")):
+        found = [name for name in seen(setup_for(corpus, mode)) if name != UNATTRIBUTED]
+        assert found[0] == first and found[1] == ("data_load" if first == "cast" else "elementwise")
+    recast = [name for name in seen(setup_for(corpus, "fp8", weights="recast")) if name != UNATTRIBUTED]
+    assert recast[0] == "data_load"
+
+
+def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
+    """Those that cast nothing keep nothing."""
+    setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
+    state = Transformer().prepare(setup)
+    with state.weights(SilentPhases()):
+        kept = {name: one.operands for name, one in state.model.named_modules() if isinstance(one, Linear)}
+    assert {name.split(".")[-2] for name, operands in kept.items() if operands is None} == {"mlp"}
+    head = kept["head"]
+    assert head is not None and head[0].data.dtype == torch.bfloat16 and head[0].scale is None
+    assert all(one.operands is None for one in state.model.modules() if isinstance(one, Linear))
+
+
 @pytest.mark.parametrize("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
     """With the same numbers, nearly; blocks computed again in backward take it too."""
@@ -339,9 +444,9 @@ def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
     """One graph, compiled while preparing; its parts cannot be told apart, so it is left unattributed."""
     eager, fused = (setup_for(corpus, compile=word, size="tiny-flat", checkpointing="blocks") for word in ("no", "yes"))
     state, before = Transformer().prepare(fused), graphs()
-    for step in range(2):
+    for number in range(2):
         Transformer().step(state, SilentPhases())
-        assert graphs() == before > 0, f"step {step} compiled something"
+        assert graphs() == before > 0, f"step {number} compiled something"
     for one, other in zip(stepped(eager, 2).buffers, state.buffers, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
     assert set(marks(Transformer(), state)) == {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
@@ -363,6 +468,35 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
         compiled(state.model, *state.loader.next())
+
+
+@pytest.mark.slow
+@COMPILING
+@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
+@pytest.mark.parametrize("weights", ["cached", "recast"])
+def test_compiled_low_precision_is_one_graph_in_all_steps(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
+) -> None:
+    """Cached weights come in as they are cast, a step's own each time; traced alone the bits are the eager step's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    words = {"size": "tiny-flat", "checkpointing": checkpointing, "weights": weights}
+    eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", "yes"))
+    state, before = Transformer().prepare(fused), graphs()
+    for _ in range(3):
+        Transformer().step(state, SilentPhases())
+    assert graphs() == before > 0
+    for one, other in zip(stepped(eager, 3).parameters, state.parameters, strict=True):
+        assert torch.equal(one, other)
+    cast = {"cast"} if weights == "cached" else set()
+    assert set(marks(Transformer(), state)) == cast | {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
+    assert graphs() == before
+    if weights == "cached":
+        with state.weights(SilentPhases()), torch.no_grad():
+            for layer in (one for one in state.model.modules() if isinstance(one, Linear)):
+                assert layer.operands is not None
+                layer.operands[0].data.zero_()
+            loss = state.forward(*state.loader.next(), SilentPhases())
+        assert float(loss) == pytest.approx(math.log(TINY.vocabulary), rel=1e-6), "the graph has weights of its own"
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
     return (
         ("base", "transformer"), ("base.size", size), ("base.batch", batch), ("base.sequence", sequence),
         ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"), ("base.attention", "auto"),
-        ("base.data", corpus),
+        ("base.weights", "cached"), ("base.data", corpus),
     )  # fmt: skip
 
 

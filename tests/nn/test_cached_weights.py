@@ -1,0 +1,176 @@
+"""Weights that are cast once for several passes: what is made, how often, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import Recipe, Treatment
+from fp8bench.formats.scalings import TENSOR
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
+from fp8bench.registry import precisions
+from tests.facts import CPU, H200
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
+from tests.workloads.steps import Operations
+
+MODES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp8:weight-gradient=bf16")
+
+
+class Pair(nn.Module):
+    """Two layers, the second of a precision of its own."""
+
+    def __init__(self, first: Arithmetic, second: Arithmetic) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = Linear(64, 48, first), Linear(48, 32, second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x, SilentPhases())
+        y: Tensor = self.second(hidden.relu(), SilentPhases())
+        return y.float().square().mean()
+
+
+def given(step: int) -> Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+
+
+def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
+    """Of weights and inputs, over several passes."""
+    inputs = [given(step) for step in range(passes)]
+    losses = torch.stack([model(x) for x in inputs])
+    return [losses.detach(), *torch.autograd.grad(losses.sum(), [*inputs, *model.parameters()])]
+
+
+@pytest.mark.parametrize(
+    ("mode", "facts"),
+    [
+        *((mode, CPU) for mode in MODES),
+        *(pytest.param(one, H200, marks=NEEDS_PRODUCTS) for one in ("fp8", "fp8-rowwise")),
+    ],
+)
+def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: DeviceFacts) -> None:
+    """Also after the weights have changed: what was cast for those before is not used for these."""
+    own = [precisions.get(mode).arithmetic(facts).layer("first") for _ in range(2)]  # with draws from the start
+    models = [Pair(one, PlainArithmetic(torch.float32)) for one in own]
+    cached = CachedWeights(models[0])
+    for _ in range(2):
+        with cached.cast(SilentPhases()):
+            found = gradients(models[0], 2)
+        wanted = gradients(models[1], 2)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        with torch.no_grad():
+            for model in models:
+                for weight in model.parameters():
+                    weight.mul_(1.7).add_(0.01)
+
+
+def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
+    """Writes down each cast, and whether it was turned."""
+    inner = precisions.get(mode).arithmetic(CPU)
+    return WatchedArithmetic(inner, lambda operand, source, role, before: seen.append((role, before is not None)))
+
+
+@pytest.mark.parametrize("mode", ["fp8", "mxfp8", "bf16"])
+def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) -> None:
+    """And casts of inputs and gradients are as many as without."""
+    seen: list[tuple[Role, bool]] = []
+    model = Pair(watched(mode, seen), watched(mode, seen))
+    counts = []
+    for cached in (True, False):
+        seen.clear()
+        if cached:
+            with CachedWeights(model).cast(SilentPhases()):
+                gradients(model, 3)
+        else:
+            gradients(model, 3)
+        counts.append([seen.count((role, turned)) for role in Role for turned in (False, True)])
+    (*inputs, weights, weights_turned, _, _), (*_, again, again_turned, _, _) = counts
+    assert (weights, weights_turned, again, again_turned) == (2, 2, 6, 6)
+    assert inputs == counts[1][:2] == [6, 6] and counts[0][4:] == counts[1][4:] == [6, 6]
+
+
+def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
+    """What is gone cannot be old. Layers that cast nothing have nothing to keep."""
+    model = Pair(precisions.get("fp8").arithmetic(CPU), PlainArithmetic(torch.float32))
+    cached = CachedWeights(model)
+    with cached.cast(SilentPhases()):
+        assert model.first.operands is not None and model.second.operands is None
+        operand, turned = model.first.operands
+        assert torch.equal(operand.data.t(), turned.data) and not operand.data.requires_grad
+    assert model.first.operands is None
+    with pytest.raises(KeyError), cached.cast(SilentPhases()):
+        raise KeyError
+    assert model.first.operands is None
+
+
+class Counting(PlainArithmetic):
+    """Takes largest magnitudes, and writes them down."""
+
+    takes_amax = True
+
+    def __init__(self, dtype: torch.dtype, seen: list[Tensor | None]) -> None:
+        super().__init__(dtype)
+        self.seen = seen
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        self.seen.append(amax)
+        return super().cast_both(tensor, role, amax)
+
+
+def test_largest_magnitudes_are_found_ahead_for_who_takes_them() -> None:
+    """And for nobody else."""
+    seen: list[Tensor | None] = []
+    model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
+    with CachedWeights(model).cast(SilentPhases()):
+        pass
+    assert [float(one) for one in seen if one is not None] == [
+        float(one.detach().abs().max()) for one in model.parameters()
+    ]
+    seen.clear()
+    Counting.takes_amax = False
+    try:
+        with CachedWeights(model).cast(SilentPhases()):
+            pass
+    finally:
+        Counting.takes_amax = True
+    assert seen == [None, None]
+
+
+def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
+    """On tensors without memory, as a GPU would be asked."""
+    with torch.device("meta"):
+        model = Pair(Counting(torch.bfloat16, []), Counting(torch.bfloat16, []))
+    with Operations() as ran, CachedWeights(model).cast(SilentPhases()):
+        pass
+    assert [name for name in ran.names if "norm" in name or "amax" in name or "aminmax" in name] == ["_foreach_norm"]
+
+
+def test_a_weight_rounded_at_random_is_drawn_once() -> None:
+    """For all passes: without the cache each of them has draws of its own."""
+    plain, drawn = Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR, stochastic=True)
+    model = Pair(RecipeArithmetic(Recipe(plain, drawn, plain)), PlainArithmetic(torch.float32))
+    x = given(0)
+    with torch.no_grad(), CachedWeights(model).cast(SilentPhases()):
+        cached = [model.first(x, SilentPhases()) for _ in range(2)]
+    with torch.no_grad():
+        again = [model.first(x, SilentPhases()) for _ in range(2)]
+    assert torch.equal(*cached) and not torch.equal(*again)
+
+
+def test_a_delayed_scale_gets_one_entry_for_all_passes() -> None:
+    """As in Transformer Engine; those of inputs and gradients get one a pass."""
+    arithmetic = precisions.get("fp8-delayed:history=8").arithmetic(CPU).layer("one")
+    assert isinstance(arithmetic, RecipeArithmetic)
+    model = Pair(arithmetic, PlainArithmetic(torch.float32))
+    for steps in (1, 2):
+        with CachedWeights(model).cast(SilentPhases()):
+            gradients(model, 3)
+        entries = {role: int(torch.count_nonzero(one.history)) for role, one in arithmetic.scales.items()}
+        assert entries == {Role.INPUT: 3 * steps, Role.WEIGHT: steps, Role.GRADIENT: 3 * steps}
