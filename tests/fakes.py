@@ -73,7 +73,7 @@ class Script:
     memory: int = 1
     preparing_ns: int = 0
     faults: Sequence[Fault] = ()
-    errors: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, float] | str = field(default_factory=dict)
     statistics: tuple[TensorStatistics, ...] = ()
     wrong: str = ""
     threads_left: Sequence[str] = ()
@@ -269,10 +269,11 @@ class FakeWorker(Worker):
         self._strike("products", case.mode)
         return Products(0, None)
 
-    def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
+    def _error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         self.log.append(("error", case.mode))
         self._strike("error", case.mode)
-        return dict(self._script(case.mode).errors)
+        errors = self._script(case.mode).errors
+        return errors if isinstance(errors, str) else dict(errors)
 
 
 class Listener(SilentObserver):

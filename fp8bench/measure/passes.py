@@ -141,6 +141,9 @@ class Passes:
                 self._worker.restart()
                 outcome.fail(why, cause)
                 continue
+            if isinstance(errors, str):
+                outcome.lacks(f"no numerical error: {errors}")
+                continue
             wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
             outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
             found = (Measurement(name, unit_of(name), (value,)) for name, value in errors.items())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole
+from fp8bench.nn.drawn_values import drawn, refill
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
@@ -73,21 +74,23 @@ def exercise(
     training: bool,
     spread: float = 1.0,
 ) -> Exercise:
-    """Gaussian inputs in `dtype` and a layer on the case's device, from its seed: the same values for every dtype.
+    """Inputs in `dtype` and a layer on the case's device, from its seed: the same values for every dtype.
 
-    `spread` is the inputs' standard deviation.
-    The gradient that comes in is Gaussian too, of order one, as loss scaling would have it.
+    Gaussian, unless the case asks for other values: `spread` is the inputs' standard deviation. The gradient that comes
+    in is of order one, as loss scaling would have it.
     """
+    params = dict(setup.case.params)
     # The process's own random state is put back.
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
+        refill(layer, params)
         if dtype is torch.float64:
             layer = layer.double()
-        inputs = tuple((spread * torch.randn(shape)).to(dtype).requires_grad_(training) for shape in shapes)
+        inputs = tuple((spread * drawn(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
         if not training:
             return Exercise(layer, inputs, None)
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
-        return Exercise(layer, inputs, torch.randn(output.shape).to(output.dtype))
+        return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))

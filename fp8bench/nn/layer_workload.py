@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp8bench.model import Scalar, TensorStatistics
+from fp8bench.nn.drawn_values import why_no_errors
 from fp8bench.protocols import Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
 
@@ -50,6 +51,9 @@ class LayerWorkload(Workload):
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
+
+    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+        return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Output, and in training all gradients, against the same in fp64 throughout."""

@@ -89,3 +89,13 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+# Of every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
+VALUES = Axis(
+    "values",
+    "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
+    ("normal",),
+    one_of("normal", "uniform", "integers", "ones", "zeros"),
+    quiet=True,
+)

@@ -164,6 +164,10 @@ class Workload(ABC):
         """Why layers with these parameters cannot take scales from data so; '' where they can."""
         return ""
 
+    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+        """Why there are no numerical errors with these parameters; '' where there are, or where nobody asks for any."""
+        return ""
+
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Numerical errors of one case, by metric name. One that is not finite fails the case.
 

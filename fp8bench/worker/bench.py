@@ -167,9 +167,11 @@ class Bench:
         """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
         self._prepared_as(key).loop(steps)
 
-    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float]:
-        """The workload's numerical errors for one case."""
+    def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
+        """The workload's numerical errors for one case, or why there are none."""
         with self._apart(case, facts) as (workload, _, setup):
+            if why := workload.error_refused(dict(case.params)):
+                return str(why)
             return errors_of(workload.error(setup()))
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:

@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Attention(LayerWorkload):
                  one_of(*_SCORES)),
             Axis("spread", "standard deviation of the values that come in: how large scores get", ("1",),
                  whole_number(high=1024)),
+            VALUES,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:

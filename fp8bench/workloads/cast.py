@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.drawn_values import drawn, why_no_errors
 from fp8bench.nn.support import storage_support
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Cast(Workload):
                  "the same there. A way back always has its scales", ("on", "off"), one_of("on", "off")),
             Axis("role", "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
                  ("input",), one_of(Role.INPUT.value, Role.GRADIENT.value)),
+            VALUES,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -69,7 +71,7 @@ class Cast(Workload):
         return (
             (
                 ("rows", rows), ("columns", columns), ("source", params["source"]), ("direction", params["direction"]),
-                *scaling, ("role", params["role"]),
+                *scaling, ("role", params["role"]), ("values", VALUES.of(params)),
             ),
         )  # fmt: skip
 
@@ -97,6 +99,9 @@ class Cast(Workload):
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
             state.change()  # the result goes at once, inside the phase
+
+    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+        return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
@@ -143,13 +148,16 @@ def _scaled(setup: Setup) -> Tensor:
 
 
 def _source(setup: Setup) -> Tensor:
-    """Standard normal inputs, or gradients with a network's magnitudes, in the dtype of the source."""
+    """Values of the case's kind, of gradients with a network's magnitudes, in the dtype of the source."""
     import torch
 
     from fp8bench.numerics.distributions import GradientSource
 
     case = setup.case
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
-    draws = GradientSource([(int(case.param("rows")), int(case.param("columns")))], generator)
-    (values,) = draws.draw() if case.param("role") == Role.GRADIENT else draws.normal()
+    shape = (int(case.param("rows")), int(case.param("columns")))
+    source = GradientSource([shape], generator)
+    values = drawn(dict(case.params), shape, generator, setup.facts.key)
+    if case.param("role") == Role.GRADIENT:
+        values.mul_(source.scales[0])
     return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)

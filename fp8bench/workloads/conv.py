@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import emulated
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import Axis, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Conv(LayerWorkload):
             Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
             Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
             PASS,
+            VALUES,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:

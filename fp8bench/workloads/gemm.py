@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.nn.drawn_values import drawn, why_no_errors
 from fp8bench.nn.sizes import MODELS, PRODUCTS, sides_of
 from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -77,10 +78,14 @@ class Gemm(Workload):
             Axis("base", "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
                  ("4096" if facts.accelerated else "512",), parse_sides),
             Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
+            VALUES,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """A model stands for all its layers' products, a sweep for all its sizes."""
+        return tuple((*one, ("values", VALUES.of(params))) for one in self._expanded(params))
+
+    def _expanded(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
@@ -132,6 +137,9 @@ class Gemm(Workload):
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
             del a, b  # giving memory back takes time too, and belongs to a phase
+
+    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+        return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Against the fp64 products of the unrounded operands and of the cast ones, on rows that fp64 can afford."""
@@ -216,17 +224,16 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
 
 
 def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
-    """Gaussian operands from the seed: zeros or constants would run faster on a GPU held back by its power.
+    """Operands from the seed, Gaussian unless the case asks for other values.
 
     They are drawn in fp32, and each goes into its dtype before the next is drawn: two in fp32 may not fit.
     """
     import torch
 
-    m, n, k = (int(setup.case.param(name)) for name in "mnk")
+    params, k = dict(setup.case.params), int(setup.case.param("k"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
 
-    def drawn(rows: int) -> Tensor:
-        return torch.randn(rows, k, generator=generator, device=setup.facts.key).to(dtype or torch.float32)
-
-    a, b = drawn(m), drawn(n)
+    a, b = (
+        drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32) for rows in "mn"
+    )
     return a, b, PRODUCTS[str(setup.case.param("product"))]

@@ -9,7 +9,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Mlp(LayerWorkload):
             Axis("hidden", "features between the two products", (hidden,), whole_number(high=LARGEST)),
             Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
             PASS,
+            VALUES,
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:

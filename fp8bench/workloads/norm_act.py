@@ -9,7 +9,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.layer_workload import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Grid, Precision, Role, Setup
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class NormAct(LayerWorkload):
             Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),
             Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
             PASS,
+            VALUES,
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:

@@ -120,6 +120,13 @@ def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None
     )
 
 
+def test_a_case_that_can_have_no_numbers_says_why_and_stands() -> None:
+    """Of constant operands, say."""
+    records, _ = measure({"bf16": Script(errors="they are constant")}, *native("fp32", "bf16"))
+    assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and records["bf16"].measurements == ()
+    assert records["bf16"].detail.startswith("no numerical error: they are constant") and records["bf16"].timing
+
+
 @pytest.mark.parametrize(
     "error", [WorkerFault("ValueError", "bad", "the trace"), WorkerLost("it crashed"), WorkerHung("no answer in 60 s")]
 )

@@ -53,6 +53,7 @@ def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
     assert expand(direction="from", scaling="on") == expand(direction="from", scaling="off")
     assert expand() == {
         "rows": 8, "columns": 16, "source": "fp32", "direction": "to", "scaling": "on", "role": "input",
+        "values": "normal",
     }  # fmt: skip
 
 

@@ -101,7 +101,10 @@ def test_a_quick_sweep_has_fewer_sizes() -> None:
 
 def test_a_plain_shape_is_one_forward_product() -> None:
     """GEMV included."""
-    assert expand("1x2048x512") == [{"m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast"}]
+    assert expand("1x2048x512") == [{
+        "m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast",
+        "values": "normal",
+    }]  # fmt: skip
     assert expand("64", "weight-gradient")[0]["product"] == "weight-gradient"
 
 

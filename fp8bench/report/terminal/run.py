@@ -19,6 +19,7 @@ from fp8bench.report.terminal.tables import main_error, main_table, noise_floor,
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend, speed
 from fp8bench.report.words.run_facts import attention_of, missing_of, notes_of
+from fp8bench.report.words.values import over_values
 
 
 def render(run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False) -> str:
@@ -44,7 +45,8 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
         elements += tensors(panel, width)
     else:
         phases = phases_table(panel)
-        elements += [main_table(panel), *([phases] if phases else []), *energy(panel), *memory(panel)]
+        elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
+        elements += [*energy(panel), *memory(panel)]
         found = swept(panel)
         elements += [table(panel, found, "from where on it pays")] if found else []
     elements += [*capacity(panel), *data(panel)]

@@ -17,6 +17,7 @@ from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
 from fp8bench.report.words.run_facts import attention_of
+from fp8bench.report.words.values import over_values
 
 _COST = "the cost of emulation, not of the precision"
 # What names a case stands in every table.
@@ -58,6 +59,8 @@ class Results(Section):
             yield _table([_row(*case, shared[case[1].case.workload]) for case in cases], material.alone)
             words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
             yield from [Text(f"The same in every row: {words}.")] if words else []
+            for panel in dict.fromkeys(panel for _, panel, _, _ in cases):
+                yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
         elif not any(_cases(material)):
             yield Text("There are no cases.", Tone.DOUBT)
 

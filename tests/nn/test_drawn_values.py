@@ -1,0 +1,116 @@
+"""What operands are made of: every kind in every suite that draws its own, and constants in every precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8bench.model import Request
+from fp8bench.nn.drawn_values import drawn, why_no_errors
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import SilentPhases
+from fp8bench.protocols.axes import VALUES
+from fp8bench.registry import precisions, workloads
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.finite import FiniteState
+from tests.facts import CPU
+
+KINDS = ("normal", "uniform", "integers", "ones", "zeros")
+SMALL = {
+    "attention": {"part": "layer", "sequence": "16", "heads": "2", "head_width": "16"},
+    "cast": {"shape": "32x64", "direction": "to,from", "role": "input,gradient"},
+    "conv": {"batch": "2", "channels": "16", "image": "4"},
+    "gemm": {"shape": "16x32x64", "product": "forward,input-gradient,weight-gradient"},
+    "mlp": {"tokens": "16", "width": "32", "hidden": "64", "gated": "yes"},
+    "norm_act": {"tokens": "16", "width": "32"},
+}
+
+
+def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-def]
+    """What a plan makes of it, less what does not run."""
+    axes = tuple((name, tuple(value.split(","))) for name, value in {**SMALL[workload], "values": kinds}.items())
+    plan = make_plan(Request(workload, modes, ("cpu",), axes=axes), (CPU,), None)
+    return [planned.case for group in plan for planned in group.cases if planned.runs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_what_its_name_says(kind: str) -> None:
+    """From a seed alone, and normal values are those that torch draws."""
+    params = {"values": kind}
+    one, again = (drawn(params, (64, 128), torch.Generator().manual_seed(3)) for _ in range(2))
+    assert one.dtype is torch.float32 and one.shape == (64, 128) and torch.equal(one, again)
+    torch.manual_seed(3)
+    assert torch.equal(drawn(params, (64, 128)), one)
+    if kind == "normal":
+        assert torch.equal(one, torch.randn(64, 128, generator=torch.Generator().manual_seed(3)))
+        assert torch.equal(drawn({}, (64, 128), torch.Generator().manual_seed(3)), one)
+    elif kind == "uniform":
+        assert -1 <= float(one.min()) < -0.99 and 0.99 < float(one.max()) <= 1 and len(one.unique()) > 8000
+    elif kind == "integers":
+        assert one.unique().tolist() == list(range(-4, 5))
+    else:
+        assert one.unique().tolist() == [float(kind == "ones")]
+
+
+def test_the_default_names_no_case() -> None:
+    """Cases that were there before the axis keep their names and their history; others say what they are made of."""
+    plain, other = cases("gemm", "normal", "fp32")[0], cases("gemm", "zeros", "fp32")[0]
+    assert "values" not in dict(plain.params) and dict(other.params)["values"] == "zeros"
+    assert VALUES.of(dict(plain.params)) == "normal"
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
+    """Inputs, gradients that come in, and weights as large as they were; other values in every kind."""
+    seen: dict[object, tuple[float, ...]] = {}
+    for case in cases(workload, ",".join(KINDS), "fp32"):
+        state = workloads.get(workload).prepare(bench._setup(case, CPU))
+        weights = state.layer.parameters() if hasattr(state, "layer") else ()
+        tensors = [*vars(state).values(), *getattr(state, "inputs", ()), *weights]
+        found = [one.detach() for one in tensors if isinstance(one, torch.Tensor) and one.dim() > 1]
+        kind = VALUES.of(dict(case.params))
+        if kind == "zeros":
+            assert found and all(not one.any() for one in found)
+        if kind == "ones" and workload != "cast":
+            assert found and all(len(one.unique()) == 1 for one in found)
+        seen[kind] = tuple(float(one.float().abs().mean()) for one in found)
+    assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
+
+
+@pytest.mark.parametrize("mode", [name for name in precisions.names() if name != "custom"])
+def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
+    """A tensor of zeros has no largest magnitude to scale by. Errors say why there are none."""
+    for workload in ("gemm", "cast", "mlp"):
+        for case in cases(workload, "ones,zeros", mode):
+            if case.precision != mode:
+                continue
+            one = workloads.get(workload)
+            with precisions.get(mode).scope():
+                state = one.prepare(bench._setup(case, CPU))
+                known = FiniteState(state)
+                for _ in range(2):
+                    one.step(state, SilentPhases())
+                assert not known.lost(state).lost
+                if workload == "gemm":
+                    a, b = state.cast(state.a, state.b)
+                    product = state.arithmetic.product(a, b, state.arithmetic.carrier).float()
+                    assert product.isfinite().all()
+                    assert product.any() == (VALUES.of(dict(case.params)) == "ones"), case
+                statistics = one.statistics(bench._setup(case, CPU))
+            assert all(math.isfinite(one.amax) for one in statistics)
+            why = bench.error(case, CPU)
+            assert why == why_no_errors(dict(case.params)) and "constant" in str(why)
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_other_values_have_errors_as_ever(workload: str, bench: Bench) -> None:
+    """And where nothing can be said there is a reason."""
+    mode = "bf16" if workload == "norm_act" else "fp8"
+    for case in cases(workload, "uniform,zeros", mode):
+        errors = bench.error(case, CPU)
+        if VALUES.of(dict(case.params)) == "zeros":
+            assert isinstance(errors, str)
+        else:
+            assert isinstance(errors, dict) and all(math.isfinite(value) for value in errors.values())
