@@ -1,0 +1,16 @@
+"""The stage that steps are rehearsed on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.worker.bench import Bench
+from tests.rehearsal.stage import Stage
+
+
+@pytest.fixture
+def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """One of its own for a test."""
+    found = Stage(bench)
+    found.set_up(monkeypatch)
+    return found

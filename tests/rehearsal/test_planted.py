@@ -1,0 +1,143 @@
+"""The rehearsal sees what it is there for: each fault is planted, and found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from fp8bench.model import Case, DeviceFacts
+from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+from fp8bench.protocols import Operand
+from tests.facts import B200, H200, MI300X
+from tests.rehearsal.stage import Stage
+
+GEMM = (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast"))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def product(a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype = torch.bfloat16) -> None:
+    """As fp8bench calls it."""
+    x, y = (torch.empty(64, 64, dtype=one, device="meta") for one in (a, b))
+    scale = torch.ones((64, 1) if kind is ScalingType.RowWise else (), device="meta")
+    torch.ops.aten._scaled_mm_v2.default(
+        x, y.t(), [scale], [kind.value], [], [scale.t()], [kind.value], [], None, output, [], False
+    )
+
+
+def step(stage: Stage, facts: DeviceFacts = H200, **params: int | str) -> None:
+    given = tuple({**dict(GEMM), **params}.items())
+    stage.second_step(Case("gemm", given, "fp8", facts.key), facts)
+
+
+def test_what_is_right_passes(stage: Stage) -> None:
+    step(stage)
+    with stage.ledger(H200):
+        product(E5M2, E4M3, ScalingType.TensorWise, torch.float32)
+        product(E4M3, E5M2, ScalingType.RowWise, torch.float32)
+
+
+def test_an_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where a transposed operand is not made contiguous."""
+    right = ScaledArithmetic.product
+
+    def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return right(self, a, replace(b, data=b.data.t().contiguous().t()), dtype)
+
+    monkeypatch.setattr(ScaledArithmetic, "product", wrong)
+    with pytest.raises(RuntimeError, match="mat2 must be col_major"):
+        step(stage)
+
+
+def test_a_first_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own rule."""
+    right = ScaledArithmetic.product
+
+    def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return right(self, replace(a, data=a.data.t().contiguous().t()), b, dtype)
+
+    monkeypatch.setattr(ScaledArithmetic, "product", wrong)
+    with pytest.raises(RuntimeError, match="self must be row_major"):
+        step(stage)
+
+
+@pytest.mark.parametrize("side", ["k", "n"])
+def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        step(stage, **{side: 24})
+
+
+@pytest.mark.parametrize(
+    ("facts", "a", "b", "kind", "output", "why"),
+    [
+        (H200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
+        (B200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
+        (B200, E4M3, E5M2, ScalingType.RowWise, torch.bfloat16, "the second operand is E4M3"),
+        (B200, E4M3, E4M3, ScalingType.RowWise, torch.float32, "the output is bf16 or fp16"),
+        (MI300X, E4M3, E4M3, ScalingType.TensorWise, torch.bfloat16, "e4m3fnuz"),
+    ],
+)  # fmt: skip
+def test_products_that_a_device_has_not(
+    facts: DeviceFacts, a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype, why: str, stage: Stage
+) -> None:
+    """torch takes them where there is no memory."""
+    product(a, b, kind, output)
+    with pytest.raises(AssertionError, match=why), stage.ledger(facts):
+        product(a, b, kind, output)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.amax().item(),
+        lambda x: bool(x.isfinite().all()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: torch.tensor([1.0]).to("meta"),
+        lambda x: torch.tensor([1.0]).to("meta", non_blocking=True),
+        lambda x: torch.tensor([1.0]).pin_memory().to("meta"),
+        lambda x: x.copy_(torch.ones(64)),
+        lambda x: torch.tensor(1.0, device="meta"),
+    ],
+)  # fmt: skip
+def test_a_wait(wait: Callable[[Tensor], object], stage: Stage) -> None:
+    """For values of the device's, or for a copy to it."""
+    x = torch.ones(64, device="meta")
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), stage.ledger(H200):
+        wait(x)
+
+
+def test_a_copy_that_nobody_waits_for(stage: Stage) -> None:
+    x = torch.ones(64, device="meta")
+    with stage.ledger(H200) as ledger:
+        torch.tensor([1.0]).pin_memory().to("meta", non_blocking=True)
+        x.copy_(torch.ones(64).pin_memory(), non_blocking=True)
+    assert ledger.done.launches == 2
+
+
+@pytest.mark.parametrize("done", [torch.abs, torch.neg, lambda x: x * 2, lambda x: torch.mm(x, x), torch.amax])
+def test_what_codes_cannot_do(done: Callable[[Tensor], object], stage: Stage) -> None:
+    """torch has no such kernels, and says so only where there is a device."""
+    codes = torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="meta")
+    with pytest.raises((AssertionError, RuntimeError)), stage.ledger(H200):
+        done(codes)
+
+
+def test_every_launch_counts(stage: Stage) -> None:
+    x = torch.ones(64, 64, device="meta")
+    with stage.ledger(H200) as ledger:
+        x.t().view(64, 64).detach()
+        torch.empty(64, device="meta")
+        torch.ones(64)  # the host's own
+        assert not ledger.done.launches
+        x.t().contiguous()
+        x.add_(1)
+        torch.zeros(64, device="meta")
+    assert +ledger.done.operators == {"aten::clone": 1, "aten::add_": 1, "aten::zeros": 1}

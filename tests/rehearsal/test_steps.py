@@ -1,0 +1,130 @@
+"""Whole steps of every workload, at a GPU's sizes, in all precisions that it has units for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scaled_products import Product
+from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
+from fp8bench.nn import sizes
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
+from tests.contracts import test_modes
+from tests.facts import B200, H200, MI300X
+from tests.rehearsal.stage import Done, Stage
+
+GPUS = {"H200": H200, "B200": B200, "MI300X": MI300X}
+# Every precision as it is, and with options.
+MODES = tuple(dict.fromkeys((*precisions.names(), *test_modes.MODES, "fp8:gw=bf16", "fp8-rowwise:formats=hybrid")))
+# Values of axes that differ in layouts or multiples; few where more of them are alike. The suite `numerics` has no step
+# that a GPU would be timed in.
+AXES: dict[str, dict[str, tuple[str, ...]]] = {
+    "accumulate": {"micro_batches": ("2",), "tensors": ("2",)},
+    "attention": {"sequence": ("1024",), "part": ("layer",), "key_heads": ("4",)},
+    "cast": {"role": ("input", "gradient")},
+    "conv": {"channels": ("256",)},
+    "data": {"batch": ("4",), "record": ("4096",)},
+    "gemm": {"shape": ("1x8192x8192", "16384x2048x4096"), "product": tuple(sizes.PRODUCTS)},
+    "mlp": {"gated": ("yes",)},
+    "norm_act": {},
+    "optimizer": {"width": ("4096",), "tensors": ("2",)},
+    "transformer": {"checkpointing": ("no", "blocks")},
+}
+LAYERED = ("attention", "mlp", "transformer")
+# What of a model's step is one for every block.
+BLOCKS = 1
+
+
+def leaves(workload: str, mode: str) -> bool:
+    """Whether a suite has nothing to measure in a precision."""
+    if workload == "norm_act":
+        return bool(precisions.get(mode).carried_by)
+    return mode == "tf32" and workload in ("accumulate", "cast", "data", "optimizer")
+
+
+def modes_of(level: Level, facts: DeviceFacts) -> list[str]:
+    return [mode for mode in MODES if precisions.get(mode).support(facts).level is level]
+
+
+CASES = [
+    (gpu, workload, mode)
+    for gpu, facts in GPUS.items()
+    for workload in AXES
+    for mode in modes_of(Level.NATIVE, facts)
+    if not leaves(workload, mode)
+]
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sizes.SIZES, "gpt2-124m", replace(sizes.SIZES["gpt2-124m"], layers=BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def carriers() -> dict[str, Done]:
+    """Steps of the precisions that carry others, by their cases."""
+    return {}
+
+
+def cases_of(workload: str, mode: str, facts: DeviceFacts, corpus: Corpus) -> list[PlannedCase]:
+    request = Request(workload, (mode,), axes=tuple(AXES[workload].items()))
+    plan = make_plan(request, (facts,), corpus.identity, compares=False)
+    return [one for group in plan for one in group.cases if one.runs]
+
+
+def expected(case: Case) -> Counter[tuple[str, str, str]]:
+    """The scaled products of a step: their kind, and the formats of their operands."""
+    recipe, params = getattr(precisions.get(case.precision), "recipe", None), dict(case.params)
+    found = Counter[tuple[str, str, str]]()
+    if not isinstance(recipe, Recipe):
+        return found
+    treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
+    layers = {"attention": 2, "mlp": 2, "transformer": 4 * BLOCKS * int(params.get("micro_batches", 0))}
+    for product, roles in sizes.PRODUCTS.items():
+        count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
+        if product == "forward" and params.get("checkpointing") == "blocks":
+            count *= 2
+        if not (product == "weight-gradient" and recipe.high_weight_gradient):
+            a, b = (treatments[role] for role in roles)
+            found[str(Product(1, 1, 1, a, b).scheme), a.fmt.name, b.fmt.name] += count
+    return +found
+
+
+@pytest.mark.parametrize(("gpu", "workload", "mode"), CASES)
+def test_a_step_is_what_a_gpu_takes(
+    gpu: str, workload: str, mode: str, stage: Stage, corpus: Corpus, carriers: dict[str, Done]
+) -> None:
+    """No rule is broken and nothing waits. Products are the recipe's, and what else it does it does in casts."""
+    planned = cases_of(workload, mode, GPUS[gpu], corpus)
+    assert planned
+    for one in planned:
+        done = stage.second_step(one.case, GPUS[gpu])
+        assert not done.phases["unattributed"], one.case.id
+        if one.support.level is not Level.NATIVE:  # torch has no such convolution
+            assert workload == "conv" and not done.products
+            continue
+        found = Counter((str(product.scheme), product.a.fmt.name, product.b.fmt.name) for product in done.products)
+        assert found == expected(one.case), one.case.id
+        if found and workload in LAYERED:
+            carrier = replace(one.case, precision="bf16")
+            if carrier.id not in carriers:
+                carriers[carrier.id] = stage.second_step(carrier, GPUS[gpu])
+            assert beside_casts(done) == beside_casts(carriers[carrier.id]), one.case.id
+
+
+def beside_casts(done: Done) -> dict[str, int]:
+    return {phase: count for phase, count in done.phases.items() if phase != "cast"}
+
+
+@pytest.mark.parametrize("mode", modes_of(Level.EMULATED, MI300X))
+def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Corpus) -> None:
+    """Nor does it do to codes what a GPU does not."""
+    (one,) = cases_of("mlp", mode, MI300X, corpus)
+    done = stage.second_step(one.case, MI300X)
+    assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
