@@ -71,7 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
-_LONG = ("faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "report/test_stored_runs.py")
+_LONG = (
+    "faults", "jobs/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "report/test_stored_runs.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

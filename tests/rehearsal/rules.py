@@ -14,7 +14,7 @@ from fp8bench.formats.hardware import CLASSES, DeviceClass
 from fp8bench.formats.product_rules import missing, objections
 from fp8bench.formats.recipes import Treatment
 from fp8bench.formats.scaled_products import Product
-from fp8bench.formats.scalings import Scaling, ScaleRounding
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts
 
 WAITS = {
@@ -34,8 +34,9 @@ FORMATS: Mapping[torch.dtype, Format] = {
 DONE_WITH_CODES = {
     f"aten::{name}"
     for name in ("_to_copy", "copy_", "clone", "cat", "empty_like", "fill_", "zero_", "detach", "alias", "view", "t",
-                 "transpose", "permute", "expand", "slice", "select", "split", "as_strided", "_unsafe_view", "unsqueeze",
-                 "squeeze", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "new_empty", "_reshape_alias", "unbind")
+                 "transpose", "permute", "expand", "slice", "select", "split", "as_strided", "_unsafe_view",
+                 "unsqueeze", "squeeze", "unbind", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "new_empty",
+                 "_reshape_alias")
 }  # fmt: skip
 _OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SCALINGS = {

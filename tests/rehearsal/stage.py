@@ -141,7 +141,7 @@ class Stage:
         """Fake tensors on CUDA would end the process where torch is built for processors: these are on meta."""
         patches.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
         patches.setattr(DeviceFacts, "key", property(lambda facts: "cpu" if facts.kind == "cpu" else "meta"))
-        patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
+        patches.setattr(torch.Tensor, "pin_memory", self._pinned_copies())
         patches.setattr(torch.random, "fork_rng", lambda *devices, **options: contextlib.nullcontext())
         patches.setattr(torch, "Generator", Generator)
         patches.setattr(torch, "tensor", made_of_numbers)
@@ -169,7 +169,12 @@ class Stage:
         self._pinned.clear()
         return ledger.done
 
-    def _pin(self, tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        self._pinned[copy.untyped_storage().data_ptr()] = copy
-        return copy
+    def _pinned_copies(self) -> Callable[[Tensor], Tensor]:
+        """A function, so that it becomes a method of tensors."""
+
+        def pin(tensor: Tensor) -> Tensor:
+            copy = tensor.clone()
+            self._pinned[copy.untyped_storage().data_ptr()] = copy
+            return copy
+
+        return pin

@@ -10,6 +10,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
 from fp8bench.workloads.conv import Conv
+from tests.facts import B200
 from tests.workloads.steps import CPU, H200, MI300, SMALL, small
 
 SIZES = SMALL["conv"]
@@ -40,6 +41,16 @@ def test_only_what_torch_convolves_is_native(precision: str, level: Level) -> No
     if precision == "fp8":
         assert precisions.get(precision).support(H200).level is Level.NATIVE
         assert "torch has no convolution in fp8" in support.reason
+
+
+def test_windows_that_are_written_out_are_multiplied_natively() -> None:
+    """NVFP4's rotated operands are matrices, in the sizes that its product takes."""
+    nvfp4 = precisions.get("nvfp4")
+    sizes = {**SIZES, "channels": 64, "batch": 2, "image": 28}
+    assert Conv().support(sizes, nvfp4, B200).level is Level.NATIVE
+    assert Conv().support(sizes, precisions.get("nvfp4:hadamard=off"), B200).level is Level.EMULATED
+    uneven = Conv().support({**sizes, "image": 5}, nvfp4, B200)
+    assert uneven.level is Level.REFUSED and "batch=2, channels=64, image=5" in uneven.reason
 
 
 def test_what_a_device_refuses_stays_refused() -> None:
