@@ -27,6 +27,10 @@ class Unset:
     """What no value equals: the machine, or whoever runs the process, says what is usual."""
 
 
+class NotInUse:
+    """What a switch is at before its library is used: nobody knows, because to ask would begin to use it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Switch:
     """One of them; `write` is None for what ends with the object that holds it.
@@ -65,7 +69,8 @@ def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
     after = now(switches)
     if after == before:
         return []
-    found = list(zip(switches, before, after, strict=True))
+    known = zip(switches, before, after, strict=True)
+    found = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
     for switch, old, _ in found:  # each is read again: one of torch's older switches writes several of the newer ones
         if switch.write is not None and switch.read() != old:
             # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
@@ -84,6 +89,8 @@ def plain(value: Any) -> Scalar | None:
     match value:
         case enum.Enum():
             return value.name
+        case _ if value is NotInUse:
+            return None
         case None | bool() | int() | float() | str():
             return value
         case set() | frozenset():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import NamedTuple
 
 from fp8bench.registry import devices
+
+# What torch adds to the driver's words: where to look them up, and that the line may be another.
+_ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*")
 
 
 class Fault(NamedTuple):
@@ -18,7 +22,10 @@ class Fault(NamedTuple):
 
 
 def described(error: BaseException, known: bool = True) -> Fault:
-    """An exception in words. Each device is asked whether it is an exhausted memory, where the devices are `known`."""
+    """An exception in words. Each device is asked whether it is an exhausted memory, where the devices are `known`.
+
+    The advice that torch gives with a driver's error is kept in the traceback alone.
+    """
     kinds = devices.names() if known else ()
     try:
         text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
@@ -28,4 +35,4 @@ def described(error: BaseException, known: bool = True) -> Fault:
     text, trace = (
         said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
     )
-    return Fault(type(error).__name__, text, trace, exhausted)
+    return Fault(type(error).__name__, _ADVICE.sub(r"\1", text), trace, exhausted)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any
 
-from fp8bench.process_switches import Switch, Unset, attribute
+from fp8bench.process_switches import NotInUse, Switch, Unset, attribute
 from fp8bench.worker import torch_state as state
 
 _SMALLEST = 5e-324
@@ -219,7 +219,9 @@ def _of_gpus() -> Iterator[Switch]:
         if (size := getattr(libraries, function, None)) is not None
     ]
     for words, read, write, usual, public in rows:
-        yield Switch(words, partial(state.once_used, read, None if usual is Unset else usual), write, (public,), usual)
+        yield Switch(
+            words, partial(state.once_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
+        )
 
 
 def _of_products() -> Iterator[Switch]:

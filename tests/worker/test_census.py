@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fp8bench.process_switches import Unset
+from fp8bench.process_switches import NotInUse, Unset, now, plain, put_back
 from fp8bench.worker import torch_switches
 from fp8bench.worker.switches import switches
 from tests.worker.census import TABLE, census, decided, versions
@@ -47,7 +48,27 @@ def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.Monkey
     table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
     assert {name for switch in of_gpus for name in switch.names} == table
     if not torch.cuda.is_initialized():
-        assert all(switch.read() == (None if switch.usual is Unset else switch.usual) for switch in of_gpus)
+        assert all(switch.read() is (NotInUse if switch.usual is Unset else switch.usual) for switch in of_gpus)
+
+
+def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own optimizers ask for a GPU's stream, whatever their parameters lie on.
+
+    In a worker that nobody had asked for devices every step on the CPU failed by what cuFFT's plans were at.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
+    plans = [one for one in torch_switches._of_gpus() if one.name == "cuFFT's plans"]
+    used = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
+    before = now(plans)
+    assert [plain(value) for value in before] == [None]
+    used[0] = True
+    assert put_back(plans, before) == []
+    before = now(plans)
+    torch.backends.cuda.cufft_plan_cache.max_size = 7
+    assert put_back(plans, before) == ["cuFFT's plans at 7 (it was 4096)"]
+    assert torch.backends.cuda.cufft_plan_cache.max_size == 4096
 
 
 @pytest.mark.parametrize("version", versions())

@@ -31,6 +31,10 @@ from fp8bench.protocols import Device
 from fp8bench.registry import devices
 from fp8bench.suites import Axis, Work, Workload, workloads
 
+ADVICE = (
+    "\\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/cuda/ for more information."
+    "\\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\\n"
+)
 BROKEN = []  # of this process: every call of the device raises it
 GONE = pathlib.Path(__file__).with_name("gone")  # of the machine
 
@@ -61,7 +65,7 @@ class Planted(Device):
 
 
 def broken(words):
-    BROKEN[:] = [torch.AcceleratorError("CUDA error: " + words)]
+    BROKEN[:] = [torch.AcceleratorError("CUDA error: " + words + ADVICE)]
 
 
 @workloads.register("faulty")
@@ -189,6 +193,7 @@ def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Pa
 
     for how in HOWS[:-2]:
         assert of(how, "fp32").status is Status.OK and of(how, "fp32").timing is not None, of(how, "fp32").reason
+    assert "CUDA_LAUNCH_BLOCKING" in of("asserts").detail
     assert of("asserts").reason == "AcceleratorError: CUDA error: device-side assert triggered"
     assert "CUBLAS_STATUS_NOT_INITIALIZED" in of("says memory").reason
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in of("refused").reason
