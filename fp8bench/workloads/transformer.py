@@ -177,8 +177,7 @@ class Transformer(Workload):
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
-        weights = _weights(setup, model)
-        with attention_by(attention), weights(SilentPhases()):
+        with attention_by(attention):
             forward = _forward(setup, model)
         parameters = list(model.parameters())
         return TrainingState(
@@ -192,7 +191,7 @@ class Transformer(Workload):
             _loader(setup),
             int(setup.case.param("micro_batches")),
             setup.loss_scale,
-            weights,
+            _weights(setup, model),
         )
 
     def step(self, state: TrainingState, phase: Phases) -> None:
@@ -254,8 +253,7 @@ class Transformer(Workload):
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with attention_by(_choice(dict(setup.case.params), "attention")):
-            with _weights(setup, model)(SilentPhases()):
-                forward = _forward(setup, model)
+            forward = _forward(setup, model)
             if setup.settles:
                 _gradients(setup, model, forward, setup.loss_scale)
             return _gradients(setup, model, forward, setup.loss_scale)
@@ -351,7 +349,8 @@ def _forward(setup: Setup, model: GPT) -> Forward:
         return model
     from fp8bench.nn.gpt import compiled
 
-    return compiled(model, *_loader(setup).next())
+    with _weights(setup, model)(SilentPhases()):
+        return compiled(model, *_loader(setup).next())
 
 
 def _loader(setup: Setup) -> TokenLoader:
