@@ -69,6 +69,7 @@ def run(
     energy: bool = True,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
+    backend: str = "auto",
     tensorboard: str | Path | None = None,
     store: str | Path = DEFAULT_STORE,
     observer: Observer | None = None,
@@ -85,7 +86,7 @@ def run(
         rounds=rounds, seed=seed, threads=threads, imports=_names(imports), isolation=isolation,
         case_timeout=case_timeout, grid=grid, trace=_plain(trace), static_scales=static_scales,
         refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, max_batch=max_batch,
-        memory_limit=_bytes(memory_limit),
+        memory_limit=_bytes(memory_limit), backend=backend,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)

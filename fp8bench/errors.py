@@ -63,6 +63,14 @@ class RecipeRefused(UsageError):
     """Formats, scalings or factors that do not make a recipe."""
 
 
+class BackendMissing(Fp8benchError):
+    """A backend that is installed, and does not import all the same."""
+
+    def __init__(self, backend: str, cause: BaseException) -> None:
+        words = " ".join(str(cause).split())[:300]
+        super().__init__(f"{backend} is installed and cannot be imported ({type(cause).__name__}: {words})")
+
+
 class ImportFailed(UsageError):
     """A module given to --import does not import."""
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from fp8bench.errors import Fp8benchError, UnknownName, UsageError
 from fp8bench.model import Scalar
-from fp8bench.protocols import Device, Precision, Workload
+from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
 
@@ -133,6 +133,11 @@ class Registry(Generic[T]):
         self._leaves = dict(sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules))))
 
 
+# The backend that stands for whoever can.
+AUTO = "auto"
+_BACKEND = "backend="
+
+
 class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, with their options behind it: `fp8-delayed:history=16:margin=1`."""
 
@@ -144,7 +149,17 @@ class PrecisionRegistry(Registry[Precision]):
         """A precision with the options of the word; raises UsageError for those it cannot have."""
         name, *pairs = word.split(":")
         leaf = self._leaves[super().canonical(name)]
-        return leaf(self._chosen(word, leaf, pairs))
+        chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]
+        precision = leaf(self._chosen(word, leaf, [pair for pair in pairs if not pair.startswith(_BACKEND)]))
+        if not chosen or chosen == [AUTO]:
+            return precision
+        if len(chosen) > 1:
+            raise UsageError(f"the dtype {word!r} gives backend twice. Keep one of the two.")
+        if not leaf.takes_backend:
+            raise UsageError(
+                f"{leaf.name} is torch's own: nobody else multiplies in it. Leave {_BACKEND}{chosen[0]} out."
+            )
+        return precision.by(backends.get(chosen[0]))
 
     def _chosen(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         chosen: dict[str, Scalar] = {}
@@ -173,6 +188,7 @@ def _address(leaf: type) -> str:
     return f"{leaf.__module__}.{leaf.__qualname__}"
 
 
+backends: Registry[Backend] = Registry("backend", "fp8bench.backends", Backend, ("name", "summary"))
 workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary", "version"))
 precisions = PrecisionRegistry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
 devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))

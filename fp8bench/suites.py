@@ -19,6 +19,7 @@ from fp8bench.model import (
 )
 from fp8bench.protocols import (
     Arithmetic,
+    Backend,
     CannotLimit,
     Device,
     Grid,
@@ -35,11 +36,11 @@ from fp8bench.protocols import (
     Workload,
 )
 from fp8bench.protocols.axes import Axis, Option, one_of, whole_number
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import backends, devices, precisions, workloads
 
 __all__ = [
-    "Arithmetic", "Axis", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer", "Level", "MemoryCourse",
-    "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision", "Role", "Scalar", "Setup",
-    "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics", "Work", "Workload",
-    "devices", "one_of", "precisions", "whole_number", "workloads",
+    "Arithmetic", "Axis", "Backend", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer", "Level",
+    "MemoryCourse", "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision", "Role",
+    "Scalar", "Setup", "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics", "Work",
+    "Workload", "backends", "devices", "one_of", "precisions", "whole_number", "workloads",
 ]  # fmt: skip

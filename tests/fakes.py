@@ -83,6 +83,7 @@ class Script:
     quantisers: Sequence[int] = ()
     uncompilable: str = ""
     effect: StepEffect | None = None
+    wrong_product: str = ""
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -166,6 +167,11 @@ class FakeWorker(Worker):
             raise WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
         self._labels[key], self._calls[key] = label, 0
         self.now_ns += self._script(label).preparing_ns
+
+    def _trial(self, case: Case, facts: DeviceFacts) -> str:
+        self.log.append(("trial", case.mode))
+        self._strike("trial", case.mode)
+        return self._script(case.mode).wrong_product
 
     def _waiting(self, label: str) -> int:
         """How many quantisers a mode has asked for by now, less those that are compiled. Modes share none."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import backends, devices, precisions, workloads
 
 _SUITE = """
 from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
@@ -46,7 +46,7 @@ def forgotten(folder: Path) -> Iterator[None]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
-        for registry in (workloads, precisions, devices):
+        for registry in (workloads, precisions, backends, devices):
             registry.names()  # all of fp8bench's own are there before one is added
             patch.setattr(registry, "_leaves", dict(registry._leaves))
         yield

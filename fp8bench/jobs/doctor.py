@@ -29,7 +29,7 @@ from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import backends, devices, precisions, workloads
 from fp8bench.report.words.run_facts import shortened
 from fp8bench.units import percent, seconds, size
 
@@ -49,6 +49,7 @@ def examine(calibrate: bool) -> Iterator[str]:
         for one in facts:
             yield ""
             yield from _device(one)
+            yield from (f"  backend {line}" for line in backend_lines(worker, one))
             with meter_for(one) as meter:  # trying a source of energy takes up to 3 s
                 yield from (f"  {line}" for line in device_lines(meter))
         if not any(one.accelerated for one in facts):
@@ -88,6 +89,22 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     for name in by_rank():
         support = precisions.get(name).support(facts)
         yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
+
+
+def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
+    """Every backend: its version and what it multiplies on a device, or why it is of no use there."""
+    for name in backends.names():
+        backend = backends.get(name)
+        version = facts.version_of(backend.package)
+        why = backend.missing(version) or worker.within(START_SECONDS).backend(name)
+        if why:
+            yield f"{name:<9} {why}"
+            continue
+        known = {one: precisions.get(one).by(backend) for one in by_rank() if precisions.get(one).takes_backend}
+        supports = {one: precision.support(facts) for one, precision in known.items()}
+        takes = [one for one, support in supports.items() if support.level is not Level.REFUSED]
+        refusals = [support.reason for one, support in supports.items() if one not in takes]
+        yield f"{name:<9} {backend.package} {version}: {', '.join(takes) if takes else f'nothing here: {refusals[0]}'}"
 
 
 def by_rank() -> list[str]:

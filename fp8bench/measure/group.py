@@ -75,6 +75,7 @@ class GroupMeasurement:
     def run(self) -> tuple[Record, ...]:
         """Measure, then the passes that look at what was measured, then records in the order of the plan."""
         self._leave_out_lost()
+        self._try_products()
         while self._time() == "again":
             for outcome in self._outcomes:
                 outcome.forget()
@@ -98,6 +99,19 @@ class GroupMeasurement:
         for one in self._alive():
             one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
         return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
+
+    def _try_products(self) -> None:
+        """Where products are native, or a backend's, they are tried before they are timed; a wrong one is refused."""
+        for outcome in filter(_has_native_products, self._alive()):
+            case, limits = outcome.planned.case, self._method.limits
+            try:
+                wrong = self._worker.within(limits.first(outcome.planned.work)).trial(case, self._facts[case.device])
+            except WorkerError as cause:
+                outcome.fail(f"its products could not be tried: {cause}", cause)
+                self._worker.restart()
+                continue
+            if wrong:
+                outcome.refuse(wrong)
 
     def _unpair(self) -> None:
         """The reference failed by its numbers: where not all shared a session, nobody shared rounds with the next."""
@@ -273,3 +287,10 @@ class GroupMeasurement:
         except WorkerError:
             self._worker.restart()
             return None
+
+
+def _has_native_products(outcome: CaseOutcome) -> bool:
+    """Whether somebody else's code multiplies in it, in some low precision."""
+    case, native = outcome.planned.case, outcome.planned.support.level is Level.NATIVE
+    known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
+    return any(one.whole_layers or (native and one.takes_backend) for one in known)

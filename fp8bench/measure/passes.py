@@ -31,6 +31,7 @@ from fp8bench.model import (
     Run,
     Status,
     StepEffect,
+    Support,
 )
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.readings import Reading
@@ -69,6 +70,12 @@ class CaseOutcome:
         status = Status.SKIPPED if left_out else Status.FAILED if self.failure else Status.OK
         draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
         return draft if status is Status.OK else replace(draft, timing=None, scales=(), energy=None, watch=None)
+
+    def refuse(self, why: str) -> None:
+        """What the plan believed of its device is not so: it does not run."""
+        support = Support(Level.REFUSED, why)
+        self.planned = replace(self.planned, support=support, skip=why)
+        self.note(support=support)
 
     def fail(self, why: str, cause: WorkerError) -> None:
         self.failure = why

@@ -14,10 +14,11 @@ Params = tuple[tuple[str, Scalar], ...]
 
 @dataclass(frozen=True)
 class Support:
-    """How a device does a precision, and why."""
+    """How a device does a precision, and why. `backend` is who multiplies in a case, with its version."""
 
     level: Level
     reason: str
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class DeviceFacts:
 
     `uuid` and `pci` are what torch says of them, '' where it does not: the driver counts devices in another order.
     `unusable` says why nothing can run on it, whatever the precision; '' as far as anybody knows.
+    `packages` are the versions of what backends come with, of those that are installed beside torch.
     """
 
     kind: str
@@ -57,6 +59,11 @@ class DeviceFacts:
     uuid: str = ""
     pci: str = ""
     unusable: str = ""
+    packages: tuple[tuple[str, str], ...] = ()
+
+    def version_of(self, package: str) -> str | None:
+        """That of an installed package that a backend comes with; None where it is not installed."""
+        return self.torch if package == "torch" else dict(self.packages).get(package)
 
     @property
     def key(self) -> str:

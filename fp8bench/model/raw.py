@@ -10,6 +10,8 @@ from dataclasses import dataclass
 PROTOCOL = 3
 # 'eager' in it turns the compiling of quantisers off.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
+# 'unchecked' in it has native products timed that nobody has held against fp64: for a runtime that computes nothing.
+PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ REQUEST_RULES: Mapping[str, Rule] = {
     "saturation_bound": PERCENT,
     "energy": _FLAG,
     "max_batch": _FLAG,
+    "backend": Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
     "memory_limit": whole_number(
         1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"
     ),
@@ -113,7 +114,7 @@ class Request:
     the number of steps that scales are found in, `refresh_scales` of those after which they are renewed,
     `saturation_bound` the percentage of a tensor's values above which its scale is. `energy` says whether energy is
     measured where a device can tell it. `max_batch` asks for the largest batch that fits, `memory_limit` is the memory
-    that it has to fit into, in bytes.
+    that it has to fit into, in bytes. `backend` is who multiplies in dtypes that name none; 'auto' is whoever can.
     """
 
     suite: str
@@ -139,6 +140,7 @@ class Request:
     energy: bool = True
     max_batch: bool = False
     memory_limit: int | None = None
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""

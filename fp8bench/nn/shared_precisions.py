@@ -5,11 +5,13 @@ No torch here: plans read it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
+from fp8bench.formats.hardware import refused
 from fp8bench.formats.recipe_support import on_device, recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
@@ -77,6 +79,7 @@ class RecipePrecision(Precision):
     """
 
     carried_by = "bf16"
+    takes_backend = True
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
     kept: ClassVar[Format | None] = None
@@ -96,7 +99,7 @@ class RecipePrecision(Precision):
 
     @property
     def tensor_scale(self) -> TensorScale:
-        if not self.recipe.per_tensor:
+        if not self.recipe.per_tensor or self.whole_layers:
             return TensorScale.NONE
         return TensorScale.DELAYED if self.recipe.delayed else TensorScale.CURRENT
 
@@ -104,17 +107,23 @@ class RecipePrecision(Precision):
     def remembers(self) -> bool:
         return self.recipe.delayed is not None or any(one.stochastic for one in self.recipe.treatments)
 
-    def support(self, facts: DeviceFacts) -> Support:
+    def own_support(self, facts: DeviceFacts) -> Support:
+        """How torch does it, or else emulation."""
         return recipe_support(self.recipe, self.words, facts)
 
-    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        from fp8bench.nn.block_arithmetic import BlockArithmetic
-        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+    def support(self, facts: DeviceFacts) -> Support:
+        if self.backend is None:
+            return self.own_support(facts)
+        missing = self.backend.missing(facts.version_of(self.backend.package))
+        return refused(missing) if missing else self.backend.support(self, facts)
 
-        if self.support(facts).level is not Level.NATIVE:
-            return RecipeArithmetic(self.recipe)
-        recipe = on_device(self.recipe, facts)
-        return BlockArithmetic(recipe) if recipe.in_blocks else ScaledArithmetic(recipe)
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        if self.backend is not None:
+            return self.backend.arithmetic(self, facts)
+        from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+
+        native = self.own_support(facts).level is Level.NATIVE
+        return native_arithmetic(on_device(self.recipe, facts)) if native else RecipeArithmetic(self.recipe)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""
@@ -135,3 +144,24 @@ class RecipePrecision(Precision):
     def scale(self) -> ScaleRounding:
         """What was chosen for scales."""
         return ScaleRounding(str(self.chosen["scale"]))
+
+
+def native_arithmetic(recipe: Recipe) -> Arithmetic:
+    """By torch's scaled products."""
+    from fp8bench.nn.block_arithmetic import BlockArithmetic
+    from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+
+    return BlockArithmetic(recipe) if recipe.in_blocks else ScaledArithmetic(recipe)
+
+
+def recipe_of(precision: Precision) -> Recipe:
+    """The recipe of one that takes a backend: all of them are recipes."""
+    assert isinstance(precision, RecipePrecision)
+    return precision.recipe
+
+
+def wrong_pairing(backend: str, precision: Precision, known: Iterable[str]) -> Support:
+    """Refused: a backend has recipes of its own, and that mode is none of them."""
+    modes = list(known)
+    near = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
+    return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {near}")

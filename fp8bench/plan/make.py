@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
 from fp8bench.plan.asked_suites import suites_of
+from fp8bench.plan.backends import layered_support, multiplied_by, who_multiplies
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
@@ -179,9 +180,9 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
 def _part(request: Request, workload: Workload, layers: Sequence[Layer], compares: bool) -> _Part:
     """Precisions of one suite: those asked for, else its own; the reference first."""
     own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
-    names = [precisions.canonical(word) for word in (request.dtypes or own)]
+    names = [multiplied_by(word, request.backend) for word in (request.dtypes or own)]
     if request.reference is not None:
-        names.append(precisions.canonical(request.reference))
+        names.append(multiplied_by(request.reference, request.backend))
         lead = names[-1]
     else:
         lead = min(names, key=lambda name: precisions.get(name).rank)
@@ -266,9 +267,11 @@ def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCas
 def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version)
     named = dict(params)
-    answers = [workload.support(named, precisions.get(name), facts), *mapped_support(workload, named, facts, layers)]
+    answers = [layered_support(workload, named, precisions.get(name), facts)]
+    answers += mapped_support(workload, named, facts, layers)
     # A case is as native as the least native of its layers.
     support = max((sound_support(workload, one) for one in answers), key=lambda one: _WORST_LAST.index(one.level))
+    support = replace(support, backend=who_multiplies(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
     work = sound_work(workload, workload.work(named))

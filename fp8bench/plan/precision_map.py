@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
+from fp8bench.plan.backends import layered_support, multiplied_by
 from fp8bench.plan.checked_workload import answering, sound_layers
 from fp8bench.protocols import Layer, TensorScale, Workload, key_of, keys_of
 from fp8bench.registry import precisions, workloads
@@ -38,7 +39,7 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
     """The map of a suite with these layers. The reference, which is the first mode, stays pure; all others take it."""
     reference, *others = modes
     keys = keys_of(known)
-    layers = [(key, precisions.canonical(word)) for key, word in request.precision_map if key in keys]
+    layers = [(key, multiplied_by(word, request.backend)) for key, word in request.precision_map if key in keys]
     if layers and not others:
         raise UsageError(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
@@ -65,7 +66,7 @@ def mapped_support(
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
         for kind in dict.fromkeys(layer.kind for layer in own if key_of(layer, keys) == key):
-            yield workload.layer_support(kind, params, precisions.get(word), facts)
+            yield layered_support(workload, params, precisions.get(word), facts, kind)
 
 
 def modes_of(workload: Workload, case: Case) -> dict[str, None]:

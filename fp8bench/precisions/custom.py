@@ -62,7 +62,7 @@ class Custom(RecipePrecision):
         common = str(self.chosen["format"])
         return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
 
-    def support(self, facts: DeviceFacts) -> Support:
+    def own_support(self, facts: DeviceFacts) -> Support:
         """Emulated also where it happens to be a recipe that has units."""
         return hardware.emulated_everywhere(facts, self.words)
 

@@ -12,7 +12,7 @@ from fp8bench.model import LayerScale, MemoryRole, StaticScales
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class ScaleState(NamedTuple):
@@ -105,6 +105,10 @@ class Arithmetic(ABC):
         """The same for one layer, with scales from data that the book keeps; itself where no tensor has one scale."""
         return self
 
+    def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
+        """What multiplies inputs by a layer's weight, casts included, gradients too; None: `cast` and `product` do."""
+        return None
+
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         """`tensor` (2-D, contraction last) in this precision."""
@@ -165,6 +169,9 @@ class WatchedArithmetic(Arithmetic):
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
         return self._around(self.inner.scaled_by(book, name))
+
+    def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
+        return self.inner.whole(weight)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._told(self.inner.cast(tensor, role), tensor, role)

@@ -1,12 +1,13 @@
-"""What a precision is: a mode, with its options and the switches of the process that it needs."""
+"""What a precision is: a mode, with its options and the switches of the process that it needs; who multiplies in it."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
@@ -29,6 +30,7 @@ class Precision(ABC):
     `rank` orders precisions from the highest down: the default reference is the lowest rank of a run. `loss_scale`
     multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
     precision in which values travel between products, where it is not this one: all that is no product runs in it.
+    `takes_backend` says that others than torch may multiply in it; `backend` is who was chosen to, None is whoever can.
     """
 
     name: ClassVar[str]
@@ -42,14 +44,32 @@ class Precision(ABC):
     # Dimensions a native product needs as multiples: (of the contraction, of the columns).
     multiples: ClassVar[tuple[int, int]] = (1, 1)
     options: ClassVar[tuple[Option, ...]] = ()
+    takes_backend: ClassVar[bool] = False
+    backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
         defaults = {one.name: one.parse(one.default) for one in self.options}
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
+    def by(self, backend: Backend) -> Self:
+        """The same, multiplied by that backend."""
+        other = copy.copy(self)
+        other.backend = backend
+        return other
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether there are no casts and products by themselves."""
+        return self.backend is not None and self.backend.whole_layers
+
     @property
     def mode(self) -> str:
         """Its name with the options that differ from their defaults: one word for one meaning."""
+        return f"{self.plain_mode}:backend={self.backend.name}" if self.backend else self.plain_mode
+
+    @property
+    def plain_mode(self) -> str:
+        """The same without the backend."""
         given = [(one, self.chosen[one.name]) for one in self.options]
         words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
         return ":".join([self.name, *words])
@@ -77,6 +97,48 @@ class Precision(ABC):
         """Global switches this precision needs, set and restored; plain IEEE fp32 products by default."""
         with float32_products(self.float32_products):
             yield
+
+
+class Backend(ABC):
+    """`package` is the distribution that it comes with, and `least` the first version that will do.
+
+    `whole_layers` says that it has no casts and products by themselves, but layers that do both.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    package: ClassVar[str] = "torch"
+    least: ClassVar[str] = "0"
+    whole_layers: ClassVar[bool] = False
+
+    @abstractmethod
+    def support(self, precision: Precision, facts: DeviceFacts) -> Support:
+        """How it does a precision on a device, where it is installed; refused with the reason and the nearest."""
+
+    @abstractmethod
+    def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
+        """The operations; only called where `support` does not refuse. Raises BackendMissing where it cannot run."""
+
+    def imported(self) -> None:
+        """Raise BackendMissing where it is installed and cannot be used all the same. Imports it: for workers."""
+
+    def missing(self, version: str | None) -> str:
+        """Why the installed version of its package (None: there is none) will not do; '' if it will."""
+        if version is None:
+            return f"{self.package} is not installed here: pip install {self.package}"
+        if _numbers(version) < _numbers(self.least):
+            return f"{self.package} {version} is too old: {self.least} or later is needed"
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """'2.13.0+cpu' as (2, 13, 0); what is no number ends it."""
+    found = []
+    for word in version.partition("+")[0].split("."):
+        if not word.isdigit():
+            break
+        found.append(int(word))
+    return tuple(found)
 
 
 @contextmanager

@@ -103,8 +103,9 @@ class Workload(ABC):
     `history` the cases whose numbers are followed from commit to commit. `fused` says whether quantisers are compiled
     before they are timed: not where numbers are all that it is about. `batch_axis` is the axis that --max-batch
     varies, which says how much a step takes in at once; '' if there is none. `may_diverge` says that numbers of the
-    state may become infinite or NaN: the case is then labelled, and fails otherwise. `error`, `statistics` and `check`
-    run apart from any timing.
+    state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
+    products in low precision are those of linear layers, which a backend may make its own. `error`, `statistics` and
+    `check` run apart from any timing.
     """
 
     name: ClassVar[str]
@@ -117,6 +118,7 @@ class Workload(ABC):
     fused: ClassVar[bool] = True
     batch_axis: ClassVar[str] = ""
     may_diverge: ClassVar[bool] = False
+    linear_layers: ClassVar[bool] = False
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:

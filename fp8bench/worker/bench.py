@@ -47,6 +47,7 @@ from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
+from fp8bench.worker.trial import Trials, installed, why_not
 
 # What lies in a GPU's cache when a step begins, in every row of a run.
 L2_CACHE = "hot: what the step before left in it; never flushed"
@@ -69,6 +70,7 @@ class Bench:
         self._kept: dict[str, _Kept] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
+        self._trials = Trials()
         refuse_bent()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
@@ -85,7 +87,22 @@ class Bench:
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         """Every device on this machine."""
-        return tuple(facts for kind in devices.names() for facts in devices.get(kind).available())
+        packages = installed()
+        found = (facts for kind in devices.names() for facts in devices.get(kind).available())
+        return tuple(replace(facts, packages=packages) for facts in found)
+
+    def backend(self, name: str) -> str:
+        """Why a backend that is installed cannot be used, '' if it can. Imports it."""
+        return why_not(name)
+
+    def trial(self, case: Case, facts: DeviceFacts) -> str:
+        """What is wrong with the products of a case's precisions where somebody else's code makes them; '' if nothing.
+
+        Looked at once for every precision in the life of a worker.
+        """
+        devices.get(facts.kind).select(facts.index)
+        with unchanged(), aside():
+            return self._trials.wrong(case, facts)
 
     def software(self) -> dict[str, Scalar | None]:
         """torch's build, and what every switch was at before anything was measured."""

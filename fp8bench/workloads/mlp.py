@@ -27,6 +27,7 @@ class Mlp(LayerWorkload):
 
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
+    linear_layers = True
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(

@@ -83,6 +83,7 @@ class Transformer(Workload):
     version = "2"
     summary = "a GPT training step with every phase, from data loading to the optimizer"
     uses_corpus = True
+    linear_layers = True
     layer_kinds = ("attn", "mlp", "head")
     batch_axis = "batch"
     history = Grid(

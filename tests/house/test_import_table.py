@@ -38,6 +38,7 @@ TABLE: dict[str, frozenset[str]] = {
     "profiler": FLOOR | {"protocols"},
     "workloads": FLOOR | NAMES | TENSORS,
     "precisions": FLOOR | NAMES | TENSORS,
+    "backends": FLOOR | NAMES | TENSORS,
     "devices": FLOOR | NAMES | TENSORS | {"profiler"},
     "analysis": FLOOR | NAMES | {"formats"},
     "plan": FLOOR | NAMES | {"user_code"},
@@ -46,7 +47,7 @@ TABLE: dict[str, frozenset[str]] = {
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
     "report": FLOOR | NAMES | {"analysis", "formats"},
     "pipeline": PARENT,
-    "jobs": PARENT | TENSORS | {"pipeline", "profiler", "worker", "devices", "precisions", "workloads"},
+    "jobs": PARENT | TENSORS | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads"},
     "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
@@ -67,16 +68,16 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
     ("fp8bench.measure", "store"): frozenset({"fp8bench.store.asv.identity"}),
     ("fp8bench.measure", "worker"): frozenset({"fp8bench.worker.bench", "fp8bench.worker.faults"}),
 }
-LEAVES = frozenset({"precisions", "devices", "workloads"})
+LEAVES = frozenset({"backends", "precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "process_switches", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites", "user_code"}
-MOST_ROOMS = 17
+MOST_ROOMS = 18
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
-LAZY = HEAVY | {"asv_runner", "pynvml", "amdsmi", "ctypes", "tensorboard", "wandb"}
+LAZY = HEAVY | {"asv_runner", "pynvml", "amdsmi", "ctypes", "tensorboard", "torchao", "transformer_engine", "wandb"}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),

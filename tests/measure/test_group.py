@@ -529,3 +529,22 @@ def test_a_record_keeps_what_the_plan_knew() -> None:
     records, _ = measure({}, *cases)
     assert records["bf16"].support == cases[1].support
     assert records["bf16"].work.flops == 1e6
+
+
+def test_a_native_product_that_is_wrong_is_refused_and_not_timed() -> None:
+    """With the worker's words; the others go on. Emulated cases and torch's own dtypes are not tried."""
+    scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
+    records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
+    refused = records["fp8"]
+    assert refused.status is Status.SKIPPED and refused.support.level is Level.REFUSED
+    assert refused.reason == refused.support.reason == "fp8: its forward product is wrong"
+    assert records["bf16"].status is records["mxfp8"].status is Status.OK
+    assert [entry[1] for entry in worker.log if entry[0] == "trial"] == ["fp8"] and not worker.slots("fp8")
+
+
+def test_a_trial_that_ends_the_worker_fails_its_case() -> None:
+    scripts = {"fp8": broken("trial", error=WorkerLost("it crashed"))}
+    records, worker = measure(scripts, planned("bf16"), planned("fp8"))
+    assert records["fp8"].status is Status.FAILED
+    assert "its products could not be tried: it crashed" in records["fp8"].reason
+    assert records["bf16"].status is Status.OK and worker.restarts

@@ -20,7 +20,7 @@ from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
-from fp8bench.registry import workloads
+from fp8bench.registry import AUTO, backends, workloads
 from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
@@ -48,6 +48,11 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     shared(group, "--set")
     words = "the cases whose history is kept, as `asv run` measures them; --set has the last word"
     add("--grid", action="store_true", help=words)
+    words = (
+        f"who multiplies in low precision: {', '.join((AUTO, *backends.names()))} (default {AUTO}: torch where it can, "
+        "else emulated); a dtype may say so itself: fp8:backend=torchao"
+    )
+    add("--backend", default=AUTO, metavar="NAME", help=words)
     words = (
         "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
         "of names (blocks.0); the reference stays pure"

@@ -1,0 +1,163 @@
+"""Backends: which are installed, and whether the products that they promise are right.
+
+A capability is believed once a product was run: there are versions of libraries that claim a format for a device and
+multiply wrongly. Three products of one layer are held against those of the same codes in fp64, or, where a library has
+no codes to show, against fp8bench's own emulation of the recipe. Sizes of rows and columns differ by far, so that a
+scale in another's place cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from fp8bench.errors import BackendMissing
+from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import Case, DeviceFacts, Level
+from fp8bench.model.raw import PRODUCTS_VARIABLE
+from fp8bench.nn.shared_precisions import recipe_of
+from fp8bench.protocols import Arithmetic, Precision, Role, SilentPhases
+from fp8bench.registry import backends, precisions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TOKENS, _INPUTS, _OUTPUTS = 256, 512, 384
+# Of the sum of magnitudes: bfloat16's rounding and sums in 14 bits take 0.3%, an operand's other scale much more.
+_MOST = 0.01
+# Where the library rounds values by itself a few may become their neighbours.
+_MOST_OF_WHOLE = 0.03
+
+
+def installed() -> tuple[tuple[str, str], ...]:
+    """The versions of the packages that backends come with, torch left out. Nothing is imported."""
+    found = []
+    for package in sorted({backends.get(name).package for name in backends.names()} - {"torch"}):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append((package, metadata.version(package)))
+    return tuple(found)
+
+
+def why_not(name: str) -> str:
+    """Why an installed backend cannot be used; '' if it can."""
+    try:
+        backends.get(name).imported()
+    except BackendMissing as error:
+        return str(error)
+    return ""
+
+
+class Trials:
+    """What was found of each precision on each device."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], str] = {}
+
+    def wrong(self, case: Case, facts: DeviceFacts) -> str:
+        """What is wrong with the products of a case's own precision and of its layers'; '' if nothing."""
+        for mode in (case.precision, *(word for _, word in case.precision_map)):
+            key = mode, facts.key
+            if key not in self._known:
+                self._known[key] = _tried(precisions.get(mode), facts)
+            if self._known[key]:
+                return self._known[key]
+        return ""
+
+
+def _tried(precision: Precision, facts: DeviceFacts) -> str:
+    native = precision.support(facts).level is Level.NATIVE
+    if not precision.takes_backend or not (native or precision.whole_layers):
+        return ""
+    unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
+    try:
+        arithmetic = precision.arithmetic(facts)
+        with precision.scope():
+            found = "" if unchecked else wrong_product(arithmetic, precision, facts)
+    except BackendMissing as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - it is foreign code, and its words are the reason
+        return f"{precision.mode}: a product of {_TOKENS}x{_OUTPUTS}x{_INPUTS} fails: {type(error).__name__}: {error}"
+    return f"{precision.mode}: {found}" if found else ""
+
+
+def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
+    """What is wrong with the three products of one layer; '' if nothing. The largest error stands in it."""
+    import torch
+
+    random = torch.Generator(facts.key).manual_seed(0)
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        sizes = torch.logspace(-2, 2, rows, device=facts.key)[:, None] * torch.logspace(
+            1, -1, columns, device=facts.key
+        )
+        # Mostly of one sign: sums that cancel would hide what is wrong with them behind their terms.
+        return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
+
+    x, weight, gradient = drawn(_TOKENS, _INPUTS), drawn(_OUTPUTS, _INPUTS), drawn(_TOKENS, _OUTPUTS)
+    sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
+    whole = arithmetic.whole(torch.nn.Parameter(weight))
+    if whole is None:
+        errors, most = _of_operands(arithmetic, *sources), _MOST
+    else:
+        errors, most = _of_whole(arithmetic, on_device(recipe_of(precision), facts), *sources), _MOST_OF_WHOLE
+    for name, error in errors.items():
+        if not error <= most:  # NaN too
+            return (
+                f"its {name} product is wrong on {facts.key}: it differs from the same product in fp64 by {error:.3g} "
+                f"of the sum of its magnitudes, where {most:g} is the most that is expected. Nothing is measured with "
+                f"it ({PRODUCTS_VARIABLE}=unchecked does so all the same)"
+            )
+    return ""
+
+
+def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
+    """Of each product the largest difference from that of the same codes in fp64."""
+    import torch
+
+    a, b, g = (
+        arithmetic.cast(one, role)
+        for one, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
+    )  # fmt: skip
+    pairs = {
+        "forward": (a, b),
+        "input gradient's": (g, arithmetic.turn(b, weight, Role.WEIGHT)),
+        "weight gradient's": (arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic.turn(a, x, Role.INPUT)),
+    }
+    found = {}
+    for name, (one, other) in pairs.items():
+        left, right = (arithmetic.restore(operand, torch.float64) for operand in (one, other))
+        product = arithmetic.product(one, other, arithmetic.carrier)
+        found[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
+    return found
+
+
+def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
+    """The same of a layer that shows no codes, against fp8bench's emulation of its recipe."""
+    import torch
+
+    from fp8bench.nn.linear import linear
+    from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+
+    ours = RecipeArithmetic(recipe, arithmetic.carrier)
+    outcomes = []
+    for own in (False, True):
+        inputs, parameter = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
+        whole = None if own else arithmetic.whole(parameter)
+        y = linear(inputs, parameter, ours, SilentPhases()) if whole is None else whole(inputs)
+        outcomes.append((y, *torch.autograd.grad(y, (inputs, parameter), gradient)))
+    wide, matrix, pulled = (one.to(torch.float64).abs() for one in (x, weight, gradient))
+    sums = {
+        "forward": wide @ matrix.t(),
+        "input gradient's": pulled @ matrix,
+        "weight gradient's": pulled.t() @ wide,
+    }
+    pairs = zip(sums.items(), zip(*outcomes, strict=True), strict=True)
+    return {name: _largest(theirs, wanted.to(torch.float64), most) for (name, most), (theirs, wanted) in pairs}
+
+
+def _largest(found: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
+    """The largest difference, as a share of the magnitudes that were added."""
+    return float(((found.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

@@ -1,0 +1,104 @@
+"""torchao's layers against fp8bench's own of the same recipe, on a processor: torchao emulates there."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib import metadata
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.errors import BackendMissing
+from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.scaled import factor
+from fp8bench.formats.scalings import ROW_POWER_OF_TWO, TENSOR, Scaling
+from fp8bench.nn.linear import Linear
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.protocols import Role, SilentPhases
+from fp8bench.registry import backends, precisions
+from tests.facts import CPU
+from tests.formats.scaling_definitions import gaussian
+
+pytest.importorskip("torchao", reason="needs torchao, which is the backend")
+HERE = CPU.__class__(**{**vars(CPU), "packages": (("torchao", metadata.version("torchao")),)})
+MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")
+
+
+def outcome(mode: str) -> list[Tensor]:
+    """Of one layer: its output and both gradients, from weights of the same seed."""
+    torch.manual_seed(3)
+    layer = Linear(128, 96, precisions.get(mode).arithmetic(HERE).layer("one"))
+    with torch.no_grad():  # rows of very different sizes: one scale a tensor is not as good as any other
+        layer.weight.mul_(torch.logspace(-4, 2, 96)[:, None])
+    x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16).requires_grad_()
+    y = layer(x, SilentPhases())
+    pulled = (gaussian(64, 96, seed=5) * torch.logspace(2, -2, 64)[:, None]).to(y.dtype)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
+    return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_its_layers_are_ours(mode: str) -> None:
+    """Up to bfloat16's rounding of the results. But for one: of `rowwise_with_gw_hp` the input gradient's weights have
+    one scale a tensor with torchao, and one a row here."""
+    theirs, ours = outcome(f"{mode}:backend=torchao"), outcome(mode)
+    tolerances = [4e-3, 4e-3, 4e-3]
+    if mode.endswith("bf16"):
+        assert 4e-3 < relative_frobenius(theirs[1].double(), ours[1].double()) < 4e-2
+        tolerances[1] = 4e-2
+    for found, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        assert relative_frobenius(found.double(), wanted.double()) < tolerance
+
+
+@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
+def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
+    """Bit for bit where scales are powers of two; else torchao divides in fp64 and rounds the scale once more."""
+    backends.get("torchao").imported()
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    x = gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]
+    by_row = scaling is ROW_POWER_OF_TWO
+    kept = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
+    theirs = hp_tensor_to_float8_dynamic(
+        x, kept, LinearMMConfig(), round_scales_to_power_of_2=by_row, axiswise_dim=-1 if by_row else None,
+        scaling_granularity=ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE,
+    )  # fmt: skip
+    found, _ = factor(x, fmt, scaling)
+    ours = torch_codes(x, fmt, found)
+    assert torch.allclose(theirs._scale.reshape(found.shape), found, rtol=2e-7, atol=0.0)
+    differing = (theirs._data.view(torch.uint8) != ours.view(torch.uint8)).sum()
+    assert differing == 0 if by_row else differing <= 2
+
+
+def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
+    """A case's weights are the same with it and without it."""
+    arithmetic = precisions.get("fp8:backend=torchao").arithmetic(HERE)
+    with pytest.raises(TypeError, match="torchao has whole layers only"):
+        arithmetic.cast(gaussian(16, 16), Role.INPUT)
+    with pytest.raises(TypeError, match="no product by itself"):
+        arithmetic.product(*[None] * 3)  # type: ignore[arg-type]
+    states = []
+    for mode in ("fp8", "fp8:backend=torchao"):
+        torch.manual_seed(1)
+        Linear(16, 16, precisions.get(mode).arithmetic(HERE))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_one_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
+    with pytest.raises(BackendMissing, match="torchao is installed and cannot be imported"):
+        backends.get("torchao").imported()
+
+
+def test_what_it_warns_of_is_kept_back() -> None:
+    """And logging and warnings are as they were."""
+    before = logging.root.manager.disable, list(warnings.filters)
+    backends.get("torchao").imported()
+    assert (logging.root.manager.disable, list(warnings.filters)) == before

@@ -1,0 +1,182 @@
+"""Products are tried before they are timed: planted lies, by value and through a real worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench import pipeline
+from fp8bench.errors import BackendMissing
+from fp8bench.model import Case, DeviceFacts, Level, Request, Status
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.protocols import Arithmetic, Operand, Precision, SilentObserver
+from fp8bench.registry import backends, precisions
+from fp8bench.user_code import import_user_modules
+from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
+from tests.facts import CPU, H200
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
+from tests.own_suites import forgotten
+
+LIE = """
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.suites import Backend, Level, Support, backends
+
+
+class WithoutTheLastBlock(RecipeArithmetic):
+    def product(self, a, b, dtype):
+        return super().product(type(a)(a.data[:, 32:]), type(b)(b.data[:, 32:]), dtype)
+
+
+@backends.register("lying")
+class Lying(Backend):
+    name = "lying"
+    summary = "claims a unit that multiplies wrongly"
+
+    def support(self, precision, facts):
+        return Support(Level.NATIVE, "so it says")
+
+    def arithmetic(self, precision, facts):
+        return WithoutTheLastBlock(precision.recipe)
+
+
+@backends.register("honest")
+class Honest(Lying):
+    name = "honest"
+    summary = "the same, and right"
+
+    def arithmetic(self, precision, facts):
+        return RecipeArithmetic(precision.recipe)
+"""
+
+
+@pytest.fixture
+def lie(tmp_path: Path) -> Iterator[str]:
+    """A file that registers a backend whose product leaves some of the contraction out."""
+    file = tmp_path / "lying_backend.py"
+    file.write_text(LIE)
+    with forgotten(tmp_path):
+        import_user_modules((str(file),))
+        yield str(file)
+
+
+@pytest.mark.slow
+def test_a_backend_that_multiplies_wrongly_is_refused_in_numbers(lie: str, tmp_path: Path) -> None:
+    """Before anything is timed; those beside it are measured, and so is one that is right."""
+    request = Request(
+        "gemm", ("bf16", "fp8:backend=lying", "fp8:backend=honest"), quick=True, rounds=2, energy=False,
+        axes=(("shape", ("64",)),), imports=(lie,),
+    )  # fmt: skip
+    run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "")
+    records = {record.case.precision: record for record in run.records}
+    refused = records["fp8:backend=lying"]
+    assert refused.status is Status.SKIPPED and refused.support.level is Level.REFUSED and refused.timing is None
+    assert "its forward product is wrong on cpu: it differs from the same product in fp64 by 0." in refused.reason
+    assert records["fp8:backend=honest"].status is Status.OK and records["bf16"].status is Status.OK
+
+
+class Off(RecipeArithmetic):
+    """A product that is off by a share, from its second operand's own rows on."""
+
+    share = 0.05
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return super().product(a, b, dtype) * (1 + self.share)
+
+
+class Nothing(RecipeArithmetic):
+    """As a runtime that computes nothing."""
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return torch.full((a.data.shape[0], b.data.shape[0]), torch.nan, dtype=dtype)
+
+
+class OtherRows(RecipeArithmetic):
+    """The rows of a large product come in another order: the weight gradient alone is wrong."""
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        found = super().product(a, b, dtype)
+        return found.flip(0) if found.numel() > 150_000 else found
+
+
+def wrong(kind: type[RecipeArithmetic], mode: str = "fp8") -> str:
+    precision = precisions.get(mode)
+    return wrong_product(kind(precision.recipe), precision, CPU)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(RecipeArithmetic, ""), (Off, "forward product is wrong"), (Nothing, "by nan"), (OtherRows, "weight gradient's")],
+)
+def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> None:
+    found = wrong(kind)
+    assert words in found and bool(found) == bool(words)
+    assert not found or "FP8BENCH_PRODUCTS=unchecked" in found
+
+
+@NEEDS_PRODUCTS
+@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8-delayed", "fp8-rowwise:weight-gradient=bf16"])
+def test_products_of_torch_s_that_are_right_pass(mode: str) -> None:
+    assert not wrong(ScaledArithmetic, mode)
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **environment: str) -> str:
+    """What a trial of fp8 says where the device's arithmetic is that, or cannot be had."""
+
+    def arithmetic(self: Precision, facts: DeviceFacts) -> Arithmetic:
+        if kind is None:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return kind(self.recipe)  # type: ignore[call-arg, attr-defined]
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("fp8bench.nn.shared_precisions.RecipePrecision.arithmetic", arithmetic)
+    monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
+    return Trials().wrong(Case("gemm", (), "bf16", "cpu", (("mlp", "fp8"),)), H200)
+
+
+def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "fp8: a product of 256x384x512 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
+    assert "fp8: its forward product is wrong" in tried(monkeypatch, Off)
+    assert tried(monkeypatch, RecipeArithmetic) == ""
+
+
+def test_nobody_looks_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that computes nothing has no right product."""
+    assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="unchecked") == ""
+    assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="") != ""
+
+
+def test_a_precision_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("fp8bench.worker.trial._tried", lambda precision, facts: calls.append(precision.mode) or "no")
+    trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
+    assert [trials.wrong(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]
+
+
+def test_emulation_and_torch_s_own_are_not_tried() -> None:
+    for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
+        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
+
+
+def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(CPU, packages=(("torchao", "0.18.0"),))
+
+    def broken(self: object) -> None:
+        raise BackendMissing("torchao", RuntimeError("Found empty meta package"))
+
+    monkeypatch.setattr(type(backends.get("torchao")), "imported", broken)
+    found = Trials().wrong(Case("mlp", (), "fp8:backend=torchao", "cpu"), here)
+    assert found == why_not("torchao") == (
+        "torchao is installed and cannot be imported (RuntimeError: Found empty meta package)"
+    )  # fmt: skip
+
+
+def test_versions_are_those_of_what_is_installed() -> None:
+    found = dict(installed())
+    assert "torch" not in found and all(metadata.version(package) == version for package, version in found.items())
