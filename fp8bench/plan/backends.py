@@ -35,9 +35,10 @@ def layered_support(
 
 
 def who_multiplies(mode: str, level: Level, facts: DeviceFacts) -> str:
-    """The backend of a case with its version: 'torchao 0.18.0'. '' of one that does not run."""
+    """The backend of a case with its version: 'torchao 0.18.0', 'emulated (torch 2.13.0)'; '' if it does not run."""
     if level is Level.REFUSED:
         return ""
     chosen = precisions.get(mode).backend
     backend = chosen or backends.get("torch" if level is Level.NATIVE else "emulated")
-    return f"{backend.name} {facts.version_of(backend.package)}"
+    version = f"{backend.package} {facts.version_of(backend.package)}"
+    return version if backend.name == backend.package else f"{backend.name} ({version})"

@@ -118,12 +118,12 @@ def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
     assert {f"fp8:backend=emulated{inside}", f"fp8:backend=torch{inside}", "bf16"} <= set(found)
     assert found["bf16"][1].backend == "torch 2.13.0"
     emulated = cases(replace(request, precision_map=()), H200)["fp8:backend=emulated"]
-    assert emulated[1].level is Level.EMULATED and emulated[1].backend == "emulated 2.13.0"
+    assert emulated[1].level is Level.EMULATED and emulated[1].backend == "emulated (torch 2.13.0)"
 
 
 def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
     """A history of before goes on."""
-    for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated 2.13.0")):
+    for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated (torch 2.13.0)")):
         found = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
         assert found["fp8"][1].backend == backend and found["fp8"][0].id.endswith("/fp8")
     assert cases(Request("gemm", ("bf16", "fp8:backend=torch"), axes=(("shape", ("64",)),)), CPU)["fp8:backend=torch"][

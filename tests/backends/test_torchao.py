@@ -35,7 +35,7 @@ def outcome(mode: str) -> list[Tensor]:
         layer.weight.mul_(torch.logspace(-4, 2, 96)[:, None])
     x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
-    pulled = (gaussian(64, 96, seed=5) * torch.logspace(2, -2, 64)[:, None]).to(y.dtype)
+    pulled = (gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)).to(y.dtype)  # small rows count as much as large
     assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
     return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
 
@@ -46,9 +46,9 @@ def test_its_layers_are_ours(mode: str) -> None:
     one scale a tensor with torchao, and one a row here."""
     theirs, ours = outcome(f"{mode}:backend=torchao"), outcome(mode)
     tolerances = [4e-3, 4e-3, 4e-3]
-    if mode.endswith("bf16"):
-        assert 4e-3 < relative_frobenius(theirs[1].double(), ours[1].double()) < 4e-2
-        tolerances[1] = 4e-2
+    if mode.endswith("bf16"):  # under one scale the small rows are zeros
+        assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1
+        tolerances[1] = 0.5
     for found, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
         assert found.dtype == wanted.dtype and found.shape == wanted.shape
         assert relative_frobenius(found.double(), wanted.double()) < tolerance
