@@ -1,6 +1,6 @@
 """The energy of a device: which source it has, and windows over it.
 
-NVML for NVIDIA's, AMD SMI for AMD's, RAPL for the processor.
+NVML for NVIDIA's, AMD SMI for AMD's, the system's files for Intel's GPUs and for the processor (RAPL).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.measure.sensors import amd_smi, rapl
+from fp8bench.measure.sensors import amd_smi, hwmon, rapl
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
@@ -132,6 +132,7 @@ def _with_rhythm(source: Source, sampler: Sampler) -> Source:
 # The NVML device (UUID or PCI address) to read whatever the device of the cases is.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
 _UNWANTED = "--no-energy was given"
+_NO_DRIVER = "{} has no NVML"
 # What power readings of the average kind are an average over.
 _AVERAGED = 1.0
 
@@ -150,7 +151,11 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
     identity = Identity(facts.index, facts.uuid, facts.pci)
     if facts.hip:
         return amd_meter(identity, energy=energy)
-    if facts.cuda is None and facts.kind != "cuda":
+    if facts.kind == "xpu":
+        return counted_meter(
+            lambda: (hwmon.gpu_domain(),), SourceKind.COUNTER, _NO_DRIVER.format("an Intel GPU"), energy
+        )
+    if facts.kind != "cuda":
         return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
     return nvml_meter(identity, environ, energy=energy)
 
@@ -207,14 +212,21 @@ def _of_driver(
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
     """The meter of the processor's packages and their memory."""
-    absent = AbsentDevice("a CPU has no NVML")
+    return counted_meter(lambda: rapl.domains(root), SourceKind.RAPL, _NO_DRIVER.format("a CPU"), energy, clock)
+
+
+def counted_meter(
+    domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, absent: str, energy: bool, clock: Clock = HOST
+) -> Meter:
+    """The meter of what counts its energy in files; `absent` says why it can be asked nothing else."""
+    device = AbsentDevice(absent)
     if not energy:
-        return Meter((), absent, _UNWANTED, clock)
+        return Meter((), device, _UNWANTED, clock)
     try:
-        counter = rapl.Counter(rapl.domains(root), clock.now)
+        counter = rapl.Counter(domains(), clock.now)
     except NoReading as failure:
-        return Meter((), absent, failure.reason, clock)
-    return Meter((Source(SourceKind.RAPL, counter.read),), absent, "", clock)
+        return Meter((), device, failure.reason, clock)
+    return Meter((Source(kind, counter.read),), device, "", clock)
 
 
 class Meters(ExitStack):

@@ -21,7 +21,7 @@ class Domain:
     """A part of the machine with a counter: 'package-0', 'package-0/dram'. `range_uj` is where it wraps, if known."""
 
     name: str
-    path: Path
+    counter: Path
     range_uj: int | None
 
 
@@ -34,12 +34,12 @@ def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
         raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
     found = []
     for package in sorted(root.glob("intel-rapl:*")):
-        name = _text(package / "name")
+        name = text_of(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
         found += [_domain(name, package)]
-        found += [_domain(f"{name}/dram", part) for part in parts if _text(part / "name") == "dram"]
+        found += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
     if not found:
         raise NoReading(f"{root} has no RAPL package: {_why_absent(cpuinfo)}")
     for domain in found:
@@ -81,18 +81,19 @@ def _domain(name: str, path: Path) -> Domain:
     limit = None
     with suppress(NoReading, ValueError):
         # The counter takes the values from 0 to this one, both included.
-        limit = int(_text(path / "max_energy_range_uj")) + 1
-    return Domain(name, path, limit)
+        limit = int(text_of(path / "max_energy_range_uj")) + 1
+    return Domain(name, path / "energy_uj", limit)
 
 
 def _energy_uj(domain: Domain) -> int:
-    text = _text(domain.path / "energy_uj")
+    text = text_of(domain.counter)
     if not text.isdecimal():
         raise NoReading(f"the energy counter of {domain.name} says {text[:40]!r}, which is no number")
     return int(text)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file of the system's says; raises NoReading."""
     try:
         return path.read_text(errors="replace").strip()
     except PermissionError as error:

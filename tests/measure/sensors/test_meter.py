@@ -69,7 +69,7 @@ def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monk
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
     def energy_uj(part: opening.rapl.Domain) -> int:
-        watts = 65 if part.path == package else 5
+        watts = 65 if part.counter.parent == package else 5
         return nvml.state.now_ns // 1_000_000 * watts * 1_000 % 80_000_000
 
     monkeypatch.setattr(opening.rapl, "_energy_uj", energy_uj)
