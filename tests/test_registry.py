@@ -102,7 +102,7 @@ def test_the_three_registries_know_what_the_road_needs() -> None:
     assert {"transformer", "gemm"} <= set(workloads.names())
     assert {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"} <= set(precisions.names())
     assert precisions.canonical("fp4") == "nvfp4"
-    assert devices.names() == ["cpu", "cuda"]
+    assert devices.names() == ["cpu", "cuda", "xpu"]
 
 
 @pytest.mark.parametrize(

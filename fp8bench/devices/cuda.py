@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized, course
+from fp8bench.model import DeviceFacts
+from fp8bench.profiler.gpu_events import EventStamper
+from fp8bench.profiler.gpu_memory import AllocatorMeter, fraction_limited
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-if TYPE_CHECKING:
-    import torch
-
-_END = Begun("the end")
 # Libraries and the driver ask for memory by themselves, and say in their own words that there is none.
 _NO_MEMORY = re.compile(
     r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
@@ -32,131 +26,7 @@ _NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _LEFT = 1 << 30
 # In a second, of any GPU: torch's sleep counts cycles, and at a lower clock it is a longer one.
 _MOST_CYCLES = 3e9
-_UNHEARD = "torch's profiler told of no single allocation"
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
-
-
-class EventStamper(Stamper):
-    """Stamps are CUDA events from a pool: making one costs more than recording it.
-
-    Every event is recorded on the stream that was current when `source` was called, from autograd's threads too. To ask
-    for the current stream at each stamp costs more than all the rest of it.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.cuda.Event] = []
-        self._used: list[torch.cuda.Event] = []
-
-    def source(self) -> Callable[[], Any]:
-        import torch
-
-        event_type, free, keep = torch.cuda.Event, self._free, self._used.append
-        stream = torch.cuda.current_stream()
-
-        def stamp() -> torch.cuda.Event:
-            event = free.pop() if free else event_type(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-            keep(event)
-            return event
-
-        return stamp
-
-    def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
-        if stamps:
-            stamps[-1].synchronize()
-        # Neighbours, not differences from the first: elapsed_time is a float32 of milliseconds.
-        return [round(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(stamps)]
-
-    def recycle(self) -> None:
-        self._free.extend(self._used)
-        self._used.clear()
-
-
-class AllocatorMeter(MemoryMeter):
-    """torch's own count of what its allocator has handed out on one GPU, and of what it keeps from the driver for that.
-
-    It is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
-    or not, does not count, nor what libraries ask the driver for behind torch's back. Memory is handed out on the host,
-    ahead of the work that uses it: highest points of phases are exact without waiting for the device.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._stream = AllocationStream(f"cuda:{index}")
-        self._before = 0
-        self._phase = ""
-        self._phases: dict[str, PhaseMemory] = {}
-
-    def start(self, blocks: bool = True) -> None:
-        import torch
-
-        gc.collect()  # what goes later would be taken from what is counted
-        torch.cuda.synchronize(self._index)
-        # cuBLAS keeps the workspace of its first product, tens of MiB: every case shall have one counted, not only the
-        # first of a process.
-        torch._C._cuda_clearCublasWorkspaces()
-        self._before = torch.cuda.memory_allocated(self._index)
-        self._phase, self._phases = "", {}
-        if blocks:
-            self._stream.start()
-
-    def enter(self, phase: str) -> None:
-        import torch
-
-        if not self._phase:
-            torch.cuda.synchronize(self._index)
-        self._leave()
-        torch.cuda.reset_peak_memory_stats(self._index)
-        self._phase = phase
-        self._stream.note(Begun(phase))
-
-    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        self._stream.note(Said(tuple(addresses), role))
-
-    def stop(self) -> MemoryCourse | None:
-        import torch
-
-        try:
-            if self._phase:
-                torch.cuda.synchronize(self._index)
-                self._leave()
-                self._stream.note(_END)
-                torch._C._cuda_clearCublasWorkspaces()  # what goes now was theirs
-        finally:
-            self._phase = ""
-            events = self._stream.stop()
-        phases = tuple(self._phases.values())
-        if not phases:
-            return None
-        seen = None if events is None else _seen(events)
-        reserved = max(one.reserved or 0 for one in phases)
-        most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
-        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
-
-    def _leave(self) -> None:
-        """The highest point since the last turn belongs to the phase that ends."""
-        import torch
-
-        if not self._phase:
-            return
-        allocated = max(0, torch.cuda.max_memory_allocated(self._index) - self._before)
-        reserved = torch.cuda.max_memory_reserved(self._index)
-        known = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
-        self._phases[self._phase] = PhaseMemory(
-            self._phase, max(allocated, known.allocated), max(reserved, known.reserved or 0)
-        )
-
-
-def _seen(events: Sequence[Event]) -> MemoryCourse | None:
-    """What is held at the highest point; what goes after the end has been the workspace of products."""
-    end = events.index(_END) if _END in events else len(events)
-    found = course(events[:end])
-    gone = {event.address for event in events[end:] if isinstance(event, Sized)}
-    if found is None:
-        return None
-    workspace = (MemoryRole.WORKSPACE,)
-    held = [replace(one, said=workspace) if one.lasting and one.address in gone else one for one in found.held]
-    return replace(found, held=tuple(held))
 
 
 def pci_address(properties: object) -> str:
@@ -240,7 +110,9 @@ class Cuda(Device):
         )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
-        return EventStamper()
+        import torch
+
+        return EventStamper(torch.cuda)
 
     def synchronise(self, index: int) -> None:
         import torch
@@ -255,9 +127,12 @@ class Cuda(Device):
         return bool(_NOT_BEGUN.search(str(error))) and _bytes_left() < _LEFT
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
+        import torch
+
         # With its caching switched off torch counts nothing, and would say 0.
-        off = [name for name in _UNCOUNTED if name in os.environ]
-        return f"torch's allocator counts nothing under {off[0]}" if off else AllocatorMeter(index)
+        if off := [name for name in _UNCOUNTED if name in os.environ]:
+            return f"torch's allocator counts nothing under {off[0]}"
+        return AllocatorMeter(torch.cuda, f"cuda:{index}", index, torch._C._cuda_clearCublasWorkspaces)
 
     @contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
@@ -266,14 +141,8 @@ class Cuda(Device):
 
         if any(name in os.environ for name in _UNCOUNTED):
             raise CannotLimit("with its caching switched off torch's allocator keeps no limit")
-        before = torch.cuda.get_per_process_memory_fraction(index)
-        wanted = torch.cuda.memory_reserved(index) + limit
-        total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(before, wanted / total), index)
-        try:
+        with fraction_limited(torch.cuda, index, limit):
             yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(before, index)
 
     def select(self, index: int) -> None:
         import torch

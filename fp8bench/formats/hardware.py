@@ -102,10 +102,17 @@ def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> S
     return refused(f"{words} needs compute capability {_shown(first)}; this device has {_shown(have)}")
 
 
-def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support) -> Support:
+def is_intel(facts: DeviceFacts) -> bool:
+    """Intel's GPUs."""
+    return facts.kind == "xpu"
+
+
+def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support) -> Support:
     """The one that is said of the device's vendor, of processors as of one."""
     if not facts.accelerated:
         return cpu
+    if is_intel(facts):
+        return intel
     return amd if is_amd(facts) else nvidia if is_nvidia(facts) else unknown_kind(facts, words)
 
 
@@ -118,7 +125,7 @@ def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     """For formats that no device computes natively through fp8bench."""
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
-    if facts.kind == "cuda":
+    if facts.kind == "cuda" or is_intel(facts):
         return emulated_because(f"no native backend for {words} yet")
     return unknown_kind(facts, words)
 

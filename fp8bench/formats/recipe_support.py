@@ -13,6 +13,7 @@ from fp8bench.formats.hardware import (
     emulated_because,
     emulated_everywhere,
     is_amd,
+    is_intel,
     is_nvidia,
     native,
     nvidia_class,
@@ -43,7 +44,7 @@ def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
 
 def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
-    if not is_nvidia(facts) and not is_amd(facts):
+    if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):
         return emulated_everywhere(facts, words)
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because("sums of 14 bits are a model, which no kernel follows")
@@ -53,10 +54,11 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     scheme = schemes.pop() if len(schemes) == 1 else None
     if scheme is None:
         return emulated_everywhere(facts, words)
-    why = _amd_objection(scheme, products, facts) if is_amd(facts) else _objection(scheme, products, facts)
-    if why:
+    against = _amd_objection if is_amd(facts) else _intel_objection if is_intel(facts) else _objection
+    if why := against(scheme, products, facts):
         return emulated_because(f"{words} is not native here ({why})")
-    return native(f"{_WHERE}, {_EXTENTS[scheme]}{_other_formats(recipe.treatments, meant.treatments)}")
+    where = f"{_WHERE} by oneDNN, which widens codes where the GPU has no FP8 units" if is_intel(facts) else _WHERE
+    return native(f"{where}, {_EXTENTS[scheme]}{_other_formats(recipe.treatments, meant.treatments)}")
 
 
 _WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"
@@ -76,6 +78,13 @@ def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) 
         # There scales lie as they are counted, and the ones here are swizzled as NVIDIA's units want them.
         return f"{scheme} is not used on AMD's devices yet"
     return _against(products, device)
+
+
+def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
+    """Why such products are not to be had on Intel's; '' where they are."""
+    if scheme not in (Scheme.TENSOR, Scheme.ROW):
+        return f"torch has no {scheme} for XPUs"
+    return "" if facts.scaled_products else "this torch has no scaled products for XPUs"
 
 
 def _against(products: list[Product], device: DeviceClass) -> str:

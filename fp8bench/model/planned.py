@@ -45,6 +45,7 @@ class DeviceFacts:
     `uuid` and `pci` are what torch says of them, '' where it does not: the driver counts devices in another order.
     `unusable` says why nothing can run on it, whatever the precision; '' as far as anybody knows.
     `packages` are the versions of what backends come with, of those that are installed beside torch.
+    `scaled_products` says whether this torch has any for it, None where its kind is enough to know.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class DeviceFacts:
     pci: str = ""
     unusable: str = ""
     packages: tuple[tuple[str, str], ...] = ()
+    scaled_products: bool | None = None
 
     def version_of(self, package: str) -> str | None:
         """That of an installed package that a backend comes with; None where it is not installed."""

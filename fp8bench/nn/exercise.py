@@ -82,7 +82,7 @@ def exercise(
     params = dict(setup.case.params)
     # The process's own random state is put back.
     gpus = [setup.facts.index] if setup.facts.accelerated else []
-    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
+    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
         refill(layer, params)

@@ -34,6 +34,10 @@ MOST_CASES = 20_000
 # What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
 _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
+_XLA = (
+    "torch reaches it through torch_xla, which collects a step and runs it as one graph later, so that no phase of it"
+)
+_NOT_MEASURED = {"tpu": f"{_XLA} could be timed", "xla": f"{_XLA} could be timed"}
 _WORST_LAST = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 
@@ -94,7 +98,10 @@ def check_names(request: Request) -> None:
         )
     parts = _parts(request, _CLASSES)
     for word in request.devices:
-        devices.canonical(word.partition(":")[0])
+        kind = word.partition(":")[0]
+        if why := _NOT_MEASURED.get(kind):
+            raise UsageError(f"device {word!r} is not measured: {why}.")
+        devices.canonical(kind)
     # Names and parsers of axes are the same on every device, only their defaults differ.
     for part in parts:
         with answering(part.workload):

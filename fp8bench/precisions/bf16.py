@@ -18,5 +18,6 @@ class Bf16(PlainPrecision):
     dtype = "bfloat16"
 
     def support(self, facts: DeviceFacts) -> Support:
-        cpu, amd = hardware.native("torch's CPU kernels"), hardware.native("bfloat16 products")
-        return hardware.of_vendor(facts, "bf16", cpu, amd, hardware.from_capability(facts, hardware.AMPERE, "bf16"))
+        cpu, gpu = hardware.native("torch's CPU kernels"), hardware.native("bfloat16 products")
+        nvidia = hardware.from_capability(facts, hardware.AMPERE, "bf16")
+        return hardware.of_vendor(facts, "bf16", cpu, gpu, nvidia, intel=gpu)

@@ -21,4 +21,4 @@ class Fp16(PlainPrecision):
     def support(self, facts: DeviceFacts) -> Support:
         cpu = hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
         gpu = hardware.native("float16 products")
-        return hardware.of_vendor(facts, "fp16", cpu, gpu, gpu)
+        return hardware.of_vendor(facts, "fp16", cpu, gpu, gpu, intel=gpu)

@@ -30,7 +30,9 @@ class Tf32(PlainPrecision):
     def support(self, facts: DeviceFacts) -> Support:
         cpu = hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
         amd = hardware.refused("torch gives no TF32 on AMD devices")
-        return hardware.of_vendor(facts, "TF32", cpu, amd, hardware.from_capability(facts, hardware.AMPERE, "TF32"))
+        intel = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
+        nvidia = hardware.from_capability(facts, hardware.AMPERE, "TF32")
+        return hardware.of_vendor(facts, "TF32", cpu, amd, nvidia, intel)
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).level is Level.NATIVE:

@@ -326,7 +326,7 @@ def _model(
 
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
-    with torch.random.fork_rng(devices=gpus), torch.device(setup.facts.key):
+    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
         return GPT(_config(setup), choose, carrier, checkpointing, core)
 

@@ -16,9 +16,11 @@ import torch
 
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
-from fp8bench.devices.cuda import AllocatorMeter, Cuda, EventStamper, pci_address, why_no_kernels
+from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Sized
+from fp8bench.profiler.gpu_events import EventStamper
+from fp8bench.profiler.gpu_memory import AllocatorMeter
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock
@@ -58,7 +60,7 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
     stream = lambda: "of the main thread" if threading.get_ident() == main else "of another"  # noqa: E731
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    return EventStamper()
+    return EventStamper(torch.cuda)
 
 
 def test_the_processor_is_one_device_with_plain_facts() -> None:
@@ -314,7 +316,7 @@ def test_a_real_allocation_that_fails_is_recognised() -> None:
 
 def test_devices_are_registered_under_their_kind() -> None:
     """The plan and the bench find them by it."""
-    assert sorted(devices.names()) == ["cpu", "cuda"]
+    assert sorted(devices.names()) == ["cpu", "cuda", "xpu"]
     for kind in devices.names():
         assert devices.get(kind).kind == kind
 
@@ -516,11 +518,18 @@ def test_memory_on_a_gpu_is_what_its_allocator_adds(monkeypatch: pytest.MonkeyPa
     assert not torch.autograd._profiler_enabled()
 
 
+def gpu_meter() -> AllocatorMeter:
+    """Of the first GPU."""
+    meter = Cuda().memory_meter(0)
+    assert isinstance(meter, AllocatorMeter)
+    return meter
+
+
 def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read and reset at each turn, without waiting; a phase that comes again keeps its higher one."""
     allocator = FakeAllocator(monkeypatch, 0)
     allocator.allocate(BLOCK)
-    meter = AllocatorMeter(0)
+    meter = gpu_meter()
     meter.start()
     meter.mark()
     for phase, sizes in (
@@ -543,7 +552,7 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
     FakeAllocator(monkeypatch, 0)
     cleared: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
-    meter = AllocatorMeter(0)
+    meter = gpu_meter()
     meter.start()
     meter.enter("gemm")
     notes: list[Event] = []
@@ -567,7 +576,7 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
 def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is the allocator's own, and nothing is left in a process that times things afterwards."""
     allocator = FakeAllocator(monkeypatch, 0)
-    meter = AllocatorMeter(0)
+    meter = gpu_meter()
     meter.start(blocks=False)
     meter.mark()
     allocator.allocate(100)
@@ -579,7 +588,7 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
 def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error nothing on it works any more, waiting for it included."""
     allocator = FakeAllocator(monkeypatch, 0)
-    meter = AllocatorMeter(0)
+    meter = gpu_meter()
     meter.start()
     meter.mark()
     allocator.index = 1
@@ -591,7 +600,7 @@ def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyP
 def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS allocates it for the first product of a process and keeps it."""
     allocator = FakeAllocator(monkeypatch, 0)
-    meter = AllocatorMeter(0)
+    meter = gpu_meter()
     peaks = []
     for _ in range(3):
         meter.start()

@@ -11,7 +11,7 @@ import pytest
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.support import storage_support
 from fp8bench.registry import precisions
-from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, gpu
+from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
@@ -21,10 +21,12 @@ NAMES = (
 
 
 MI250X = gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a")
-XPU = DeviceFacts("xpu", 0, "something else", 16 << 30, "2.13.0")
+OTHER = DeviceFacts("npu", 0, "something else", 16 << 30, "2.13.0")
+OLD_XPU = replace(XPU, scaled_products=False)
 
 # Of FP8 the recipes that torch's scaled product takes, then those that it does not; and all that is narrower.
 FP8, REST = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, EMULATED), (EMULATED,) * 5
+INTEL = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
 AMD = (NATIVE, NATIVE, NATIVE, EMULATED, NATIVE, NATIVE)
 HOPPER, BLACKWELL = (*(NATIVE,) * 5, EMULATED), (NATIVE, EMULATED, NATIVE, EMULATED, EMULATED)
 TABLE = {
@@ -41,7 +43,9 @@ TABLE = {
         (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST),
     ),
     "unknown capability": (gpu("?", None), (NATIVE, REFUSED, NATIVE, REFUSED, *(EMULATED,) * 6, *REST)),
-    "xpu": (XPU, (NATIVE,) + (REFUSED,) * 14),
+    "xpu": (XPU, (NATIVE, REFUSED, NATIVE, NATIVE, *INTEL, *REST)),
+    "older xpu": (OLD_XPU, (NATIVE, REFUSED, NATIVE, NATIVE, *(EMULATED,) * 6, *REST)),
+    "npu": (OTHER, (NATIVE,) + (REFUSED,) * 14),
 }
 
 
@@ -92,7 +96,12 @@ def test_support(device: str) -> None:
         ("nvfp4", CPU, "no hardware for NVFP4"),
         ("fp8", MI300X, "a scale a tensor, in e4m3fnuz and e5m2fnuz as this device has them"),
         ("tf32", MI300X, "no TF32"),
-        ("bf16", XPU, "xpu"),
+        ("bf16", OTHER, "npu"),
+        ("tf32", XPU, "not handled here"),
+        ("fp8", XPU, "by oneDNN, which widens codes where the GPU has no FP8 units, a scale a tensor"),
+        ("fp8", OLD_XPU, "this torch has no scaled products for XPUs"),
+        ("fp8-block", XPU, "torch has no FP8 with scales of 128 elements for XPUs"),
+        ("mxfp6", XPU, "torch has no MXFP6 for XPUs"),
     ],
 )
 def test_reasons(name: str, facts: DeviceFacts, words: str) -> None:

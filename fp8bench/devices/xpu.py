@@ -1,0 +1,80 @@
+"""Intel's GPUs, which torch reaches as 'xpu', timed by events on the device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from fp8bench.model import DeviceFacts
+from fp8bench.profiler.gpu_events import EventStamper
+from fp8bench.profiler.gpu_memory import AllocatorMeter, fraction_limited
+from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
+from fp8bench.registry import devices
+
+# What oneDNN, SYCL and Level Zero say of exhausted memory beside torch's own exception.
+_NO_MEMORY = (
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES", "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "XPU out of memory",
+)  # fmt: skip
+
+
+@devices.register("xpu")
+class Xpu(Device):
+    """One GPU each; the index is torch's, which ZE_AFFINITY_MASK may have renumbered."""
+
+    kind = "xpu"
+
+    def available(self) -> tuple[DeviceFacts, ...]:
+        import torch
+
+        if not hasattr(torch, "xpu") or not torch.xpu.is_available():
+            return ()
+        return tuple(self._facts(index) for index in range(torch.xpu.device_count()))
+
+    def _facts(self, index: int) -> DeviceFacts:
+        import torch
+
+        properties = torch.xpu.get_device_properties(index)
+        products = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "XPU")
+        return DeviceFacts(
+            "xpu", index, properties.name, properties.total_memory, str(torch.__version__),
+            arch=f"{getattr(properties, 'architecture', 0):#x}", uuid=str(getattr(properties, "uuid", "")),
+            scaled_products=products,
+        )  # fmt: skip
+
+    def stamper(self, index: int) -> Stamper:
+        import torch
+
+        return EventStamper(torch.xpu)
+
+    def synchronise(self, index: int) -> None:
+        import torch
+
+        torch.xpu.synchronize(index)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        import torch
+
+        return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY)
+
+    def memory_meter(self, index: int) -> MemoryMeter | str:
+        import torch
+
+        return AllocatorMeter(torch.xpu, f"xpu:{index}", index, lambda: None)
+
+    def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
+        import torch
+
+        if not hasattr(torch.xpu, "get_per_process_memory_fraction"):
+            raise CannotLimit("this torch's allocator for XPUs keeps no limit; 2.13's does")
+        return fraction_limited(torch.xpu, index, limit)
+
+    def select(self, index: int) -> None:
+        import torch
+
+        torch.xpu.set_device(index)
+
+    def empty_cache(self) -> None:
+        import torch
+
+        if torch.xpu.is_available():
+            torch.xpu.empty_cache()

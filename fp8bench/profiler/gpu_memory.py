@@ -1,0 +1,109 @@
+"""Memory of a GPU, as torch's allocator for it counts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fp8bench.model import MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized, course
+from fp8bench.protocols import MemoryMeter
+
+_END = Begun("the end")
+_UNHEARD = "torch's profiler told of no single allocation"
+
+
+class AllocatorMeter(MemoryMeter):
+    """torch's own count of what its allocator has handed out on one GPU, and of what it keeps from the driver for that.
+
+    It is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
+    or not, does not count, nor what libraries ask the driver for behind torch's back. Memory is handed out on the host,
+    ahead of the work that uses it: highest points of phases are exact without waiting for the device.
+    """
+
+    def __init__(self, backend: Any, key: str, index: int, end_workspaces: Callable[[], None]) -> None:
+        """Of the device `key`, which is `index` to `backend` (torch.cuda, torch.xpu)."""
+        self._backend, self._index, self._end_workspaces = backend, index, end_workspaces
+        self._stream = AllocationStream(key)
+        self._before = 0
+        self._phase = ""
+        self._phases: dict[str, PhaseMemory] = {}
+
+    def start(self, blocks: bool = True) -> None:
+        gc.collect()  # what goes later would be taken from what is counted
+        self._backend.synchronize(self._index)
+        # cuBLAS keeps the workspace of its first product, tens of MiB: every case shall have one counted, not only the
+        # first of a process.
+        self._end_workspaces()
+        self._before = self._backend.memory_allocated(self._index)
+        self._phase, self._phases = "", {}
+        if blocks:
+            self._stream.start()
+
+    def enter(self, phase: str) -> None:
+        if not self._phase:
+            self._backend.synchronize(self._index)
+        self._leave()
+        self._backend.reset_peak_memory_stats(self._index)
+        self._phase = phase
+        self._stream.note(Begun(phase))
+
+    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        self._stream.note(Said(tuple(addresses), role))
+
+    def stop(self) -> MemoryCourse | None:
+        try:
+            if self._phase:
+                self._backend.synchronize(self._index)
+                self._leave()
+                self._stream.note(_END)
+                self._end_workspaces()  # what goes now was theirs
+        finally:
+            self._phase = ""
+            events = self._stream.stop()
+        phases = tuple(self._phases.values())
+        if not phases:
+            return None
+        seen = None if events is None else _seen(events)
+        reserved = max(one.reserved or 0 for one in phases)
+        most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
+        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
+
+    def _leave(self) -> None:
+        """The highest point since the last turn belongs to the phase that ends."""
+        if not self._phase:
+            return
+        allocated = max(0, self._backend.max_memory_allocated(self._index) - self._before)
+        reserved = self._backend.max_memory_reserved(self._index)
+        known = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
+        self._phases[self._phase] = PhaseMemory(
+            self._phase, max(allocated, known.allocated), max(reserved, known.reserved or 0)
+        )
+
+
+def _seen(events: Sequence[Event]) -> MemoryCourse | None:
+    """What is held at the highest point; what goes after the end has been the workspace of products."""
+    end = events.index(_END) if _END in events else len(events)
+    found = course(events[:end])
+    gone = {event.address for event in events[end:] if isinstance(event, Sized)}
+    if found is None:
+        return None
+    workspace = (MemoryRole.WORKSPACE,)
+    held = [replace(one, said=workspace) if one.lasting and one.address in gone else one for one in found.held]
+    return replace(found, held=tuple(held))
+
+
+@contextmanager
+def fraction_limited(backend: Any, index: int, limit: int) -> Iterator[None]:
+    """In the body memory ends after so many bytes more, by torch's allocator, which counts what it has reserved."""
+    before = backend.get_per_process_memory_fraction(index)
+    wanted = backend.memory_reserved(index) + limit
+    total = backend.get_device_properties(index).total_memory
+    backend.set_per_process_memory_fraction(min(before, wanted / total), index)
+    try:
+        yield
+    finally:
+        backend.set_per_process_memory_fraction(before, index)
