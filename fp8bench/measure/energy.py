@@ -16,14 +16,17 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.energy import Energy
-from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.mean_power import SHORTEST
+from fp8bench.measure.sensors.meter import CAP, Meter
 from fp8bench.measure.sensors.sampler_thread import SourceKind
-from fp8bench.model import EnergyUse, EnergyWindow
+from fp8bench.model import EnergyUse, EnergyWindow, Group, Level
 from fp8bench.model.readings import Reading, Unavailable
 
 # So many steps are asked for at a time that the worker is away for about as long.
 _CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
+# What a window takes at least and at most, its warming up included.
+WINDOW_SECONDS = (_WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class EnergyRule:
 def energy_rule_for(quick: bool, budget: float | None) -> EnergyRule:
     """Fewer windows where the user is in a hurry: each of them takes more than ten changes of the counter."""
     return EnergyRule() if budget is None and not quick else EnergyRule(1, 1.5)
+
+
+def windows_of(group: Group, rule: EnergyRule) -> int:
+    """How many windows a group has: one where a case is emulated, whose energy is a cost and nothing to compare."""
+    running = [planned for planned in group.cases if planned.runs]
+    return sum(1 if planned.support.level is Level.EMULATED else rule.windows for planned in running)
 
 
 @dataclass

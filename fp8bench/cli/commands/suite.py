@@ -14,6 +14,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
+from fp8bench.measure.energy import WINDOW_SECONDS, energy_rule_for, windows_of
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Plan, Request, Run
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fp8bench.pipeline import plan_only
 
         plan, facts = plan_only(request, arguments.store)
-        tell(arguments, partial(page_of, plan, facts, _expected(plan, request)))
+        tell(arguments, partial(page_of, plan, facts, expected_time(plan, request)))
         return EXIT_OK
     from fp8bench.pipeline import execute
 
@@ -119,16 +120,28 @@ def run(arguments: argparse.Namespace) -> int:
     return _ended(measured, arguments)
 
 
-def _expected(plan: Plan, request: Request) -> str:
+def expected_time(plan: Plan, request: Request) -> str:
     """How long a run would take, as far as that is known before anything is measured."""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
+    energy = _energy_expected(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
-        return f"time: {count} rounds of every group take what they take; --budget SECONDS sets an end"
+        return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
     least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
     times = f"{clock(least)} to {clock(2 * least)}"
-    return f"time: about {times}, more where a step takes seconds; --budget SECONDS sets an end"
+    return f"time: about {times}, more where a step takes seconds{energy}; --budget SECONDS sets an end"
+
+
+def _energy_expected(plan: Plan, request: Request) -> str:
+    """Of a GPU, which has a counter where its driver is: those of other devices show only when they are opened."""
+    rule = energy_rule_for(request.quick, request.budget)
+    windows = [windows_of(group, rule) for group in plan if not group.cases[0].case.device.startswith("cpu")]
+    if not request.energy or not sum(windows):
+        return ""
+    idle = 2 * rule.idle_seconds * len([*filter(None, windows)])
+    least, most = (clock(idle + sum(windows) * seconds) for seconds in WINDOW_SECONDS)
+    return f", and {least} to {most} for energy, which --no-energy leaves out"
 
 
 def _resume(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,34 @@
+"""What would run on a GPU is known, and how long it would take, before there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.cli.commands.suite import expected_time
+from fp8bench.model import DeviceFacts, Request
+from fp8bench.plan.make import make_plan
+from fp8bench.registry import workloads
+from tests.facts import B200, H200, MI300X
+
+
+@pytest.mark.parametrize("facts", [H200, B200, MI300X], ids=lambda facts: facts.name)
+def test_all_suites_are_planned(facts: DeviceFacts) -> None:
+    """Nothing is left out without a reason, and every group has something to compare."""
+    plan = make_plan(Request("all"), (facts,), "text")
+    cases = [planned for group in plan for planned in group.cases]
+    assert {one.case.workload for one in cases} == {*workloads.names()}
+    assert all(one.runs or one.skip for one in cases)
+    assert all(sum(one.runs for one in group.cases) > 1 for group in plan)
+
+
+def told(**options: bool | float) -> str:
+    """Of two groups, with scales and without."""
+    request = Request("cast", ("fp32", "bf16", "mxfp8"), axes=(("direction", ("to",)),), **options)
+    return expected_time(make_plan(request, (H200,)), request)
+
+
+def test_energy_is_part_of_the_time_that_is_told() -> None:
+    """Two groups idle for six seconds each; of each, two cases have three windows and the emulated one has one."""
+    assert "about 20 s to 40 s, more where a step takes seconds, and 30 s to 1 min 26 s for energy" in told()
+    assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)
+    assert "energy" not in told(energy=False) + told(budget=60.0)
