@@ -189,7 +189,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """`x`, times a float32 scale if there is one, as contiguous codes: what is too large becomes the largest value."""
-    values = x.detach().to(torch.float32)
+    return elements(x.detach(), fmt, scale).contiguous()
+
+
+def elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
+    """The same, wherever the codes lie."""
+    values = x.to(torch.float32)
     # Out of place at first: what has no scale and is float32 already is the caller's own.
     scaled = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
-    return scaled.clamp_(-fmt.largest, fmt.largest).to(DTYPES[fmt.name]).contiguous()
+    return scaled.clamp_(-fmt.largest, fmt.largest).to(DTYPES[fmt.name])

@@ -1,15 +1,11 @@
-"""Fused quantisers: which there are, what each computes, and how one is compiled.
+"""Fused quantisers: which there are, and what each computes.
 
-A kernel reads words (vector_access.py) in one canonical layout and writes words of the same shape into memory that it
-is given. Sizes are free where a layout says so: a kernel serves tensors of all shapes and has no guards to fail.
+A kernel reads words (vector_access.py) in one canonical layout and writes words of the same shape.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -17,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fp8bench.formats import vector_width
 from fp8bench.formats.blocks import block_values, magnitudes_left
+from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import E4M3, E8M0, Format, Overflow
 from fp8bench.formats.quantise import quantised, rounded_magnitudes
 from fp8bench.formats.random_bits import drawn_bits
@@ -64,8 +60,12 @@ _SHORTEST = 16
 """Columns of a block whose values are taken by twos: half as many words fill a vector of 256 bits."""
 
 
+# Free sizes of examples, which are no size of a block.
+_MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
+
+
 @dataclass(frozen=True)
-class Kernel:
+class ValuesKernel(Kernel):
     """One fused quantiser.
 
     `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`), and so are NVFP4's
@@ -112,11 +112,12 @@ class Kernel:
         plain = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
 
-    def __call__(self, given: Tensor, out: Tensor, *others: Tensor) -> tuple[()]:
-        """Quantise words into words, by torch's operations. Others: the factor, the seed's key, of kernels with one.
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        """Called with words, words to write, and of kernels with one the factor and the seed's key.
 
         Factors are () or (rows, 1), or (1, words) for COLUMNS; for UPRIGHT blocks of NVFP4's it is the tensor's scale.
         """
+        given, out, *others = tensors
         factor = others[0] if self.factor else None
         random = self._random(given, others[-1]) if self.stochastic else None
         if self.fmt.signed_zero:
@@ -126,6 +127,35 @@ class Kernel:
             values = self._left(lanes(given), factor, random)
             out.copy_(joined(values, self.target, self.exact))
         return ()
+
+    def examples(self) -> list[Tensor]:
+        shapes = {
+            Layout.FLAT: (_MANY,),
+            Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
+            Layout.COLUMNS: (_ROWS * 32, _COLUMNS * 32),
+            Layout.BLOCKS: (_MANY >> 4, self.block[1]),
+            Layout.UPRIGHT: (_ROWS, self.block[0], _COLUMNS * 32),
+            Layout.RECTANGLES: (_ROWS, self.block[0], _COLUMNS, self.block[1]),
+        }
+        device = torch.device(self.device)
+        x = torch.randn(shapes[self.layout], generator=torch.Generator().manual_seed(0)).to(device, self.source)
+        given, out = words(x, self.twos), result_words(torch.empty_like(x, dtype=self.target), self.twos)
+        factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
+        factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=device)
+        if self.layout is Layout.COLUMNS:
+            factor = result_words(factor, self.twos)
+        key = torch.zeros((), dtype=torch.int32, device=device)
+        return [given, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
+
+    def free(self) -> list[Sequence[int]]:
+        free = _FREE[self.layout]
+        factor = {Layout.ROWS: (0,), Layout.COLUMNS: (1,)}.get(self.layout, ())
+        return [free, free, *([factor] if self.factor else []), *([()] if self.stochastic else [])]
+
+    def options(self) -> Mapping[str, object]:
+        # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
+        upright = self.stochastic and self.layout is Layout.UPRIGHT
+        return {"constant_and_index_propagation": False} if upright else {}
 
     def _left(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         """What is left of values, or of their magnitudes, where the format has a sign for every one."""
@@ -170,134 +200,3 @@ class Kernel:
             return [drawn_bits(columns + (rows + lane * given.shape[0] * given.shape[1]), key) for lane in range(every)]
         rows = rows * (given.shape[-1] * every)
         return [drawn_bits(rows + (columns + lane), key) for lane in range(every)]
-
-
-_compiling = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel to be called as it is, with what it takes alone, in the same order.
-
-    `bits` are those of its vectors, 0 where torch had none to choose from.
-    """
-
-    run: Callable[..., object]
-    bits: int = 0
-
-
-def compiled(kernel: Kernel) -> Compiled:
-    """The kernel compiled; with the width of vectors that is fastest here, for which it is compiled with each once.
-
-    Raises whatever torch or a compiler raises; a width alone that does not compile is not taken.
-    """
-    with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's about itself
-        widths = vector_width.widths(kernel.device)
-        if len(widths) < 2:
-            return Compiled(_built(kernel, *widths), *widths)
-        kept = vector_width.Kept(_made_of(kernel))
-        bits = kept.read()
-        return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
-
-
-def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
-    """The kernel with each width, timed; the choice is kept."""
-    built: dict[int, Callable[..., object]] = {}
-    for bits in widths:
-        with contextlib.suppress(Exception):  # a compiler may fail in any way
-            built[bits] = _built(kernel, bits)
-    if not built:
-        return Compiled(_built(kernel, widths[0]), widths[0])  # which raises the reason
-    bits, seconds = vector_width.fastest(built, _examples(kernel))
-    bits = kept.keep(bits, kernel=str(kernel), seconds=seconds)
-    return Compiled(built[bits] if bits in built else _built(kernel, bits), bits)
-
-
-def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
-    """The kernel compiled with vectors of so many bits, of torch's choice for 0.
-
-    Inductor is called directly: what torch.compile gives has guards, four times the overhead of a call, and is lost
-    where a dispatch mode was on at its first call.
-    """
-    from torch._inductor import config, standalone_compile
-
-    with config.patch(_options(kernel, bits, config)):
-        graph, inputs = _traced(kernel)
-        return standalone_compile(graph, [*inputs], dynamic_shapes="from_graph")
-
-
-def _made_of(kernel: Kernel) -> str:
-    """All that a compiler is given, as text."""
-    graph, inputs = _traced(kernel)
-    return "\n".join([graph.code, *(f"{one.dtype} {tuple(one.shape)} {one.stride()}" for one in inputs)])
-
-
-def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
-    """Inductor's options, as far as this version of torch has them.
-
-    Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
-    torch has them one operation at a time.
-    """
-    wanted: dict[str, object] = {
-        "cpp.dynamic_threads": True,
-        "compile_threads": 1,
-        "emulate_precision_casts": True,
-        "emulate_divison_rounding": True,  # its name until torch 2.12
-        "eager_numerics.division_rounding": True,
-        "eager_numerics.disable_ftz": True,
-        **(vector_width.options(bits) if bits else {}),
-    }
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        # Inductor would compile a file and load it in a process of 110 MB to see what torch knows already.
-        wanted["cpp.vec_isa_ok"] = True
-    if kernel.stochastic and kernel.layout is Layout.UPRIGHT:
-        # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
-        wanted["constant_and_index_propagation"] = False
-    known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
-    return {name: value for name, value in wanted.items() if name in known}
-
-
-def _traced(kernel: Kernel) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """The kernel's operations as a graph, and tensors without memory for it, free sizes as symbols."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    free = _FREE[kernel.layout]
-
-    def fake(real: Tensor, free: Sequence[int]) -> Tensor:
-        sizes = [DimDynamic.DYNAMIC if one in free else DimDynamic.STATIC for one in range(real.dim())]
-        return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    given, out, *others = _examples(kernel)
-    every = range(given.dim())
-    inputs = [fake(given, free), fake(out, free), *(fake(one, every[: one.dim()]) for one in others)]
-    with mode:
-        return make_fx(kernel, tracing_mode="fake")(*inputs), inputs
-
-
-# No size of a block: torch 2.11 takes a free size that equals a fixed one for the same size, and kernels crash.
-_MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
-
-
-def _examples(kernel: Kernel) -> list[Tensor]:
-    """Tensors of a kernel's layout with random numbers, large enough that a compiler thinks of threads."""
-    shapes = {
-        Layout.FLAT: (_MANY,),
-        Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
-        Layout.COLUMNS: (_ROWS * 32, _COLUMNS * 32),
-        Layout.BLOCKS: (_MANY >> 4, kernel.block[1]),
-        Layout.UPRIGHT: (_ROWS, kernel.block[0], _COLUMNS * 32),
-        Layout.RECTANGLES: (_ROWS, kernel.block[0], _COLUMNS, kernel.block[1]),
-    }
-    device = torch.device(kernel.device)
-    x = torch.randn(shapes[kernel.layout], generator=torch.Generator().manual_seed(0)).to(device, kernel.source)
-    given, out = words(x, kernel.twos), result_words(torch.empty_like(x, dtype=kernel.target), kernel.twos)
-    factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
-    factor = torch.full(factors.get(kernel.layout, ()), 0.75, dtype=torch.float32, device=device)
-    if kernel.layout is Layout.COLUMNS:
-        factor = result_words(factor, kernel.twos)
-    key = torch.zeros((), dtype=torch.int32, device=device)
-    return [given, out, *([factor] if kernel.factor else []), *([key] if kernel.stochastic else [])]

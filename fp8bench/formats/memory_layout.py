@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.fused import Kernel, Layout
+from fp8bench.formats.fused import Layout, ValuesKernel
 from fp8bench.formats.grids import E4M3, Format, Overflow
 from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_of
 from fp8bench.formats.scalings import Scaling
 from fp8bench.formats.vector_access import result_words, words
 
-_MOST_ELEMENTS = (1 << 31) - 1
+MOST_ELEMENTS = (1 << 31) - 1
 """A kernel's indices may have 32 bits."""
 _WIDEST_WORD = 8
 """Bytes."""
@@ -43,7 +43,7 @@ class MemoryLayout:
     `filled` says that whole blocks make the matrix larger than x.
     """
 
-    kernel: Kernel
+    kernel: ValuesKernel
     height: int
     width: int
     turned: bool
@@ -56,12 +56,12 @@ class MemoryLayout:
         if self.filled:
             rows, columns = matrix_of(matrix.shape)
             matrix = pad(matrix.view(rows, columns), (0, self.width - columns, 0, self.height - rows))
-        return matrix if _aligned(matrix) else matrix.clone()
+        return matrix if aligned(matrix) else matrix.clone()
 
     def takes(self, out: Tensor) -> bool:
         """Whether a kernel can write into `out` itself."""
         laid = out.t() if self.turned else out
-        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and _aligned(out)
+        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and aligned(out)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `out` does not take."""
@@ -102,7 +102,7 @@ def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None
     Looks at shapes, strides and dtypes alone.
     """
     scaling = what.scaling
-    if not 0 < x.numel() <= _MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
+    if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
         return None
     turned = _turned(x, what)
     layout, block = _layout(scaling, turned)
@@ -112,7 +112,7 @@ def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None
     paired = x.dtype is torch.bfloat16 and divided % 2 == 0
     source = torch.bfloat16 if paired else torch.float32
     target = torch.bfloat16 if paired and out.dtype is torch.bfloat16 else torch.float32
-    kernel = Kernel(
+    kernel = ValuesKernel(
         fmt=what.fmt,
         scaling=scaling if block != (0, 0) else None,
         layout=layout,
@@ -166,6 +166,6 @@ def _whole(length: int, block: int) -> int:
     return length if block < 2 else -(-length // block) * block
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Whether words can be read where it lies."""
     return x.data_ptr() % (_GPU_VECTOR if x.is_cuda else _WIDEST_WORD) == 0

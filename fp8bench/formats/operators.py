@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats import quantise, scaled
-from fp8bench.formats.fused import Compiled, Kernel, compiled
+from fp8bench.formats.compiling import Compiled, Kernel, compiled
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
 from fp8bench.formats.quantise import check_input, check_output, checked_overflow
@@ -164,9 +165,19 @@ def _run_fused(
 
 
 _LIBRARY = torch.library.Library("fp8bench", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _family in FAMILIES:
+OPERATORS: dict[str, Callable[..., object]] = {}
+"""What each operator does where it is called."""
+
+
+def define(name: str, schema: str, run: Callable[..., object]) -> None:
+    """An operator of ours, that writes into memory it is given: the same on every device."""
+    OPERATORS[f"fp8bench::{name}"] = run
     # Not by torch.library.custom_op, a call of which takes 40 us before it does anything.
-    _LIBRARY.define(f"{_family}{_SCHEMA}")  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_family, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     # Where tensors have no memory a call gives nothing.
-    _LIBRARY.impl(_family, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
+
+
+for _family in FAMILIES:
+    define(_family, _SCHEMA, _run)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, row_codes
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.formats.scaled import factor
+from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, backward_is_running, kept_scales
 from fp8bench.numerics.products import in_dtype, values_product
@@ -62,8 +62,7 @@ class RecipeArithmetic(Arithmetic):
         return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        # In backward only a block that is computed again casts inputs and weights so: others are turned there.
-        return self.operand(tensor, role, again=role is not Role.GRADIENT and backward_is_running())
+        return self.operand(tensor, role, _again(role))
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
@@ -99,12 +98,20 @@ class RecipeArithmetic(Arithmetic):
         """`tensor` as its role's treatment says; `again` repeats the cast before it."""
         one = self.treatments[role]
         seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
-        scale = self.scales[role].next(tensor, again) if role in self.scales else None
+        scale = self.scales[role].next(tensor, again).scale if role in self.scales else None
         return Operand(values(tensor, one.fmt, one.scaling, seed=seed, scale=scale), gradient=role is Role.GRADIENT)
 
     def transposed(self, operand: Operand) -> Operand:
         """The operand turned without another cast."""
         return Operand(operand.data.t(), operand.scale, operand.gradient)
+
+
+def _again(role: Role) -> bool:
+    """Whether a cast is one before it done once more.
+
+    In backward only a block that is computed again casts inputs and weights: others are turned there.
+    """
+    return role is not Role.GRADIENT and backward_is_running()
 
 
 class _Draws:
@@ -135,21 +142,48 @@ class ScaledArithmetic(RecipeArithmetic):
     Transformer Engine and torchao.
     """
 
+    def __init__(
+        self,
+        recipe: Recipe,
+        carrier: torch.dtype = torch.bfloat16,
+        name: str = "",
+        scales: Mapping[Role, NextScale] | None = None,
+    ) -> None:
+        super().__init__(recipe, carrier, name, scales)
+        self.takes_amax = recipe.per_tensor and scales is None
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        one = self.treatments[role]
+        if not self._turns(role):
+            return self.cast(tensor, role), None
+        scale, inverse = self._scale(tensor, role, _again(role), amax)
+        found = codes_both(tensor, one.fmt, scale)
+        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in found)
+        return straight, turned
+
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         one = self.treatments[role]
         assert one.scaling is not None
-        if role in self.scales:
-            scale = self.scales[role].next(tensor, again)
-            inverse = scale.reciprocal()
+        if self.recipe.per_tensor:
+            scale, inverse = self._scale(tensor, role, again)
+            data = codes(tensor, one.fmt, scale)
         else:
-            scale, inverse = factor(tensor, one.fmt, one.scaling)
-        return Operand(torch_codes(tensor, one.fmt, scale), inverse, role is Role.GRADIENT)
+            data, inverse = row_codes(tensor, one.fmt, one.scaling.rounding)
+        return Operand(data, inverse, role is Role.GRADIENT)
+
+    def _scale(self, tensor: Tensor, role: Role, again: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """A tensor's scale and its inverse."""
+        if role in self.scales:
+            return self.scales[role].next(tensor, again, amax)
+        one = self.treatments[role]
+        assert one.scaling is not None
+        return current_scale(largest_magnitude(tensor) if amax is None else amax, one.fmt, one.scaling.rounding)
 
     def transposed(self, operand: Operand) -> Operand:
-        return Operand(operand.data.t().contiguous(), operand.scale, operand.gradient)
+        return Operand(codes_turned(operand.data), operand.scale, operand.gradient)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(torch_codes(tensor, self.treatments[role].fmt))
+        return Operand(codes(tensor, self.treatments[role].fmt))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:

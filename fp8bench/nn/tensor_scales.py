@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.recipes import Amax, Delayed, Recipe, Treatment
+from fp8bench.formats.native_codes import current_scale, delayed_scale
+from fp8bench.formats.recipes import Delayed, Recipe, Treatment
+from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.numerics.factors import Factors, factors_of
 from fp8bench.numerics.figures import ScaleCourse, scale_course
 from fp8bench.protocols import Precision, Role, ScaleBook
 from fp8bench.protocols.arithmetic import ScaleState
+
+
+class ScalePair(NamedTuple):
+    """A tensor's scale and its inverse, float32 tensors without dimensions on its device."""
+
+    scale: Tensor
+    inverse: Tensor
 
 
 class DelayedScale:
@@ -34,35 +44,27 @@ class DelayedScale:
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
         self._delayed = delayed
         self._fmt = fmt
-        self._casts = 0
+        self._casts: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
-        self._used: Tensor | None = None
+        self._used: ScalePair | None = None
 
-    def next(self, x: Tensor, again: bool = False) -> Tensor:
-        """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """The scale for a cast of `x`.
 
         `again`: the cast before is done once more (a block is computed again in backward). It gets the scale that it
-        had, and is not entered twice.
+        had, and is not entered twice. `amax` is the largest magnitude of `x`, if it is known.
         """
         if again and self._used is not None:
             return self._used
-        if self.scale is None or self.history is None:
+        if self.scale is None or self.history is None or self._casts is None:
             self.scale = torch.ones((), dtype=torch.float32, device=x.device)
             self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=x.device)
-        self._used = self.scale
-        self._enter(largest_magnitude(x), self.scale, self.history)
+            self._casts = torch.zeros((), dtype=torch.int32, device=x.device)
+        amax = largest_magnitude(x) if amax is None else amax
+        state = self.history, self._casts, self.scale
+        self._used = ScalePair(*delayed_scale(amax, *state, self._fmt, self._delayed))
         return self._used
-
-    def _enter(self, amax: Tensor, scale: Tensor, history: Tensor) -> None:
-        entry = torch.where(amax.isfinite(), amax, 0.0)
-        history[self._casts % len(history)] = entry
-        self._casts += 1
-        if self._casts % self._delayed.interval:
-            return
-        found = history.amax() if self._delayed.algorithm is Amax.MAX else entry
-        wanted = float_factor(found, self._fmt, ScaleRounding.EXACT) / 2.0**self._delayed.margin
-        self.scale = torch.where(amax.isfinite() & (found > 0), wanted, scale)
 
 
 def backward_is_running() -> bool:
@@ -71,15 +73,6 @@ def backward_is_running() -> bool:
     Never while a graph is compiled, whose backward is traced apart.
     """
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
-
-
-def largest_magnitude(x: Tensor) -> Tensor:
-    """As float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    # aminmax reads the tensor once and allocates nothing of its size; abs().amax() is 12 times slower on a CPU.
-    low, high = torch.aminmax(x.detach())
-    return torch.maximum(-low, high).to(torch.float32)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -114,38 +107,39 @@ class StaticScale:
         self._fmt = fmt
         self._rounding = rounding
         self._amax: Tensor | None = None
-        self._scale: Tensor | None = None
+        self._scale: ScalePair | None = None
         self._renewals: Tensor | None = None
         self._entered: Tensor | None = None
-        self._used: Tensor | None = None
+        self._used: ScalePair | None = None
         if known is not None:
             self._settle(torch.full((), known, dtype=torch.float32))
 
-    def next(self, x: Tensor, again: bool = False) -> Tensor:
-        """The scale for a cast of `x`, a float32 tensor without dimensions on its device.
+    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """The scale for a cast of `x`.
 
-        `again`: the cast before is done once more, and gets the scale that it had.
+        `again`: the cast before is done once more, and gets the scale that it had. `amax` is the largest magnitude of
+        `x`, if it is known.
         """
         if again and self._used is not None:
             return self._used
         if self._book.watching:
-            amax = largest_magnitude(x)
+            amax = largest_magnitude(x) if amax is None else amax
             counted = torch.where(amax.isfinite(), amax, 0.0)
             self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
-            self._used = self._factor(amax)
+            self._used = ScalePair(*current_scale(amax, self._fmt, self._rounding))
             return self._used
         # The scale that stands, once what was entered counts; of a tensor that nobody has seen its own.
         if self._entered is not None:
             self._settle(self._entered)
         elif self._scale is None:
-            self._settle(largest_magnitude(x))
+            self._settle(largest_magnitude(x) if amax is None else amax)
         assert self._scale is not None
-        scale = self._scale
-        if self._book.rule.bound is not None:
-            self._used = scale = self._bounded(x, scale, self._book.rule.bound)
-        elif self._used is not None:
-            self._used = None
-        return scale
+        bound = self._book.rule.bound
+        if bound is not None:
+            self._bound(x, self._scale.scale, bound)
+        if bound is not None or self._used is not None:
+            self._used = None if bound is None else self._scale
+        return self._scale
 
     def state(self) -> ScaleState | None:
         """As it is now; waits for the device."""
@@ -153,42 +147,43 @@ class StaticScale:
             self._settle(self._entered)
         if self._amax is None or self._scale is None or self._renewals is None:
             return None
-        return ScaleState(float(self._amax), float(self._scale), int(self._renewals))
+        return ScaleState(float(self._amax), float(self._scale.scale), int(self._renewals))
 
     def _settle(self, amax: Tensor) -> None:
         """Scale by that largest magnitude from now on: the first time found, later renewed."""
         self._entered = None
         if self._scale is None:
-            self._amax, self._scale = amax, self._factor(amax)
+            self._amax, self._scale = amax, _inverted(self._factor(amax))
             self._renewals = torch.zeros((), dtype=torch.int64, device=amax.device)
         else:
             self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
 
-    def _bounded(self, x: Tensor, scale: Tensor, bound: float) -> Tensor:
-        """The scale that stands, or the current one from now on where too many values would be cut off."""
+    def _bound(self, x: Tensor, scale: Tensor, bound: float) -> None:
+        """Scale by the current one from now on where the scale that stands would cut off too many values."""
         # On a GPU no answer is waited for: all is counted, both scales are found, and one is taken there.
         waits = x.device.type == "cpu"
         # Divided as float_factor divides: elsewhere than on a processor torch takes a reciprocal.
         limit, amax = torch.full_like(scale, self._fmt.largest) / scale, largest_magnitude(x)
         if waits and amax <= limit:
-            return scale
+            return
         beyond = torch.count_nonzero(x.detach().to(torch.float32).abs() > limit)
         too_many = beyond > bound * x.numel()
-        if waits and not too_many:
-            return scale
-        self._renew(amax, too_many)
-        assert self._scale is not None
-        return self._scale
+        if not waits or too_many:
+            self._renew(amax, too_many)
 
     def _renew(self, amax: Tensor, wanted: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
         renew = wanted & amax.isfinite() & (amax > 0)
         self._amax = torch.where(renew, amax, self._amax)
-        self._scale = torch.where(renew, self._factor(amax), self._scale)
+        self._scale = _inverted(torch.where(renew, self._factor(amax), self._scale.scale))
         self._renewals = self._renewals + renew
 
     def _factor(self, amax: Tensor) -> Tensor:
         return float_factor(amax, self._fmt, self._rounding)
+
+
+def _inverted(scale: Tensor) -> ScalePair:
+    return ScalePair(scale, scale.reciprocal())
 
 
 @dataclass(frozen=True)
@@ -213,5 +208,5 @@ def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor
     # The first step has none to take its scale from, and is no part of the course.
     told = slice(1, None) if before else slice(None)
     amaxes = [float(step.abs().max()) for step in steps[told]]
-    course = scale_course([float(one) for one in scales[told]], amaxes, treatment.fmt)
-    return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1]), course)
+    course = scale_course([float(one.scale) for one in scales[told]], amaxes, treatment.fmt)
+    return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1].scale), course)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.errors import UsageError
-from fp8bench.formats import fused, operators, quantise, scaled, vector_width
+from fp8bench.formats import compiling, fused, operators, quantise, scaled, vector_width
 from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, TF32, Format, Overflow
 from fp8bench.formats.memory_layout import Quantisation, layout_of
 from fp8bench.formats.operators import values
@@ -115,7 +115,7 @@ def called(x: Tensor, asked: Asked, out: Tensor | None = None) -> Tensor:
     return values(x, asked.fmt, asked.scaling, overflow=asked.overflow, seed=seed, out=out)
 
 
-def counted() -> tuple[int, int, tuple[fused.Kernel, ...]]:
+def counted() -> tuple[int, int, tuple[compiling.Kernel, ...]]:
     """Calls as many operations, calls as one kernel, and the kernels that are wanted."""
     return operators.KERNELS.eager, operators.KERNELS.fused.total(), tuple(operators.KERNELS.wanted)
 
@@ -212,7 +212,7 @@ def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
     x = AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source)
     placed = layout_of(x, torch.empty_like(x, dtype=asked.target), Quantisation(asked.fmt, asked.scaling))
     assert placed is not None
-    sizes = fused._examples(placed.kernel)[0].shape
+    sizes = placed.kernel.examples()[0].shape
     assert all(sizes.count(sizes[free]) == 1 for free in fused._FREE[placed.kernel.layout])
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.formats import fused, operators, vector_width
+from fp8bench.formats import compiling, fused, operators, vector_width
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.vector_width import Kept, choice
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
 F32 = torch.float32
-KERNEL = fused.Kernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
+KERNEL = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
 Planted = Callable[[dict[int, float]], list[int]]
 
 
@@ -35,7 +35,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     def plant(seconds: dict[int, float]) -> list[int]:
         built: list[int] = []
 
-        def build(kernel: fused.Kernel, bits: int = 0) -> Callable[..., object]:
+        def build(kernel: compiling.Kernel, bits: int = 0) -> Callable[..., object]:
             built.append(bits)
             if not seconds.get(bits):
                 raise RuntimeError(f"no {bits} bits here")
@@ -47,7 +47,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 
             return run
 
-        monkeypatch.setattr(fused, "_built", build)
+        monkeypatch.setattr(compiling, "_built", build)
         return built
 
     return plant
@@ -73,8 +73,8 @@ def test_the_faster_width_is_found_and_kept(
 ) -> None:
     """The kernel is compiled with both once a machine; from then on with the one that was chosen."""
     built = planted(seconds)
-    assert fused.compiled(KERNEL).bits == bits and built == [256, 512]
-    assert fused.compiled(KERNEL).bits == bits and built == [256, 512, bits]
+    assert compiling.compiled(KERNEL).bits == bits and built == [256, 512]
+    assert compiling.compiled(KERNEL).bits == bits and built == [256, 512, bits]
     (kept,) = cache.glob("*.json")
     told = json.loads(kept.read_text())
     assert told["bits"] == bits and told["kernel"] == str(KERNEL) and set(told["seconds"]) == {"256", "512"}
@@ -82,16 +82,16 @@ def test_the_faster_width_is_found_and_kept(
 
 def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
     planted({512: 1e-4})
-    assert fused.compiled(KERNEL).bits == 512
+    assert compiling.compiled(KERNEL).bits == 512
     planted({256: 1e-4})
-    assert fused.compiled(fused.Kernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits == 256
+    assert compiling.compiled(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits == 256
 
 
 @pytest.mark.usefixtures("cache")
 def test_where_none_compiles_the_reason_is_told(planted: Planted) -> None:
     planted({})
     with pytest.raises(RuntimeError, match="no 256 bits here"):
-        fused.compiled(KERNEL)
+        compiling.compiled(KERNEL)
 
 
 @pytest.mark.parametrize(("capability", "widths"), [("AVX2", ()), ("DEFAULT", ()), ("AVX512", (256, 512))])
@@ -100,14 +100,14 @@ def test_only_what_has_a_choice_is_measured(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     built = planted({0: 1e-4, 256: 1e-4, 512: 5e-3})
-    assert fused.compiled(KERNEL).bits == (256 if widths else 0)
+    assert compiling.compiled(KERNEL).bits == (256 if widths else 0)
     assert tuple(built) == (widths or (0,)) and vector_width.widths("cuda:0") == ()
 
 
 def test_threads_are_as_they_were(planted: Planted) -> None:
     planted({256: 1e-4, 512: 1e-4})
     before = torch.get_num_threads()
-    fused.compiled(KERNEL)
+    compiling.compiled(KERNEL)
     assert torch.get_num_threads() == before
 
 
@@ -156,7 +156,7 @@ def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> 
     """gcc prefers 256 bits where it tunes for some of Intel's, and e4m3 takes ten times as long."""
     from torch._inductor import config
 
-    wide, narrow = (fused._options(KERNEL, bits, config) for bits in (512, 256))
+    wide, narrow = (compiling._options(KERNEL, bits, config) for bits in (512, 256))
     assert (wide["cpp.simdlen"], narrow["cpp.simdlen"]) == (512, 256) and "cpp.march" not in narrow
     assert wide["cpp.vec_isa_ok"] is True  # no process is started to see what torch says already
     assert wide.get("cpp.march", "") == "native -mprefer-vector-width=512" * hasattr(config.cpp, "march")

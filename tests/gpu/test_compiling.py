@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import Delayed
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench
+from tests.formats.test_native_codes import CASTS, DELAYED, Cast, cast, course, pieces, same
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +65,29 @@ def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPa
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     assert differences(called(x, asked), eager) == 0 and operators.KERNELS.fused.total() == 1
     assert differences(eager.cpu(), eagerly(x.cpu(), asked)) == 0
+
+
+@pytest.mark.parametrize("how", CASTS, ids=str)
+def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of a processor, with torch's own largest magnitudes."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    there = [x.cuda() for x in pieces(how.source)]
+    eager = [cast(x, how) for x in there]
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    before = operators.KERNELS.eager
+    for x, wanted in zip(there, eager, strict=True):
+        on_processor = cast(x.cpu(), how)
+        for one, other, here in zip(cast(x, how), wanted, on_processor, strict=True):
+            assert same(one, other) and same(one.cpu(), here), (x.shape, x.stride())
+    assert operators.KERNELS.fused.total() and operators.KERNELS.eager > before  # those of the processor are eager
+
+
+@pytest.mark.parametrize("delayed", DELAYED, ids=str)
+def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    eager = course(delayed, E4M3, "cuda")
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    compiled = course(delayed, E4M3, "cuda")
+    assert operators.KERNELS.fused.total() == len(compiled)
+    for one, other, here in zip(eager, compiled, course(delayed, E4M3), strict=True):
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, here, strict=True))

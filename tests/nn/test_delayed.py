@@ -65,7 +65,8 @@ def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Form
     """Bit for bit over forty casts."""
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):
-        found = ours.next(torch.from_numpy(values))
+        found, inverse = ours.next(torch.from_numpy(values))
+        assert inverse.item() == np.float32(1) / found.numpy()
         assert found.dtype == torch.float32 and found.shape == ()
         assert found.item() == theirs.next(values)
     assert ours.scale is not None and ours.scale.item() == theirs.scale
@@ -74,7 +75,7 @@ def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Form
 def test_a_scale_is_known_before_its_tensor_is() -> None:
     """1 at first; then what the casts before it asked for, so that what outgrows it saturates."""
     scale = DelayedScale(Delayed(history=2), E4M3)
-    course = [scale.next(torch.tensor([amax])).item() for amax in (4.0, 1.0, 1.0, 1.0, 8.0, 8.0)]
+    course = [scale.next(torch.tensor([amax])).scale.item() for amax in (4.0, 1.0, 1.0, 1.0, 8.0, 8.0)]
     assert course == [1.0, 112.0, 112.0, 448.0, 448.0, 56.0]
 
 
@@ -84,10 +85,10 @@ def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
     for amax in (2.0, 3.0, 0.5):
         used = scale.next(torch.tensor([amax]))
         assert scale.next(torch.tensor([100.0]), again=True) is used
-        assert plain.next(torch.tensor([amax])).item() == used.item()
+        assert plain.next(torch.tensor([amax])).scale.item() == used.scale.item()
     assert torch.equal(scale.history, plain.history)  # type: ignore[arg-type]
     fresh = DelayedScale(Delayed(), E4M3)
-    assert fresh.next(torch.tensor([2.0]), again=True).item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
+    assert fresh.next(torch.tensor([2.0]), again=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
 
 
 def test_backward_is_known_where_it_runs() -> None:

@@ -16,6 +16,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
@@ -190,8 +191,8 @@ def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
     """Of the roles that have some; the others take their own."""
 
     class Fixed:
-        def next(self, x: Tensor, again: bool = False) -> Tensor:
-            return torch.tensor(2.0)
+        def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+            return ScalePair(torch.tensor(2.0), torch.tensor(0.5))
 
     recipe = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2, TENSOR))
     arithmetic, x = RecipeArithmetic(recipe, scales={Role.INPUT: Fixed()}), 100 * gaussian(16, 16)

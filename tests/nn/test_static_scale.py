@@ -42,9 +42,9 @@ def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitud
     """Zeros, infinities and NaN do not count."""
     book, scale = scale_of(FIXED, None)
     for amax in (2.0, 7.0, 3.0):
-        assert float(scale.next(of_magnitude(amax))) == pytest.approx(E4M3.largest / amax, rel=1e-7)
+        assert float(scale.next(of_magnitude(amax)).scale) == pytest.approx(E4M3.largest / amax, rel=1e-7)
     for strange in (torch.zeros(3), torch.tensor([math.inf, 90.0]), torch.tensor([math.nan, 90.0]), torch.empty(0)):
-        assert float(scale.next(strange)) == 1.0
+        assert float(scale.next(strange).scale) == 1.0
     assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
@@ -52,7 +52,7 @@ def test_a_scale_that_is_known_stays() -> None:
     """Whatever comes, and without looking at it."""
     book, scale = scale_of(FIXED, 7.0)
     for amax in (7.0, 0.5, 900.0, math.inf):
-        assert float(scale.next(of_magnitude(amax))) == 64.0
+        assert float(scale.next(of_magnitude(amax)).scale) == 64.0
     assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
@@ -60,7 +60,7 @@ def test_a_scale_that_is_known_stays() -> None:
 def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, wanted: float) -> None:
     """Down to a power of two, so that nothing saturates."""
     _, scale = scale_of(FIXED, 5.0, rounding)
-    assert float(scale.next(of_magnitude(1.0))) == pytest.approx(wanted, rel=1e-7)
+    assert float(scale.next(of_magnitude(1.0)).scale) == pytest.approx(wanted, rel=1e-7)
 
 
 def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
@@ -69,7 +69,7 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
     used = []
     for step in range(1, 8):
         book.begin_step()
-        used.append([448 / float(scale.next(of_magnitude(float(10 * step + cast)))) for cast in (1, 0)])
+        used.append([448 / float(scale.next(of_magnitude(float(10 * step + cast))).scale) for cast in (1, 0)])
     assert [[round(amax, 4) for amax in pair] for pair in used] == [
         [7, 7],
         [7, 7],
@@ -86,7 +86,7 @@ def test_a_watched_step_of_zeros_renews_nothing() -> None:
     """There is no scale for them."""
     book, scale = scale_of(StaticScales(1, refresh=1), 7.0)
     book.begin_step()
-    assert float(scale.next(torch.zeros(4))) == 1.0
+    assert float(scale.next(torch.zeros(4)).scale) == 1.0
     assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
@@ -125,7 +125,8 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
     wanted = float(values.abs().max()) if renewed else 7.0
     for x in (values, of_magnitude(1.0)):
-        assert float(scale.next(placed(x))) == pytest.approx(448 / wanted)
+        used = scale.next(placed(x))
+        assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
     standing = scale.state()
     assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
 
@@ -133,7 +134,7 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
 def test_what_is_not_finite_saturates_and_gives_no_scale(device: str) -> None:
     """The scale that stands stays."""
     _, scale = scale_of(StaticScales(1, bound=0.1), 7.0)
-    assert float(scale.next(placed(torch.tensor([math.inf, 1.0])))) == 64.0
+    assert float(scale.next(placed(torch.tensor([math.inf, 1.0]))).scale) == 64.0
     assert scale.state() == (7.0, 64.0, 0)
 
 
@@ -142,13 +143,13 @@ def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
     book, scale = scale_of(StaticScales(1, refresh=2, bound=0.0), 7.0)
     big, small = of_magnitude(14.0), of_magnitude(3.5)
     first = scale.next(big)
-    assert torch.equal(scale.next(small, again=True), first)
+    assert scale.next(small, again=True) is first
     book.begin_step()
     book.begin_step()
     watched = scale.next(small)
-    assert float(watched) == 128.0 and torch.equal(scale.next(big, again=True), watched)
+    assert float(watched.scale) == 128.0 and scale.next(big, again=True) is watched
     book.begin_step()
-    assert float(scale.next(small)) == 128.0 and float(scale.next(small, again=True)) == 128.0
+    assert float(scale.next(small).scale) == 128.0 and float(scale.next(small, again=True).scale) == 128.0
 
 
 def layer_of(book: ScaleBook) -> Linear:

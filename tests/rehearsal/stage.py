@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fp8bench.formats import operators
-from fp8bench.formats.fused import Compiled, Kernel
+from fp8bench.formats.compiling import Compiled, Kernel
+from fp8bench.formats.native_codes import LAUNCHES
 from fp8bench.formats.scaled_products import Product
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts
 from fp8bench.protocols import SilentPhases, Stamper
@@ -31,8 +32,6 @@ from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.static_scales import step
 from tests.rehearsal.launches import launches_of
 from tests.rehearsal.rules import broken_rule, product_of
-
-QUANTISERS = {f"fp8bench::{family}" for family in operators.FAMILIES}
 
 
 @dataclass
@@ -69,11 +68,12 @@ class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
         return result
 
     def _launches(self, func: Any, args: Any) -> int:
-        if func._schema.name not in QUANTISERS:
+        run = operators.OPERATORS.get(func._schema.name)
+        if run is None:
             return launches_of(func._schema)
         with self:  # what it does beside its kernel
-            operators._run(*args)
-        return 1
+            run(*args)
+        return LAUNCHES.get(func._schema.name, 1)
 
     def source(self) -> Callable[[], int]:
         return lambda: self.done.launches

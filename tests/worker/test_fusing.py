@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.api import load
 from fp8bench.cli.main import main
-from fp8bench.formats import fused, operators, vector_width
+from fp8bench.formats import compiling, operators, vector_width
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.model import Case, Record, Status
 from fp8bench.protocols import SilentPhases
@@ -30,7 +30,7 @@ def operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
 
 
-def broken(kernel: fused.Kernel) -> fused.Compiled:
+def broken(kernel: compiling.Kernel) -> compiling.Compiled:
     raise RuntimeError("\n  no compiler here.\nat line 1\n")
 
 
@@ -100,7 +100,7 @@ def test_a_process_without_operators_has_nothing_to_compile(monkeypatch: pytest.
 
 def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the doctor."""
-    monkeypatch.setattr(operators, "compiled", lambda kernel: fused.Compiled(lambda *arguments: None, 512))
+    monkeypatch.setattr(operators, "compiled", lambda kernel: compiling.Compiled(lambda *arguments: None, 512))
     said = bench.compiler(CPU)
     assert said.startswith("a quantiser compiles in 0.") and said.endswith(" s, with vectors of 512 bits")
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())

@@ -1,0 +1,189 @@
+"""Kernels of native casts: float8 codes as hardware multiplies them, in one or both orientations, and their scales.
+
+A matrix is seen in squares of `side`: a GPU's compiler reads and writes sixteen bytes at once only where it knows that
+rows begin at multiples of them. Operators in native_codes.py say which kernel a call takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.blocks import float_factor
+from fp8bench.formats.codes import DTYPES, elements
+from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.grids import Format
+from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.formats.scalings import ScaleRounding
+
+SIDE = 16
+# Free sizes of examples in squares; no two are alike, and none is 16.
+_DOWN, _ACROSS = 40, 48
+# Scalars that are written beside one another share no memory that would be worth a kernel to Inductor otherwise.
+_TOGETHER = {"score_fusion_memory_threshold": 1}
+
+
+def squares(matrix: Tensor, side: int) -> Tensor:
+    """A contiguous matrix as (down, side, across, side)."""
+    rows, columns = matrix.shape
+    return matrix.view(rows // side, side, columns // side, side)
+
+
+def turned_squares(matrix: Tensor, side: int) -> Tensor:
+    """The transpose of one, in the same places as what it is the transpose of."""
+    return squares(matrix, side).permute(2, 3, 0, 1)
+
+
+@dataclass(frozen=True)
+class CodesKernel(Kernel):
+    """Codes under a scale that is given, or none: as the matrix lies, turned, or both, each element read once.
+
+    Called with the matrix in squares, each output in its places, and the scale if it is `scaled`. Without a format the
+    matrix holds bytes, which are codes already.
+    """
+
+    fmt: Format | None
+    source: torch.dtype
+    device: str
+    side: int
+    straight: bool
+    turned: bool
+    scaled: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, *others = tensors
+        scale = others.pop() if self.scaled else None
+        found = given if self.fmt is None else elements(given, self.fmt, scale)
+        for out in others:
+            out.copy_(found)
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        rows, columns = _DOWN * self.side, _ACROSS * self.side
+        outputs = []
+        if self.straight:
+            outputs.append(squares(_empty_codes(self, rows, columns), self.side))
+        if self.turned:
+            outputs.append(turned_squares(_empty_codes(self, columns, rows), self.side))
+        scale = [torch.full((), 0.75, device=self.device)] if self.scaled else []
+        return [squares(_numbers(self, rows, columns), self.side), *outputs, *scale]
+
+    def free(self) -> list[Sequence[int]]:
+        return [*[(0, 2)] * (1 + self.straight + self.turned), *([()] if self.scaled else [])]
+
+
+@dataclass(frozen=True)
+class RowCodesKernel(Kernel):
+    """Codes with a scale for every row of the operand, which its own largest magnitude gives, and the scales' inverses.
+
+    Called with operand and codes as (rows, side, columns, side) in squares, those of a `turned` matrix in the
+    operand's places, and memory for the inverses, (rows, side, 1, 1).
+    """
+
+    fmt: Format
+    rounding: ScaleRounding
+    source: torch.dtype
+    device: str
+    side: int
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, out, inverse = tensors
+        amax = given.abs().amax((2, 3), keepdim=True).to(torch.float32)
+        scale = float_factor(amax, self.fmt, self.rounding)
+        out.copy_(elements(given, self.fmt, scale))
+        inverse.copy_(scale.reciprocal())
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        rows, columns = _DOWN * self.side, _ACROSS * self.side
+        inverse = torch.empty(_DOWN, self.side, 1, 1, device=self.device)
+        out = squares(_empty_codes(self, rows, columns), self.side)
+        if self.turned:
+            return [turned_squares(_numbers(self, columns, rows), self.side), out, inverse]
+        return [squares(_numbers(self, rows, columns), self.side), out, inverse]
+
+    def free(self) -> list[Sequence[int]]:
+        return [(0, 2), (0, 2), (0,)]
+
+    def options(self) -> Mapping[str, object]:
+        # Loops in the operand's order, and one kernel for maxima and codes; few rows would become a kernel more.
+        return {"pick_loop_orders": False, "split_reductions": False}
+
+
+@dataclass(frozen=True)
+class ScaleKernel(Kernel):
+    """A tensor's scale from its largest magnitude, and the inverse. Called with that, and memory for both."""
+
+    fmt: Format
+    rounding: ScaleRounding
+    device: str
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        amax, scale, inverse = tensors
+        found = float_factor(amax, self.fmt, self.rounding)
+        scale.copy_(found)
+        inverse.copy_(found.reciprocal())
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        return [torch.ones((), device=self.device) for _ in range(3)]
+
+    def free(self) -> list[Sequence[int]]:
+        return [(), (), ()]
+
+    def options(self) -> Mapping[str, object]:
+        return _TOGETHER
+
+
+@dataclass(frozen=True)
+class DelayedScaleKernel(Kernel):
+    """A step of delayed scaling: the scale that stands is copied for this cast, with its inverse, then renewed.
+
+    Called with memory for the copy and its inverse; history, count of casts and scale, all three changed where they
+    lie; and this cast's largest magnitude. Nothing is counted by the host, so that a CUDA graph can be replayed.
+    """
+
+    fmt: Format
+    delayed: Delayed
+    device: str
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        used, inverse, history, casts, scale, amax = tensors
+        finite, count = amax.isfinite(), casts + 1
+        entry = torch.where(finite, amax, 0.0)
+        here = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
+        entered = torch.where(here, entry, history)
+        # The most recent as a maximum, too: beside the history that is one kernel, and would be two by itself.
+        found = (entered if self.delayed.algorithm is Amax.MAX else torch.where(here, entry, 0.0)).amax()
+        wanted = float_factor(found, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
+        renewed = finite & (found > 0) & (count.remainder(self.delayed.interval) == 0)
+        # What only copies the scale that stands is first: compiled, memory is written in the arguments' order.
+        values = scale, scale.reciprocal(), entered, count, torch.where(renewed, wanted, scale)
+        for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
+            memory.copy_(value)
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        used, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
+        history = torch.zeros(self.delayed.history, device=self.device)
+        return [used, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
+
+    def free(self) -> list[Sequence[int]]:
+        return [()] * 6
+
+    def options(self) -> Mapping[str, object]:
+        return {**_TOGETHER, "split_reductions": False}
+
+
+def _numbers(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:
+    found = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return found.to(torch.device(kernel.device), kernel.source)
+
+
+def _empty_codes(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:
+    dtype = kernel.source if kernel.fmt is None else DTYPES[kernel.fmt.name]
+    return torch.empty(rows, columns, dtype=dtype, device=kernel.device)

@@ -1,0 +1,148 @@
+"""Kernels: what one computes, and how it is compiled.
+
+A kernel writes into memory that it is given. Sizes are free where it says so: it serves tensors of all shapes and has
+no guards to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats import vector_width
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class Kernel(ABC):
+    """A function of tensors, by torch's operations; a frozen value whose text says all that tells it from others."""
+
+    device: str
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        """Compute, by one operation after the other."""
+
+    @abstractmethod
+    def examples(self) -> list[Tensor]:
+        """Tensors to be compiled for, with numbers, large enough that a compiler thinks of threads."""
+
+    @abstractmethod
+    def free(self) -> Sequence[Sequence[int]]:
+        """The dimensions of each of them whose sizes are left open."""
+
+    def options(self) -> Mapping[str, object]:
+        """Inductor's options for it alone."""
+        return {}
+
+
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel to be called as it is, with what it takes alone, in the same order.
+
+    `bits` are those of its vectors, 0 where torch had none to choose from.
+    """
+
+    run: Callable[..., object]
+    bits: int = 0
+
+
+def compiled(kernel: Kernel) -> Compiled:
+    """The kernel compiled; with the width of vectors that is fastest here, for which it is compiled with each once.
+
+    Raises whatever torch or a compiler raises; a width alone that does not compile is not taken.
+    """
+    with _compiling, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's about itself
+        widths = vector_width.widths(kernel.device) if any(kernel.free()) else ()
+        if len(widths) < 2:
+            return Compiled(_built(kernel, *widths), *widths)
+        kept = vector_width.Kept(_made_of(kernel))
+        bits = kept.read()
+        return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
+
+
+def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
+    """The kernel with each width, timed; the choice is kept."""
+    built: dict[int, Callable[..., object]] = {}
+    for bits in widths:
+        with contextlib.suppress(Exception):  # a compiler may fail in any way
+            built[bits] = _built(kernel, bits)
+    if not built:
+        return Compiled(_built(kernel, widths[0]), widths[0])  # which raises the reason
+    bits, seconds = vector_width.fastest(built, kernel.examples())
+    bits = kept.keep(bits, kernel=str(kernel), seconds=seconds)
+    return Compiled(built[bits] if bits in built else _built(kernel, bits), bits)
+
+
+def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
+    """The kernel compiled with vectors of so many bits, of torch's choice for 0.
+
+    Inductor is called directly: what torch.compile gives has guards, four times the overhead of a call, and is lost
+    where a dispatch mode was on at its first call.
+    """
+    from torch._inductor import config, standalone_compile
+
+    with config.patch(_options(kernel, bits, config)):
+        mode, graph, inputs = _traced(kernel)
+        # The graph has no output in which torch 2.11 would find whose tensors these are: fixed sizes became free ones.
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            return standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
+
+
+def _made_of(kernel: Kernel) -> str:
+    """All that a compiler is given, as text."""
+    _, graph, inputs = _traced(kernel)
+    return "\n".join([graph.code, *(f"{one.dtype} {tuple(one.shape)} {one.stride()}" for one in inputs)])
+
+
+def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
+    """Inductor's options, as far as this version of torch has them.
+
+    Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
+    torch has them one operation at a time.
+    """
+    wanted: dict[str, object] = {
+        "cpp.dynamic_threads": True,
+        "compile_threads": 1,
+        "emulate_precision_casts": True,
+        "emulate_divison_rounding": True,  # its name until torch 2.12
+        "eager_numerics.division_rounding": True,
+        "eager_numerics.disable_ftz": True,
+        **(vector_width.options(bits) if bits else {}),
+        **kernel.options(),
+    }
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        # Inductor would compile a file and load it in a process of 110 MB to see what torch knows already.
+        wanted["cpp.vec_isa_ok"] = True
+    known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _traced(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
+    """The kernel's operations as a graph, and tensors without memory for it, free sizes as symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def fake(real: Tensor, free: Sequence[int]) -> Tensor:
+        sizes = [DimDynamic.DYNAMIC if one in free else DimDynamic.STATIC for one in range(real.dim())]
+        return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    inputs = [fake(real, free) for real, free in zip(kernel.examples(), kernel.free(), strict=True)]
+    with mode:
+        return mode, make_fx(kernel, tracing_mode="fake")(*inputs), inputs

@@ -1,0 +1,187 @@
+"""Native casts: codes and scales against ml_dtypes and numpy, compiled against eager, and who sees one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.formats import operators, vector_width
+from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, delayed_scale, row_codes
+from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.formats.scalings import ScaleRounding
+from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
+
+EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
+NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+
+
+class Cast(NamedTuple):
+    """What is cast how; by row, or with one scale."""
+
+    fmt: Format
+    source: torch.dtype
+    rounding: ScaleRounding
+    by_row: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} {str(self.source).removeprefix('torch.')} {self.rounding}{' row' * self.by_row}"
+
+
+CASTS = [
+    Cast(E4M3, BF16, EXACT),
+    Cast(E5M2, F32, POWER_OF_TWO),
+    Cast(E4M3, F16, EXACT),
+    Cast(E4M3, BF16, POWER_OF_TWO, by_row=True),
+    Cast(E5M2, F32, EXACT, by_row=True),
+]
+DELAYED = [Delayed(4), Delayed(3, Amax.MOST_RECENT, margin=2), Delayed(1024, interval=3)]
+
+
+def pieces(source: torch.dtype) -> Iterator[Tensor]:
+    """Matrices of every size and stride: multiples of 16 and not, turned, parts of others, one row, one column."""
+    x, tame = AWKWARD.to(source), AWKWARD[8:41, :250].to(source)
+    yield from (x, x[192:208], x.t(), tame, tame.t(), x[:, 3:200], x[:64:2, ::3], x[:1], x[:, :1], x[:16, :16].t())
+    yield from (torch.zeros(16, 32, dtype=source), torch.full((7, 5), float("nan"), dtype=source), x[5:7])
+
+
+def cast(x: Tensor, how: Cast) -> list[Tensor]:
+    """All that operators give of a matrix."""
+    if how.by_row:
+        return [*row_codes(x, how.fmt, how.rounding), *row_codes(x.t(), how.fmt, how.rounding)]
+    scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
+    both = codes_both(x, how.fmt, scale)
+    return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), codes_turned(both[0])]
+
+
+def scales_by_definition(x: np.ndarray, how: Cast) -> np.ndarray:
+    """Of the rows of a matrix, or one of it, float32 operation by operation."""
+    amax = np.abs(x).max(axis=1, keepdims=True) if how.by_row else np.abs(x).max()
+    usable = np.isfinite(amax) & (amax > 0)
+    with np.errstate(all="ignore"):
+        scale = np.where(usable, np.minimum(np.float32(how.fmt.largest) / amax, np.float32(2.0**126)), np.float32(1))
+    if how.rounding is POWER_OF_TWO:
+        scale = np.ldexp(np.float32(0.5), np.frexp(scale)[1])
+    return np.asarray(scale, np.float32)
+
+
+def codes_by_definition(x: np.ndarray, scale: np.ndarray | float, fmt: Format) -> np.ndarray:
+    """As ml_dtypes rounds what does not saturate."""
+    with np.errstate(all="ignore"):
+        return np.clip(x * np.float32(scale), -fmt.largest, fmt.largest).astype(NUMPY[fmt])
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """In every bit, but for those of a NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_contiguous():
+        return False
+    number = ~(one.float().isnan() & other.float().isnan())
+    bits = torch.uint8 if one.element_size() == 1 else torch.int32
+    return torch.equal(one.view(bits)[number], other.contiguous().view(bits)[number])
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which no kernel was asked for yet."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+
+
+@pytest.mark.parametrize("how", CASTS, ids=str)
+def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
+    for x in pieces(how.source):
+        given = x.float().numpy()
+        if how.by_row:
+            found, inverse, turned, of_columns = cast(x, how)
+            assert np.array_equal(inverse.numpy(), 1 / scales_by_definition(given, how))
+            assert np.array_equal(of_columns.numpy(), 1 / scales_by_definition(given.T, how))
+            wanted = [codes_by_definition(one, scales_by_definition(one, how), how.fmt) for one in (given, given.T)]
+            got = [found, turned]
+        else:
+            scale, inverse, *got = cast(x, how)
+            defined = scales_by_definition(given, how)
+            assert scale.numpy() == defined and inverse.numpy() == 1 / defined
+            straight = codes_by_definition(given, defined, how.fmt)
+            wanted = [straight, straight.T, straight, codes_by_definition(given, 1.0, how.fmt), straight.T]
+        for mine, theirs in zip(got, wanted, strict=True):
+            bits = torch.from_numpy(np.ascontiguousarray(theirs).view(np.uint8)).view(DTYPES[how.fmt.name])
+            assert same(mine, bits), (x.shape, x.stride())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("how", CASTS, ids=str)
+def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces by the same few kernels: sizes are free."""
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    eager = [cast(x, how) for x in pieces(how.source)]
+    assert counted()[1] == 0
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    before = counted()
+    for x, wanted in zip(pieces(how.source), eager, strict=True):
+        assert all(same(one, other) for one, other in zip(cast(x, how), wanted, strict=True)), (x.shape, x.stride())
+    assert counted()[0] == before[0] and counted()[1] > 0 and not counted()[2]
+
+
+def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
+    """All that thirty casts see and leave, of magnitudes that come and go, zeros and what is not finite among them."""
+    history, casts = torch.zeros(delayed.history, device=device), torch.zeros((), dtype=torch.int32, device=device)
+    scale, found = torch.ones((), device=device), []
+    for step in range(30):
+        amax = torch.tensor({5: 0.0, 9: float("inf"), 13: float("nan")}.get(step, 3.0 ** (step % 7) * 1e-3))
+        used, inverse = delayed_scale(amax.to(device), history, casts, scale, fmt, delayed)
+        found.append([one.clone().cpu() for one in (used, inverse, history, casts, scale)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("delayed", DELAYED, ids=str)
+def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed) -> None:
+    """State and all; eager ones are held against a definition in tests/nn/test_delayed.py."""
+    eager = course(delayed, E4M3)
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    compiled = course(delayed, E4M3)
+    assert counted()[:2] == (30, 30)
+    assert all(torch.equal(*pair) for steps in zip(eager, compiled, strict=True) for pair in zip(*steps, strict=True))
+    assert len({float(step[0]) for step in eager}) > 3 and int(eager[-1][3]) == 30
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_is_empty_has_codes_and_scales_too() -> None:
+    for x in (torch.empty(0, 32), torch.empty(3, 0)):
+        found = cast(x, CASTS[0])
+        assert [one.shape for one in found[2:4]] == [x.shape, x.t().shape] and float(found[0]) == 1.0
+        data, inverse = row_codes(x, E4M3, EXACT)
+        assert data.shape == x.shape and torch.equal(inverse, torch.ones(len(x), 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
+    """What it is made of is nobody's concern: no product, no copy beside it."""
+    x = torch.zeros(32, 48, device=device)
+    amax, history, casts = torch.ones((), device=device), torch.zeros(4, device=device), torch.zeros((), device=device)
+    with Operators() as seen:
+        scale, _ = current_scale(amax, E4M3, EXACT)
+        codes_turned(codes(x, E4M3, scale))
+        codes_both(x.t(), E5M2, scale)
+        row_codes(x.t(), E4M3, EXACT)
+        delayed_scale(amax, history, casts.int(), scale, E4M3, Delayed(4))
+    ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
+    assert ours == ["scale", "codes", "codes", "codes", "row_codes", "delayed_scale"]
+    others = {name for name in seen.names if not name.startswith("fp8bench")}
+    allowed = ("empty", "detach", "aten.t.", "view", "_to_copy")
+    assert all(any(one in name for one in allowed) for name in others), others
+
+
+@pytest.mark.parametrize("call", [codes, lambda x, fmt: row_codes(x, fmt, EXACT)], ids=["codes", "row_codes"])
+def test_other_numbers_are_refused(call: Any) -> None:
+    with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
+        call(torch.zeros(32, 32, dtype=torch.float64), E4M3)
