@@ -67,6 +67,7 @@ def run(
     refresh_scales: int | None = None,
     saturation_bound: float | None = None,
     energy: bool = True,
+    sustained: float | None = None,
     max_batch: bool = False,
     memory_limit: int | str | None = None,
     backend: str = "auto",
@@ -85,8 +86,8 @@ def run(
         axes=_pairs(set, _texts), precision_map=_pairs(precision_map), data=_plain(data), quick=quick, budget=budget,
         rounds=rounds, seed=seed, threads=threads, imports=_names(imports), isolation=isolation,
         case_timeout=case_timeout, grid=grid, trace=_plain(trace), static_scales=static_scales,
-        refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, max_batch=max_batch,
-        memory_limit=_bytes(memory_limit), backend=backend,
+        refresh_scales=refresh_scales, saturation_bound=saturation_bound, energy=energy, sustained=sustained,
+        max_batch=max_batch, memory_limit=_bytes(memory_limit), backend=backend,
     )  # fmt: skip
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     board = None if tensorboard is None else _folder("tensorboard", tensorboard)

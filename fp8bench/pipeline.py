@@ -23,7 +23,6 @@ from fp8bench.files import check_folder
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
 from fp8bench.measure.ceilings import measures_ceilings
-from fp8bench.measure.energy import energy_rule_for
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
@@ -34,6 +33,7 @@ from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.settle import warm_up_limit
+from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import rule_for
@@ -273,9 +273,9 @@ def _group(
     lost: dict[str, str],
 ) -> tuple[Record, ...]:
     request, facts = run.request, {one.key: one for one in run.devices}
-    energy = energy_rule_for(request.quick, request.budget) if request.energy else None
+    windows = window_rule_for(request.quick, request.budget, request.energy, request.sustained)
     if not workloads.get(group.cases[0].case.workload).fused:
-        energy, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
+        windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
     searched = request.max_batch and group.setting in searched_for_batches(run.plan)
     method = Method(
@@ -284,7 +284,7 @@ def _group(
         seed=request.seed,
         limits=Limits(request.case_timeout),
         quantisers=quantisers,
-        energy=energy,
+        windows=windows,
         capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
         traces=trace_folder(run),
         ceilings=ceilings,

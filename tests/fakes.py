@@ -223,11 +223,13 @@ class FakeWorker(Worker):
         raw = tuple(RawStep(tuple(codes), tuple(ns)) for codes, ns in kept)
         return RawSlot(raw, seconds, seconds, seconds / calls, eager, fused, vector_bits=(256,) if fused else ())
 
-    def _loop(self, key: str, steps: int) -> None:
+    def _loop(self, key: str, steps: int) -> float:
         label = self._labels[key]
         self.log.append(("loop", label, steps))
         self._strike("loop", label)
-        self.now_ns += steps * sum(self._script(label).step(0)[1])
+        nanoseconds = steps * sum(self._script(label).step(0)[1])
+        self.now_ns += nanoseconds
+        return nanoseconds / 1e9
 
     def _release(self, key: str) -> tuple[str, ...]:
         held = self._calls.pop(key, None)

@@ -35,6 +35,7 @@ from fp8bench.analysis.samples import (
     relative_samples,
     step_samples,
 )
+from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.model import (
     RELATIVE,
     UNATTRIBUTED,
@@ -64,6 +65,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
     yield _step_time(record, finding, steps)
     yield from _means(record, reference)
+    yield from _sustained(record, finding, reference)
     yield from _relative(record, finding, reference)
     yield from _phases(record, finding)
     yield from _by_work(record, finding, steps)
@@ -111,6 +113,17 @@ def _means(record: Record, reference: Reference | None) -> Iterator[Metric]:
     if not _emulated(record):
         samples = partial(relative_mean_sample, record, reference.record if reference is not None else None)
         yield replace(blank, name=RELATIVE_MEAN, unit="x", provenance=Provenance.DERIVED, samples=samples)
+
+
+def _sustained(record: Record, finding: Finding | None, reference: Reference | None) -> Iterator[Metric]:
+    """In turns of seconds."""
+    found = sustained_figures(record, finding)
+    if found is not None and record.status is Status.OK:
+        yield Metric(
+            OwnMetric.SUSTAINED_TIME, "s", found.seconds, provenance=Provenance.MEASURED, cost=_emulated(record),
+            interval=sustained_ratio(record, reference.record if reference is not None else None), count=found.turns,
+            rank=Rank.DETAIL, samples=partial(sustained_samples, record),
+        )  # fmt: skip
 
 
 def _joined(*words: str) -> str:

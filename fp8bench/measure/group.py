@@ -16,7 +16,6 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
-from fp8bench.measure.energy import EnergyPass, EnergyRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
@@ -26,6 +25,7 @@ from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.settle import Settler
+from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
 from fp8bench.model.settling import Settling
 from fp8bench.model.stopping import StoppingRule
@@ -47,7 +47,7 @@ class Method:
     seed: int
     limits: Limits = USUAL
     quantisers: Quantisers | None = None
-    energy: EnergyRule | None = None
+    windows: WindowRule | None = None
     capacity: CapacityRule | None = None
     traces: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
@@ -233,16 +233,17 @@ class GroupMeasurement:
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
                 outcome.note(watch=watch.seen(arm))
-        if self._meter is None or self._method.energy is None:
+        rule = self._method.windows
+        if self._meter is None or rule is None:
             return
-        due = [(outcome, arm) for outcome, arm in measured if outcome.draft.energy is None]
-        windows = EnergyPass(
-            self._meter, self._method.energy, self._seed,
-            lambda arm, share: self._observer.working(arm.planned.case, "measuring energy", share),
+        due = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
+        doing = "running for seconds" if rule.turn_seconds else "measuring energy"
+        windows = WindowPass(
+            self._meter, rule, self._seed, lambda arm, share: self._observer.working(arm.planned.case, doing, share)
         )  # fmt: skip
         found = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
-            outcome.note(energy=found[arm.key])
+            outcome.note(energy=found[arm.key].use if rule.energy else None, sustained=tuple(found[arm.key].turns))
 
     def _smaller(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]

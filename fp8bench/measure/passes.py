@@ -58,7 +58,9 @@ class CaseOutcome:
 
     def forget(self) -> None:
         """Whatever was measured beside others, which begins again."""
-        self.note(timing=None, control=None, paired_with=None, paired=True, stopped="", energy=None, watch=None)
+        self.note(
+            timing=None, control=None, paired_with=None, paired=True, stopped="", energy=None, watch=None, sustained=()
+        )
 
     @property
     def may_fit(self) -> bool:
@@ -69,7 +71,9 @@ class CaseOutcome:
         """What became of the case; `left_out` says why it was not measured. Of one that failed no times are kept."""
         status = Status.SKIPPED if left_out else Status.FAILED if self.failure else Status.OK
         draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
-        return draft if status is Status.OK else replace(draft, timing=None, scales=(), energy=None, watch=None)
+        if status is Status.OK:
+            return draft
+        return replace(draft, timing=None, scales=(), energy=None, watch=None, sustained=())
 
     def refuse(self, why: str) -> None:
         """What the plan believed of its device is not so: it does not run."""

@@ -14,6 +14,7 @@ from fp8bench.model.consumed import (
     MemoryCourse,
     MemoryUse,
     PhaseMemory,
+    SustainedTurn,
 )
 from fp8bench.model.measured import (
     Environment,
@@ -83,6 +84,6 @@ __all__ = [
     "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime", "Overheads", "Params",
     "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
     "Request", "Resumption", "Run", "Scalar",
-    "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "TensorStatistics", "Timing",
-    "Trend", "Verdict", "Work", "trend_name",
+    "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "SustainedTurn",
+    "TensorStatistics", "Timing", "Trend", "Verdict", "Work", "trend_name",
 ]  # fmt: skip

@@ -32,6 +32,22 @@ class EnergyWindow:
 
 
 @dataclass(frozen=True)
+class SustainedTurn:
+    """Seconds in which one case ran over and over, after it had run until the device settled for it.
+
+    Each chunk has so many `steps` back to back, and took so many of the `seconds`. `settling` is None where the device
+    tells neither clock nor temperature: nobody knows then whether it had settled. `clock` is the device's right after
+    the turn; `watts` its mean power in it. None where nobody could say.
+    """
+
+    steps: int
+    seconds: tuple[float, ...]
+    settling: Settling | None = None
+    clock: float | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True)
 class EnergyUse:
     """The windows of one case, and what the device takes while it idles beside the same states, in watts.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8bench.model.claims import Ceiling, Products
-from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse
+from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar, Support, Work
 from fp8bench.model.request import Request
 from fp8bench.model.words import Label, Provenance, Status, Verdict
@@ -163,7 +163,8 @@ class Record:
     `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
     `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
     may be. `ceiling` is the most that it can do where it ran, `products` what its products ran on, `effect` whether its
-    steps do anything; None where nobody looked.
+    steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
+    in one round of turns; () where nobody asked for them.
     """
 
     case: Case
@@ -191,6 +192,7 @@ class Record:
     ceiling: Ceiling | None = None
     products: Products | None = None
     effect: StepEffect | None = None
+    sustained: tuple[SustainedTurn, ...] = ()
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

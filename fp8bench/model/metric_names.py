@@ -20,6 +20,7 @@ class OwnMetric(StrEnum):
     MEAN_TIME = "mean_time"
     RELATIVE_TIME = "relative_time"
     RELATIVE_MEAN_TIME = "relative_mean_time"
+    SUSTAINED_TIME = "sustained_time"
     SHARE_OF_STEP = "share_of_step"
     SECONDS_PER_TFLOP = "seconds_per_tflop"
     SECONDS_PER_MTOK = "seconds_per_mtok"

@@ -180,9 +180,9 @@ class Bench:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         return self._prepared_as(key).slot(calls, discard)
 
-    def loop(self, key: str, steps: int) -> None:
-        """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
-        self._prepared_as(key).loop(steps)
+    def loop(self, key: str, steps: int) -> float:
+        """Run so many steps back to back; the seconds of all. Somebody else looks at the device meanwhile."""
+        return self._prepared_as(key).loop(steps)
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         """The workload's numerical errors for one case, or why there are none."""

@@ -104,15 +104,17 @@ class Prepared:
             return StateCheck(wrong, lost.share)
         return StateCheck(wrong or str(lost))
 
-    def loop(self, steps: int) -> None:
-        """Run so many steps back to back and wait for them, untimed: somebody else looks at the device meanwhile."""
+    def loop(self, steps: int) -> float:
+        """Run so many steps back to back and wait for them; the seconds of all. No clock runs within them."""
         silent = SilentPhases()
         with under(self.precision), unchanged(), silent_step():
+            start = time.perf_counter()
             for _ in range(steps):
                 if self.scales is not None:
                     self.scales.begin_step()
                 self.workload.step(self.state, silent)
             self.device.synchronise(self.index)
+            return time.perf_counter() - start
 
 
 def _known(read: Read) -> float | None:

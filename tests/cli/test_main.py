@@ -47,7 +47,7 @@ CONFIGURED = {
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
     "--config", "--resume", "--json", "--csv", "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
-    "--no-energy", "--max-batch", "--memory-limit", "--explain", "--backend",
+    "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend",
 }  # fmt: skip
 OPTIONS = {
     "": COMMON | {"--version"},

@@ -63,17 +63,19 @@ class Runner(FakeWorker):
         self.sampled += sampling()
         return super()._slot(*arguments)  # type: ignore[arg-type]
 
-    def _loop(self, key: str, steps: int) -> None:
+    def _loop(self, key: str, steps: int) -> float:
         label = self._labels[key]
         self.log.append(("loop", label, steps))
         self._strike("loop", label)
-        end = self.power.clock.now() + steps * sum(self._script(label).step(0)[1]) / 1e9
+        start = self.power.clock.now()
+        end = start + steps * sum(self._script(label).step(0)[1]) / 1e9
         self.power.set(WATTS[label])
         if sampling():
             self.power.clock.wait(lambda: self.power.clock.now() >= end)
         else:  # without a sampler nobody else moves the clock
             self.power.state.now_ns = round(end * 1e9)
         self.power.set(IDLE)
+        return end - start
 
 
 def sampling() -> bool:

@@ -62,6 +62,7 @@ from fp8bench.model import (
     Status,
     StepEffect,
     Support,
+    SustainedTurn,
     TensorStatistics,
     Timing,
     Trend,
@@ -69,6 +70,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.codec import Malformed, decode, encode
+from fp8bench.model.settling import ClockLook, Settling
 
 CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
@@ -93,7 +95,10 @@ ENERGY = EnergyUse(
     82.0,
     "why",
 )
-WATCH = DeviceWatch(7, 2.5, 0x44, (("thermal", 0.5),), 1.7e9, 1.2e9, 2.6e9, 83.0, "the memory clock is unknown")
+SETTLING = Settling((ClockLook(0.5, 1.9e9, 61.0), ClockLook(1.0, None, None)), True, 30.0)
+WATCH = DeviceWatch(
+    7, 2.5, 0x44, (("thermal", 0.5),), 1.7e9, 1.2e9, 2.6e9, 83.0, "the memory clock is unknown", SETTLING
+)
 MEMORY = MemoryUse(
     300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
     "why", 4096.0,
@@ -107,11 +112,12 @@ RECORD = Record(
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
     Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
+    (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),),
 )  # fmt: skip
 FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0")
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, True, 1 << 30,
+    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, True, 1 << 30, "torch", 2.5,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)
@@ -148,7 +154,8 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
-    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1),
+    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1), RECORD.sustained[0],
+    SETTLING, SETTLING.looks[0],
 ]  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
-from fp8bench.measure.energy import WINDOW_SECONDS, energy_rule_for, windows_of
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import REQUEST_RULES as RULES
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
@@ -77,6 +77,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--trace", type=types.path, metavar="DIR", help=words)
     words = "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
     add("--no-energy", dest="energy", action="store_false", help=words)
+    words = "also run each case for so many seconds at a time, once it has settled: the time that it sustains"
+    add("--sustained", type=types.number(RULES["sustained"]), metavar="SECONDS", help=words)
     words = "also look for the largest batch that fits into memory, per precision, by running it and the next one"
     add("--max-batch", action="store_true", help=words)
     words = "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default"
@@ -135,13 +137,18 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 def _energy_expected(plan: Plan, request: Request) -> str:
     """Of a GPU, which has a counter where its driver is: those of other devices show only when they are opened."""
-    rule = energy_rule_for(request.quick, request.budget)
-    windows = [windows_of(group, rule) for group in plan if not group.cases[0].case.device.startswith("cpu")]
-    if not request.energy or not sum(windows):
+    rule = window_rule_for(request.quick, request.budget, request.energy, request.sustained)
+    if rule is None:
         return ""
-    idle = 2 * rule.idle_seconds * len([*filter(None, windows)])
-    least, most = (clock(idle + sum(windows) * seconds) for seconds in WINDOW_SECONDS)
-    return f", and {least} to {most} for energy, which --no-energy leaves out"
+    everywhere = bool(rule.turn_seconds)
+    groups = [group for group in plan if everywhere or not group.cases[0].case.device.startswith("cpu")]
+    windows = [count for group in groups if (count := windows_of(group, rule))]
+    if not windows:
+        return ""
+    idle = 2 * rule.idle_seconds * len(windows)
+    least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
+    why = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
+    return f", and {least} to {most} for {why}"
 
 
 def _resume(arguments: argparse.Namespace) -> int:

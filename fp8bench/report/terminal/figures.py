@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures
 from fp8bench.analysis.metric import ENERGY
+from fp8bench.analysis.sustained import sustained_figures, sustained_ratio
 from fp8bench.model import MemoryRole, TensorStatistics
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report import capacities
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import emulated, inverse, show_speed
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
 from fp8bench.report.energies import (
     PER_WORDS,
@@ -69,6 +70,32 @@ def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts
     unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
     yield Field(f"{len(found.windows)}{unsure}")
     yield Field(units.count(found.sm_clock, "Hz"))
+
+
+def sustained(panel: Panel) -> Iterator[Element]:
+    """What each case sustains, beside its time in slots; nothing where nobody asked."""
+    known = [
+        (group, one, found)
+        for group, one in panel.members
+        if (found := sustained_figures(one.record, one.finding)) is not None
+    ]
+    if not known:
+        return
+    columns = (
+        Column("group", shared=True), Column("case"), Column("sustained", number=True), Column("speed-up"),
+        Column("vs slots", number=True), Column("clock", number=True), Column("power", number=True), Column("turns"),
+    )  # fmt: skip
+    rows = []
+    for group, one, found in known:
+        ratio = sustained_ratio(one.record, group.lead.record if group.lead else None)
+        word = "reference" if one.record.is_reference else units.NONE
+        settled = "cannot be told" if found.settled is None else f"{found.settled} settled"
+        words = (panel.place(group), one.mode, units.seconds(found.seconds),
+                 show_speed(inverse(ratio)) or word, units.change(found.change), units.count(found.clock, "Hz"),
+                 units.count(found.watts, "W"), f"{found.turns}, {settled}")  # fmt: skip
+        rows.append(tuple(map(Field, words)))
+    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
+    yield Table("sustained", caption, columns, tuple(rows))
 
 
 def tells_memory(panel: Panel) -> bool:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
-from fp8bench.measure.energy import EnergyPass, EnergyRule, energy_rule_for
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for
 from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record
+from fp8bench.model.readings import Reading, Readings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
 from tests.measure.powered import IDLE, WATTS, Power, Runner, steps
 
-THREE = EnergyRule()
+THREE = WindowRule()
 GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 
 
 def measured(
-    scripts: Mapping[str, Script], rule: EnergyRule = THREE, *arms: Arm, power: Power | None = None
+    scripts: Mapping[str, Script], rule: WindowRule = THREE, *arms: Arm, power: Power | None = None
 ) -> tuple[dict[str, EnergyUse], Runner]:
     """The energies by mode of prepared arms, and the worker that ran them."""
     power = power or Power()
@@ -32,9 +34,9 @@ def measured(
     chosen = arms or tuple(arm(mode) for mode in scripts)
     for one in chosen:
         one.prepare(worker)
-    energy = EnergyPass(power.meter(), rule, 0, lambda arm, share: None)
+    energy = WindowPass(power.meter(), rule, 0, lambda arm, share: None)
     found = energy.measure(chosen, worker)
-    return {one.planned.case.mode: found[one.key] for one in chosen}, worker
+    return {one.planned.case.mode: found[one.key].use for one in chosen}, worker
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
@@ -53,7 +55,7 @@ def test_each_case_gets_the_energy_of_its_own_power() -> None:
 
 def test_cases_take_turns_in_random_order() -> None:
     """Every round of windows has every case once, and its rounds differ."""
-    _, worker = measured({"fp32": steps(10), "bf16": steps(10), "fp8": steps(10)}, EnergyRule(6, 1.5))
+    _, worker = measured({"fp32": steps(10), "bf16": steps(10), "fp8": steps(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [one for place, one in enumerate(order) if place == 0 or order[place - 1] != one]
     assert len(turns) >= 6 * 3 - 5 and len(set(zip(turns[::3], turns[1::3], strict=False))) > 1
@@ -62,13 +64,13 @@ def test_cases_take_turns_in_random_order() -> None:
 def test_an_emulated_case_has_one_window() -> None:
     """Its energy is the cost of emulation."""
     scripts = {"fp32": steps(10), "fp8": steps(10)}
-    found, _ = measured(scripts, EnergyRule(), arm("fp32"), arm("fp8", Level.EMULATED))
+    found, _ = measured(scripts, WindowRule(), arm("fp32"), arm("fp8", Level.EMULATED))
     assert [len(found[mode].windows) for mode in ("fp32", "fp8")] == [3, 1]
 
 
 def test_a_long_step_runs_once_at_a_time() -> None:
     """A window that is longer than it need be is no worse."""
-    found, worker = measured({"fp32": steps(4_000)}, EnergyRule(1, 1.5))
+    found, worker = measured({"fp32": steps(4_000)}, WindowRule(1, 1.5))
     assert {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}
     (window,) = found["fp32"].windows
     assert window.joules / window.seconds == pytest.approx(400.0, rel=0.01) and window.seconds >= 4
@@ -79,8 +81,8 @@ def test_without_a_source_nothing_runs_and_the_reason_is_kept() -> None:
     worker = FakeWorker({"fp32": steps(10)})
     one = arm("fp32")
     meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
-    found = EnergyPass(meter, EnergyRule(), 0, lambda arm, share: None).measure([one], worker)
-    assert found == {one.key: EnergyUse("none", why="this is a virtual machine")} and not worker.log
+    found = WindowPass(meter, WindowRule(), 0, lambda arm, share: None).measure([one], worker)
+    assert found[one.key].use == EnergyUse("none", why="this is a virtual machine") and not worker.log
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_without_a_source_nothing_runs_and_the_reason_is_kept() -> None:
 def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
     """What was measured before it stays; what comes after says who ended it; the worker is fresh again."""
     faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", error, at=1)])
-    found, worker = measured({"fp32": steps(10), "bf16": faulty}, EnergyRule(2, 1.5))
+    found, worker = measured({"fp32": steps(10), "bf16": faulty}, WindowRule(2, 1.5))
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
     assert len(found["fp32"].windows) < 2 and "bf16 ended the windows" in found["fp32"].why
     assert not worker.held
@@ -97,7 +99,7 @@ def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerErr
 
 def test_numbers_that_have_blown_up_take_another_power() -> None:
     """So that window does not count."""
-    found, _ = measured({"fp32": Script(gemm_steps(10 * MS), wrong="the loss is NaN")}, EnergyRule(1, 1.5))
+    found, _ = measured({"fp32": Script(gemm_steps(10 * MS), wrong="the loss is NaN")}, WindowRule(1, 1.5))
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
 
@@ -114,7 +116,7 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
         told.append(share)
         power.broken = "the GPU is lost" if len(told) == 2 else ""
 
-    use = EnergyPass(meter, EnergyRule(2, 1.5), 0, tell).measure([one], worker)[one.key]
+    use = WindowPass(meter, WindowRule(2, 1.5), 0, tell).measure([one], worker)[one.key].use
     assert len(use.windows) == 1 and use.windows[0].joules > 0
     assert use.why == "the GPU is lost; idle power: the GPU is lost" and use.idle_after is None
 
@@ -124,17 +126,18 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
 )
 def test_who_is_in_a_hurry_gets_one_window(quick: bool, budget: float | None, windows: int) -> None:
     """Each takes ten changes of the counter at least, whatever is asked."""
-    assert energy_rule_for(quick, budget).windows == windows
+    rule = window_rule_for(quick, budget, energy=True, sustained=None)
+    assert rule is not None and (rule.windows, rule.turn_seconds, rule.energy) == (windows, 0.0, True)
 
 
 def grouped(
-    scripts: Mapping[str, Script], *cases: PlannedCase, capacity: int = 1000, energy: EnergyRule | None = THREE,
+    scripts: Mapping[str, Script], *cases: PlannedCase, capacity: int = 1000, energy: WindowRule | None = THREE,
     facts: DeviceFacts = CPU,
 ) -> tuple[dict[str, Record], Runner]:  # fmt: skip
     """The records by mode of a whole group, and the worker that ran it."""
     power = Power()
     worker = Runner(power, scripts, capacity)
-    method = Method(rule=StoppingRule(fixed=10), judge=decided, seed=0, energy=energy)
+    method = Method(rule=StoppingRule(fixed=10), judge=decided, seed=0, windows=energy)
     measured = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method, power.meter())
     records = by_mode(measured.run())
     assert not worker.held
@@ -194,3 +197,96 @@ def test_a_gpu_that_nobody_can_ask_has_a_reason_and_a_processor_nothing_to_ask(
     watch = records["fp32"].watch
     assert (watch is not None) == watched
     assert watch is None or ("nothing to say" in watch.why and watch.throttle is None)
+
+
+TURNS = WindowRule(4, 1.5, 2.0)
+
+
+def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
+    """Beside the window of energy, which is that of the same steps; an emulated case has none."""
+    power = Power()
+    worker = Runner(power, {"fp32": steps(10), "bf16": steps(20), "fp8": steps(10)})
+    arms = [arm("fp32"), arm("bf16"), arm("fp8", Level.EMULATED)]
+    for one in arms:
+        one.prepare(worker)
+    clock = power.clock.now
+    found = WindowPass(power.meter(), TURNS, 0, lambda arm, share: None, clock).measure(arms, worker)
+    for mode, milliseconds in (("fp32", 10), ("bf16", 20)):
+        own = next(found[one.key] for one in arms if one.planned.case.mode == mode)
+        assert len(own.turns) == len(own.windows) == 4
+        for turn, window in zip(own.turns, own.windows, strict=True):
+            assert 2.0 <= sum(turn.seconds) < 2.5 and turn.steps * len(turn.seconds) == window.steps
+            assert sum(turn.seconds) / window.steps == pytest.approx(milliseconds / 1e3)
+            assert turn.watts == pytest.approx(WATTS[mode], rel=0.01)
+            assert turn.settling is None and turn.clock is None  # this device says nothing of its clock
+    emulated = found[arms[2].key]
+    assert emulated.turns == [] and len(emulated.windows) == 1
+    ahead = [entry[2] for entry in worker.log if entry[:2] == ("loop", "fp32")]
+    assert 100 in ahead  # half a turn, blindly
+
+
+def test_turns_need_no_source_of_energy() -> None:
+    """A time is a time; the reason for no energy stays."""
+    worker, one = FakeWorker({"fp32": steps(10)}), arm("fp32")
+    one.prepare(worker)
+    meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
+    found = WindowPass(meter, TURNS, 0, lambda arm, share: None, worker.clock).measure([one], worker)[one.key]
+    assert [round(sum(turn.seconds), 6) for turn in found.turns] == [2.0] * 4
+    assert found.use == EnergyUse("none", why="this is a virtual machine")
+
+
+class Heating(AbsentDevice):
+    """Each case has a temperature of its own, which is reached within seconds."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__("nothing to say")
+        self.worker, self.heat, self.last = worker, 40.0, 0.0
+
+    def glance(self) -> Readings:
+        loops = [entry[1] for entry in self.worker.log if entry[0] == "loop"]
+        goal = {"fp32": 80.0, "bf16": 60.0}[loops[-1]] if loops else 40.0
+        now = self.worker.clock()
+        self.heat += (goal - self.heat) * (1 - math.exp(-(now - self.last) / 2))
+        self.last = now
+        return {
+            "temperature": Reading(self.heat, "degC", "test"), "sm_clock": Reading(2e9 - 5e6 * self.heat, "Hz", "test")
+        }  # fmt: skip
+
+
+def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
+    """What was hot from the case before cools down first; the clock is that of the end of the turn."""
+    worker = FakeWorker({"fp32": steps(10), "bf16": steps(20)})
+    arms = [arm("fp32"), arm("bf16")]
+    for one in arms:
+        one.prepare(worker)
+    meter = Meter((), Heating(worker), "no energy")
+    found = WindowPass(meter, WindowRule(4, 1.5, 6.0), 0, lambda arm, share: None, worker.clock).measure(arms, worker)
+    for one, heat in zip(arms, (80.0, 60.0), strict=True):
+        turns = found[one.key].turns
+        assert len(turns) == 4
+        for turn in turns:
+            assert turn.settling is not None and turn.settling.settled and turn.settling.limit == 12.0
+            assert turn.settling.looks[-1].temperature == pytest.approx(heat, abs=1.5)
+            assert turn.clock == pytest.approx(2e9 - 5e6 * heat, rel=0.004)
+
+
+@pytest.mark.parametrize(
+    ("energy", "quick", "rule"),
+    [
+        (True, False, WindowRule(4, 3.0, 2.5)), (True, True, WindowRule(3, 1.5, 2.5)),
+        (False, False, WindowRule(4, 3.0, 2.5, energy=False)),
+    ],
+)  # fmt: skip
+def test_who_asks_for_turns_gets_at_least_three(energy: bool, quick: bool, rule: WindowRule) -> None:
+    """With fewer there is no interval."""
+    assert window_rule_for(quick, None, energy, 2.5) == rule
+    assert window_rule_for(quick, None, energy=False, sustained=None) is None
+
+
+def test_a_record_keeps_turns_without_energy() -> None:
+    """Nobody wanted that."""
+    records, _ = grouped(
+        {"fp32": steps(10), "bf16": steps(20)}, planned("fp32"), planned("bf16"),
+        energy=WindowRule(3, 1.5, 1.0, energy=False),
+    )  # fmt: skip
+    assert all(len(one.sustained) == 3 and one.energy is None for one in records.values())

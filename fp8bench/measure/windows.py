@@ -1,0 +1,182 @@
+"""Windows in which one case runs over and over: so that a counter of energy can be read, and for what it sustains.
+
+The states are those that were timed, still in memory beside each other. Cases take turns in random order, so that a
+device that warms up warms up for all of them; before each window a case runs for a while, so that clocks and power are
+its own. Idle power is measured before and after, with the same states in memory.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fp8bench.errors import WorkerError
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Arm
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.mean_power import SHORTEST
+from fp8bench.measure.sensors.meter import CAP, Meter
+from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.measure.settle import Settler
+from fp8bench.model import EnergyUse, EnergyWindow, Group, Level, SustainedTurn
+from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.model.settling import STRETCH, Settling
+
+# So many steps are asked for at a time that the worker is away for about as long.
+_CHUNK_SECONDS = 0.25
+_WARM_SECONDS = 0.3
+# Fewer turns have no interval.
+_TURNS, _TURNS_QUICK = 4, 3
+
+
+@dataclass(frozen=True)
+class WindowRule:
+    """How many windows a case gets (an emulated one a single one: its energy is a cost), and seconds of each idling.
+
+    With `turn_seconds` windows are turns, each at least so long and begun when the device has settled. Without
+    `energy` it is not told.
+    """
+
+    windows: int = 3
+    idle_seconds: float = 3.0
+    turn_seconds: float = 0.0
+    energy: bool = True
+
+    @property
+    def settling_seconds(self) -> float:
+        """The longest that a device may take to settle before a turn."""
+        return max(self.turn_seconds, 3 * STRETCH)
+
+    @property
+    def window_seconds(self) -> tuple[float, float]:
+        """What a window takes at least and at most, with what comes before it."""
+        if self.turn_seconds:
+            return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
+        return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
+
+
+def window_rule_for(quick: bool, budget: float | None, energy: bool, sustained: float | None) -> WindowRule | None:
+    """Fewer windows where the user is in a hurry: each of them takes more than ten changes of the counter."""
+    if not energy and sustained is None:
+        return None
+    hurried = quick or budget is not None
+    turns = 0 if sustained is None else _TURNS_QUICK if hurried else _TURNS
+    return WindowRule(max(turns, 1 if hurried else 3), 1.5 if hurried else 3.0, sustained or 0.0, energy)
+
+
+def windows_of(group: Group, rule: WindowRule) -> int:
+    """How many windows a group has: one where a case is emulated, whose energy is a cost and nothing to compare."""
+    running = [planned for planned in group.cases if planned.runs]
+    return sum(1 if planned.support.level is Level.EMULATED else rule.windows for planned in running)
+
+
+@dataclass
+class Found:
+    """What one arm has come to so far."""
+
+    windows: list[EnergyWindow] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    turns: list[SustainedTurn] = field(default_factory=list)
+    use: EnergyUse = field(default_factory=lambda: EnergyUse(SourceKind.NONE))
+
+    def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
+        idles = [f"idle power: {one.reason}" for one in (before, after) if isinstance(one, Unavailable)]
+        why = "; ".join(dict.fromkeys([*self.reasons, *idles]))
+        idle_before, idle_after = (one.watts if isinstance(one, Energy) else None for one in (before, after))
+        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, why)
+
+
+@dataclass(frozen=True)
+class WindowPass:
+    """Asks the worker to run, and the meter what it took."""
+
+    _meter: Meter
+    _rule: WindowRule
+    _seed: int
+    _tell: Callable[[Arm, float], None]
+    _clock: Callable[[], float] = time.monotonic
+
+    def measure(self, arms: Sequence[Arm], worker: Worker) -> dict[str, Found]:
+        """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
+        found = {arm.key: Found() for arm in arms}
+        metered = self._meter.kind is not SourceKind.NONE
+        if not metered and not self._rule.turn_seconds:
+            for of_arm in found.values():
+                of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+            return found
+        source = self._meter.kind.value
+        before = self._meter.idle(self._rule.idle_seconds) if metered else None
+        turns = self._turns(arms)
+        for place, arm in enumerate(turns):
+            self._tell(arm, place / len(turns))
+            try:
+                self._window(arm, worker, found[arm.key])
+            except WorkerError as cause:
+                # Whatever it was, the states of all may be gone: the windows that are there have to do.
+                worker.restart()
+                for one in turns[place:]:
+                    found[one.key].reasons.append(f"{arm.planned.case.mode} ended the windows: {cause}")
+                break
+        after = self._meter.idle(self._rule.idle_seconds) if metered else None
+        for of_arm in found.values():
+            if before is None or after is None:
+                of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+            else:
+                of_arm.use = of_arm.concluded(source, before, after)
+        return found
+
+    def _turns(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Every arm once a round of windows, in orders that are random and balanced."""
+        turns: list[Arm] = []
+        orders: Orders[Arm] = Orders(random.Random(self._seed))
+        for number in range(self._rule.windows):
+            turns += orders.next([arm for arm in arms if number == 0 or not arm.emulated])
+        return turns
+
+    def _window(self, arm: Arm, worker: Worker, found: Found) -> None:
+        """One window of one arm, after it has run for a while; what is no longer finite does not count."""
+        turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
+        steps = max(1, round(_CHUNK_SECONDS / arm.step_seconds))
+        limit = arm.limits.slot(arm.step_seconds, steps)
+        settling = self._settled(arm, worker, turn_seconds)
+        seconds: list[float] = []
+        with self._meter.window() as window:
+            while not window.enough or sum(seconds) < turn_seconds:
+                seconds.append(worker.within(limit).loop(arm.key, steps))
+        clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None
+        done = steps * len(seconds)
+        wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
+        energy = window.energy
+        if wrong:
+            found.reasons.append(f"after {done} more steps: {wrong}")
+            return
+        if isinstance(energy, Unavailable):
+            found.reasons.append(energy.reason)
+        else:
+            found.windows.append(_kept(energy, done))
+        if turn_seconds:
+            watts = energy.watts if isinstance(energy, Energy) else None
+            hertz = clock.number if isinstance(clock, Reading) else None
+            found.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
+
+    def _settled(self, arm: Arm, worker: Worker, turn_seconds: float) -> Settling | None:
+        """The case runs ahead of its window: before a turn until the device has settled, or for half a turn blindly."""
+        if turn_seconds:
+            settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
+            if (settling := settler.settle(arm, worker)) is not None:
+                return settling
+        ahead = max(1, round(max(_WARM_SECONDS, turn_seconds / 2) / arm.step_seconds))
+        worker.within(arm.limits.slot(arm.step_seconds, ahead)).loop(arm.key, ahead)
+        return None
+
+
+def _kept(energy: Energy, steps: int) -> EnergyWindow:
+    watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
+    throttle, stretch = watched.get("throttle"), energy.stretch
+    return EnergyWindow(
+        steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
+        watched.get("temperature"), None if throttle is None else int(throttle),
+    )  # fmt: skip
