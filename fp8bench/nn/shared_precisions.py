@@ -122,8 +122,11 @@ class RecipePrecision(Precision):
             return self.backend.arithmetic(self, facts)
         from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 
-        native = self.own_support(facts).level is Level.NATIVE
-        return native_arithmetic(on_device(self.recipe, facts)) if native else RecipeArithmetic(self.recipe)
+        return self.native(facts) if self.own_support(facts).level is Level.NATIVE else RecipeArithmetic(self.recipe)
+
+    def native(self, facts: DeviceFacts) -> Arithmetic:
+        """That of torch's own kernels, on devices without the hardware too."""
+        return native_arithmetic(on_device(self.recipe, facts))
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""

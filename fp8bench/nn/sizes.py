@@ -83,6 +83,12 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
+# What is turned for a product: recipes may rotate it, or leave it in high precision.
+TURNED: dict[str, tuple[Role, ...]] = {
+    "forward": (),
+    "input-gradient": (Role.WEIGHT,),
+    "weight-gradient": (Role.GRADIENT, Role.INPUT),
+}
 
 
 def sides_of(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:

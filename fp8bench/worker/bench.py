@@ -27,6 +27,7 @@ from fp8bench.model import (
     StepEffect,
     TensorStatistics,
 )
+from fp8bench.model.conformity import Conformity
 from fp8bench.model.raw import RawSlot, Settings, StateCheck
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
@@ -35,6 +36,7 @@ from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
+from fp8bench.worker.conformity import conformities
 from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import cublaslt_version
@@ -291,6 +293,14 @@ class Bench:
             return ceilings.measured(device, facts, seconds)
         finally:
             torch.set_num_threads(threads)
+
+    def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
+        """Every cast and product of a precision, by the device's kernels and by the emulation."""
+        device, precision = self._selected(facts), precisions.get(mode)
+        with under(precision), unchanged(), apart():
+            found = conformities(precision, facts, self._settings.seed)
+        device.empty_cache()
+        return found
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         """Seconds a step in the harness and in a bare loop, alternating, one pair a round."""

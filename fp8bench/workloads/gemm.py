@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.drawn_values import drawn, why_no_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, sides_of
+from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
 from fp8bench.protocols import MEMORY_OF, Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 1 << 18
-# What is turned for a product: recipes may rotate it, or leave it in high precision.
-_TURNED = {
-    "forward": (),
-    "input-gradient": (Role.WEIGHT,),
-    "weight-gradient": (Role.GRADIENT, Role.INPUT),
-}
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 # A sweep begins here, and ends at so many times its base. Native FP8 products take multiples of this alone.
 _LEAST_SIDE, _BEYOND_BASE = 16, 4
@@ -218,7 +212,7 @@ def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
 def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     """What makes both operands of a case's product ready."""
     product, arithmetic = str(setup.case.param("product")), setup.arithmetic
-    (role_a, role_b), turned = PRODUCTS[product], _TURNED[product]
+    (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
     cast_a, cast_b = (arithmetic.turned if role in turned else arithmetic.cast for role in (role_a, role_b))
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 

@@ -75,6 +75,7 @@ OPTIONS = {
     "history verify": COMMON | {"--store", "--import"},
     "history rebuild": COMMON | {"--store", "--import"},
     "history merge": COMMON | {"DIR", "--rename-env", "--store", "--import"},
+    "conform": COMMON | {"--dtypes", "--device", "--seed", "--import", "--explain", "--json"},
     "lint-shapes": COMMON | {
         "--model", "--shapes", "--tokens", "--products", "--dtypes", "--devices", "--json", "--csv",
     },

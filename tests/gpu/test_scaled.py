@@ -19,7 +19,7 @@ from fp8bench.formats.scalings import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.nn.explicit_products import rotated
+from fp8bench.nn.rotations import rotated
 from tests.formats.scaling_definitions import a_million, differing
 from tests.formats.test_scaled import dequantised
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8bench.nn.explicit_products import SIZE, rotated
+from fp8bench.nn.rotations import SIZE, rotated
 from tests.formats.scaling_definitions import gaussian, outliers
 
 each_length = pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100])

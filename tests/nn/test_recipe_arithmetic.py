@@ -13,11 +13,12 @@ from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import MX, NVFP4_SQUARE, NVFP4_UP, TENSOR
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.explicit_products import rotated, short_product
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.rotations import rotated
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.numerics.short_sums import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU, H200

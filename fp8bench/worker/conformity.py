@@ -1,0 +1,200 @@
+"""Every cast and product of a precision, done by the device's own kernels and by the emulation on the same operands."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
+from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.recipes import Accumulator, Recipe
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.model.conformity import Conformity, Difference, FirstElement
+from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.nn.sizes import PRODUCTS, TURNED
+from fp8bench.protocols import Arithmetic, Operand, Precision, Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# M, N, K: a square, in which a transposition shows as such, and a long sum. Multiples of every block.
+SHAPES = ((128, 128, 128), (128, 256, 2048))
+# Layers remember by name; both sides are the same layer.
+_LAYER = "conform"
+_LINE = 300
+
+
+def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
+    """Of one precision; what the device does not do has the reason."""
+    try:
+        native, emulated = _native(precision, facts), _emulated(precision, facts)
+    except (NotImplementedError, KeyError) as error:
+        return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
+    compared = _Compared(precision, native, emulated, facts.key, seed)
+    return (*compared.casts(), *compared.products())
+
+
+def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+    """The arithmetic of torch's own kernels, where they are no hardware's too."""
+    if precision.whole_layers:
+        raise NotImplementedError("its layers cast and multiply by themselves")
+    if precision.support(facts).level is Level.NATIVE:
+        return lambda: precision.arithmetic(facts).layer(_LAYER)
+    if not isinstance(precision, RecipePrecision) or precision.backend is not None:
+        raise NotImplementedError(f"not native here: {precision.support(facts).reason}")
+    from fp8bench.formats.codes import DTYPES
+
+    for one in precision.recipe.treatments:
+        if one.fmt.name not in DTYPES and one.fmt is not E2M1:
+            raise NotImplementedError(f"torch has no kernel that takes {one.fmt.name}")
+    return lambda: precision.native(facts).layer(_LAYER)
+
+
+def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+    from fp8bench.formats.operators import values
+    from fp8bench.nn.arithmetics import EmulatedArithmetic
+    from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+
+    recipe = getattr(precision, "recipe", None)
+    if isinstance(recipe, Recipe):
+        return lambda: RecipeArithmetic(on_device(recipe, facts)).layer(_LAYER)
+    fmt = FORMATS.get(precision.name)
+    carrier = precision.arithmetic(facts).carrier
+    if fmt is None and precision.arithmetic(facts).casts:
+        raise NotImplementedError(f"{precision.mode} has no emulation: it is no recipe, and no format of its name")
+
+    def rounded(tensor: Tensor, role: Role) -> Tensor:
+        import torch
+
+        return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)
+
+    return lambda: EmulatedArithmetic(carrier, rounded)
+
+
+class _Compared:
+    """Both arithmetics of one precision, and what they make of the same tensors."""
+
+    def __init__(
+        self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic], device: str,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self.mode, self._native, self._emulated = precision.mode, native, emulated
+        self._device, self._seed = device, seed
+        recipe = getattr(precision, "recipe", None)
+        treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
+        plain = FORMATS.get(precision.name)
+        self._formats: dict[Role, Format | None] = dict.fromkeys(Role, plain)
+        self._formats.update(
+            zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (one.fmt for one in treatments), strict=False)
+        )
+        short = isinstance(recipe, Recipe) and recipe.accumulator is not Accumulator.FP32
+        self._bits = 14 if short else 24
+
+    def casts(self) -> Iterator[Conformity]:
+        """Of each role, along both dimensions, and of values beyond the format's range without a scale."""
+        rows, _, columns = SHAPES[1]
+        if not self._native().casts:
+            return
+        for role in Role:
+            x = self._drawn(f"cast {role}", rows, columns)
+            for how in ("cast", "turned"):
+                yield self._cast(f"{role}, {how}", role, x, how)
+            yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "unscaled")
+
+    def products(self) -> Iterator[Conformity]:
+        """All three of a linear layer."""
+        for product in PRODUCTS:
+            for m, n, k in SHAPES:
+                yield from self._product(product, m, n, k)
+
+    def _drawn(self, name: str, rows: int, columns: int) -> Tensor:
+        """Gaussian, its rows of different sizes, in the carrier; the same for a name and a seed everywhere."""
+        import torch
+
+        generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
+        sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
+        drawn = torch.randn(rows, columns, generator=generator) * sizes
+        return drawn.to(self._native().carrier).to(self._device)
+
+    def _cast(self, words: str, role: Role, x: Tensor, how: str) -> Conformity:
+        import torch
+
+        from fp8bench.numerics.conformity import differing, explain_cast, most_steps
+
+        what, shape, fmt = f"cast of {words}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
+        native, emulated = self._native(), self._emulated()
+        try:
+            made, wanted = (
+                one.restore(getattr(one, how)(x, role), torch.float32).contiguous() for one in (native, emulated)
+            )
+        except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
+            return Conformity(self.mode, what, shape, why=_refusal(error))
+        differ = differing(made, wanted)
+        if fmt is None or not bool(differ.any()):
+            return Conformity(self.mode, what, shape, Difference.NONE, total=x.numel())
+        difference, why = explain_cast(made, wanted, x.to(torch.float32), fmt)
+        largest = float(wanted.abs().nan_to_num(0.0, 0.0).max())
+        steps = (made - wanted).abs().to(torch.float64) / most_steps(wanted.to(torch.float64), fmt, largest)
+        return _told(Conformity(self.mode, what, shape, difference, why), differ, steps, made, wanted)
+
+    def _product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
+        import torch
+
+        native, emulated = self._native(), self._emulated()
+        what, shape = f"{product} product", f"{m}x{n}x{k}"
+        try:
+            operands = self._operands(native, product, m, n, k)
+            # What a device rounds as it reads it is what the emulation rounds before.
+            known = operands if native.casts else self._operands(emulated, product, m, n, k)
+            holder = native if native.casts else emulated
+            values = [holder.restore(one, torch.float32) for one in known]
+            a, b = (Operand(value, gradient=one.gradient) for value, one in zip(values, operands, strict=True))
+            results = [
+                (dtype, native.product(operands[0], operands[1], dtype)) for dtype in (native.carrier, torch.float32)
+            ]
+        except Exception as error:  # noqa: BLE001 - as above
+            yield Conformity(self.mode, what, shape, why=_refusal(error))
+            return
+        for number, (dtype, made) in enumerate(results):
+            if number and torch.equal(made, made.to(native.carrier).to(dtype)):
+                continue  # it gives no more than the carrier
+            wanted = emulated.product(a, b, dtype)
+            yield self._held(f"{what}, {str(dtype).removeprefix('torch.')} out", shape, made, wanted, values)
+
+    def _operands(self, arithmetic: Arithmetic, product: str, m: int, n: int, k: int) -> list[Operand]:
+        roles, found = PRODUCTS[product], []
+        for name, role, rows in zip("ab", roles, (m, n), strict=True):
+            cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
+            found.append(cast(self._drawn(f"{product} {name}", rows, k), role))
+        return found
+
+    def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
+        import torch
+
+        from fp8bench.numerics.conformity import Sums, differing, explain_product, steps_between
+
+        differ = differing(made, wanted)
+        if not bool(differ.any()):
+            return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
+        a, b = (one.to(torch.float64) for one in values)
+        difference, why = explain_product(made, Sums(a, b, made.dtype, self._bits))
+        return _told(
+            Conformity(self.mode, what, shape, difference, why), differ, steps_between(made, wanted), made, wanted
+        )
+
+
+def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
+    """With how many differ, the most, and the first of them."""
+    from dataclasses import replace
+
+    place = tuple(int(one) for one in differ.nonzero()[0])
+    first = FirstElement(place, float(made[place]), float(wanted[place]))
+    return replace(
+        found, count=int(differ.sum()), total=differ.numel(), largest=float(steps[differ].max()), first=first
+    )
+
+
+def _refusal(error: Exception) -> str:
+    """The first line of what torch says."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:_LINE]

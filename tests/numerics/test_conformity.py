@@ -1,0 +1,197 @@
+"""What explains a difference: every class planted, and none where sums are only made in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.recipes import Accumulator
+from fp8bench.formats.scaled import values
+from fp8bench.formats.scalings import Scaling
+from fp8bench.model.conformity import Difference
+from fp8bench.numerics.conformity import Sums, explain_cast, explain_product, kept_bits, steps_between
+from fp8bench.numerics.short_sums import short_product
+
+SIZE, LONG = 64, 512
+Made = Callable[[Tensor, Tensor], Tensor]
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """FP8 values with a scale a row, rows of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
+    return values(x, E4M3, Scaling(1, 0))
+
+
+def plain(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t()
+
+
+def backwards(a: Tensor, b: Tensor) -> Tensor:
+    """Summed one by one from the end: the worst order that there is."""
+    total = torch.zeros(len(a), len(b))
+    for place in reversed(range(a.shape[1])):
+        total += torch.outer(a[:, place], b[:, place])
+    return total
+
+
+def cut(a: Tensor, b: Tensor) -> Tensor:
+    """As integers: the bits behind bfloat16's are gone."""
+    return ((a @ b.t()).view(torch.int32) & -(1 << 16)).view(torch.float32)
+
+
+def blocks_exchanged(a: Tensor, b: Tensor) -> Tensor:
+    """Blocks of rows in another order, as a kernel that takes one tile for another."""
+    return plain(a, b).view(4, -1, len(b)).flip(0).reshape(len(a), len(b))
+
+
+def rows_for_columns(a: Tensor, b: Tensor) -> Tensor:
+    """Both scales in the place of the other one."""
+    own, other = a.abs().amax(1), b.abs().amax(1)
+    return plain(a / own[:, None], b / other[:, None]) * other[:, None] * own
+
+
+def block_scales(a: Tensor, b: Tensor) -> Tensor:
+    """A factor of 2 too many in the second block of 128 of some rows of the first operand."""
+    wrong = a.clone()
+    wrong[::2, 128:256] *= 2
+    return plain(wrong, b)
+
+
+def where_nine(one: Tensor, other: Tensor) -> Tensor:
+    """Another row at the tenth place."""
+    return torch.where(torch.arange(SIZE)[:, None] == 9, one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("made", "difference", "words"),
+    [
+        (plain, Difference.ORDER, "within"),
+        (backwards, Difference.ORDER, "within"),
+        (lambda a, b: plain(a, b).t(), Difference.LAYOUT, "result is transposed"),
+        (lambda a, b: plain(a[torch.randperm(SIZE)], b), Difference.LAYOUT, "rows are permuted"),
+        (lambda a, b: plain(a, b).roll(16, 1), Difference.LAYOUT, "columns are permuted"),
+        (blocks_exchanged, Difference.LAYOUT, "rows are permuted"),
+        (lambda a, b: plain(a.view(SIZE, -1, 2).flip(-1).reshape(a.shape), b), Difference.LAYOUT, "neighbours"),
+        (lambda a, b: 2 * plain(a, b), Difference.SCALE, "the tensor scaled by 2"),
+        (lambda a, b: plain(a, b) * torch.linspace(1, 2, SIZE)[:, None], Difference.SCALE, "rows scaled by 1 to 2"),
+        (lambda a, b: plain(a, b) * torch.linspace(1, 2, SIZE), Difference.SCALE, "columns scaled by 1 to 2"),
+        (rows_for_columns, Difference.SCALE, "rows and columns scaled by"),
+        (block_scales, Difference.SCALE, "blocks of 128 of the first operand scaled by"),
+        (lambda a, b: short_product(a, b, Accumulator.SHORT), Difference.ACCUMULATION, "about 14 bits"),
+        (lambda a, b: plain(a, where_nine(b.flip(1), b)), Difference.UNEXPLAINED, ""),
+        (lambda a, b: plain(values(a, E5M2, Scaling(1, 0)), b), Difference.UNEXPLAINED, ""),
+        (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "no numbers"),
+    ],
+)  # fmt: skip
+def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
+    """Of one result, in the dtype that a kernel gives."""
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    found = made(a, b).to(dtype)
+    explained, why = explain_product(found, Sums(a.double(), b.double(), dtype))
+    assert (explained, words in why) == (difference, True), why
+
+
+def test_a_result_that_is_cut_off() -> None:
+    """In bfloat16; every one of them."""
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    found = cut(a, b).to(torch.bfloat16)
+    explained, why = explain_product(found, Sums(a.double(), b.double(), torch.bfloat16))
+    assert explained is Difference.ROUNDING and "cut off toward 0" in why
+
+
+def test_results_that_are_neighbours_at_random() -> None:
+    """Stochastic rounding of the result."""
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    found = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    assert explain_product(found, Sums(a.double(), b.double(), torch.bfloat16))[0] is Difference.ROUNDING
+
+
+def test_a_square_operand_that_is_read_transposed() -> None:
+    """Forward and back are the same shape, and nobody is told."""
+    a, b = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
+    explained, why = explain_product(a @ b, Sums(a.double(), b.double(), torch.float32))
+    assert explained is Difference.LAYOUT and "second operand is read transposed" in why
+
+
+def test_sums_beyond_the_largest() -> None:
+    """Of fp16, which ends at 65504."""
+    a, b = 1e3 * torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE)
+    b[0] *= 1e-3
+    found = (a @ (1e3 * b).t()).to(torch.float16)
+    sums = Sums(a.double(), 1e3 * b.double(), torch.float16)
+    assert explain_product(found, sums)[0] is Difference.OVERFLOW
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_orders_never_alarm(seed: int) -> None:
+    """Of positive operands too, whose sums only grow, and in every dtype."""
+    a, b = drawn(SIZE, LONG, 2 * seed), drawn(SIZE, LONG, 2 * seed + 1)
+    for one, other in ((a, b), (a.abs(), b.abs())):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found = backwards(one, other).to(dtype)
+            if found.isfinite().all():
+                assert explain_product(found, Sums(one.double(), other.double(), dtype))[0] is Difference.ORDER
+
+
+def test_a_recipe_of_short_sums_takes_them() -> None:
+    """What is claimed is what is held against."""
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    found = short_product(a, b, Accumulator.SHORT)
+    assert explain_product(found, Sums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
+    assert kept_bits(found.double(), Sums(a.double(), b.double(), torch.float32)) == 14
+
+
+def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
+    return values(x, fmt, Scaling(0, 0))
+
+
+def cut_cast(x: Tensor) -> Tensor:
+    """To E4M3's grid, toward 0."""
+    scale = 448.0 / x.abs().max()
+    scaled = x * scale
+    kept = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    small = (scaled * 512).trunc() / 512
+    return rounded(torch.where(scaled.abs() < 2.0**-6, small, kept) / scale)
+
+
+@pytest.mark.parametrize(
+    ("made", "difference", "words"),
+    [
+        (lambda x: rounded(x).t().contiguous(), Difference.LAYOUT, "transposed"),
+        (lambda x: rounded(x).roll(3, 0), Difference.LAYOUT, "rows are permuted"),
+        (lambda x: 2 * rounded(x), Difference.SCALE, "the tensor scaled by 2"),
+        (lambda x: rounded(x) * torch.exp2(torch.arange(128) % 3)[:, None], Difference.SCALE, "rows scaled by 1 to 4"),
+        (cut_cast, Difference.ROUNDING, "cut off toward 0"),
+        (lambda x: rounded(x, E5M2), Difference.UNEXPLAINED, "values of 2 bits of mantissa, where e4m3fn has 3"),
+        (torch.clone, Difference.UNEXPLAINED, ""),
+    ],
+)  # fmt: skip
+def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
+    """To E4M3 with a scale of the tensor."""
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    explained, why = explain_cast(made(x), rounded(x), x, E4M3)
+    assert (explained, words in why) == (difference, True), why
+
+
+def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
+    """torch's own cast of 1000 gives NaN, the hardware's 448."""
+    x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
+    wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
+    found = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
+    assert explain_cast(found, wanted, x, E4M3) == (
+        Difference.OVERFLOW, "what lies beyond the largest becomes nan, not 448",
+    )  # fmt: skip
+
+
+def test_steps_are_counted_across_zero() -> None:
+    one = torch.tensor([1.0, -(2.0**-149), torch.nan, torch.nan])
+    other = torch.tensor([1.0 + 2.0**-22, 2.0**-149, torch.nan, 1.0])
+    assert steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
