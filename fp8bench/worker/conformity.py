@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
@@ -186,8 +187,6 @@ class _Compared:
 
 def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
     """With how many differ, the most, and the first of them."""
-    from dataclasses import replace
-
     place = tuple(int(one) for one in differ.nonzero()[0])
     first = FirstElement(place, float(made[place]), float(wanted[place]))
     return replace(

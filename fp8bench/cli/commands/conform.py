@@ -9,6 +9,7 @@ from fp8bench.cli.grammar import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
+from fp8bench.jobs.conform import conformity
 from fp8bench.report.data.conform import as_json
 from fp8bench.report.terminal.conform import page_of
 
@@ -33,8 +34,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, tell, and end with 1 where something does not conform."""
-    from fp8bench.jobs.conform import conformity
-
     check_outputs(arguments)
     facts, found = conformity(
         arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
