@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,14 @@ class Said:
     role: MemoryRole
 
 
-Event = Sized | Begun | Said
+@dataclass(frozen=True)
+class Live:
+    """What the allocator itself says is allocated: whatever else was held has gone unheard."""
+
+    addresses: frozenset[int]
+
+
+Event = Sized | Begun | Said | Live
 
 
 @dataclass
@@ -97,6 +104,9 @@ class _Stretch:
                 for address in event.addresses:
                     if address in self._held:
                         self._held[address].said.setdefault(event.role)
+            case Live():
+                for address in self._held.keys() - event.addresses:
+                    self._end(address, number, self._node)
         if self._phase:
             self.phases[self._phase] = max(self._now, self.phases.get(self._phase, 0))
             if self.peak is None or self._now > self.peak:
@@ -106,15 +116,18 @@ class _Stretch:
         if change.node and not self._node:
             self.backwards.append(number)
         self._node = change.node
-        before = self._held.pop(change.address, None)
-        if before is not None:
-            before.end(number, self._piece, change.node)
-            self._now -= before.size
+        if change.address in self._held:
+            self._end(change.address, number, change.node)
         if change.size > 0:
             block = _Block(change.address, change.size, self._phase, number, self._piece, change.node)
             self._held[change.address] = block
             self.blocks.append(block)
             self._now += change.size
+
+    def _end(self, address: int, number: int, node: int) -> None:
+        block = self._held.pop(address)
+        block.end(number, self._piece, node)
+        self._now -= block.size
 
 
 def course(events: Iterable[Event]) -> MemoryCourse | None:
@@ -162,17 +175,18 @@ class AllocationStream:
 
     The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
     not threads of Python's. It only listens on the host: nothing is attached to a GPU. Of a GPU's allocations torch
-    keeps only those that lie within another event: a record that is open from start to stop holds them all.
+    keeps only those that lie within another event: a record that is open from start to stop holds them all. Autograd's
+    own thread for a GPU gives back what a node was handed after the node has ended, where nobody hears it.
     """
 
     def __init__(self, *devices: str) -> None:
         self._devices = devices
-        self._notes: list[Begun | Said] = []
+        self._notes: list[Begun | Said | Live] = []
         self._profile: torch.autograd.profiler.profile | None = None
-        self._whole: AbstractContextManager[object] = nullcontext()
+        self._whole = ExitStack()
 
-    def start(self) -> None:
-        """Listen from here on."""
+    def start(self, alone: bool = True) -> None:
+        """Listen from here on; `alone` from the beginning."""
         # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
         from torch.autograd.profiler import profile, record_function
 
@@ -180,10 +194,22 @@ class AllocationStream:
         one = profile(use_kineto=True, profile_memory=True)
         with quiet():
             one.__enter__()  # type: ignore[no-untyped-call]
-        self._profile, self._whole = one, record_function("fp8bench: whole")
-        self._whole.__enter__()  # type: ignore[no-untyped-call]
+        self._profile = one
+        self._whole.enter_context(record_function("fp8bench: whole"))
+        if alone:
+            self.alone()
 
-    def note(self, note: Begun | Said) -> None:
+    @property
+    def listening(self) -> bool:
+        return self._profile is not None
+
+    def alone(self) -> None:
+        """Backward passes run in the thread that starts them until the stop, where all of them is heard."""
+        import torch
+
+        self._whole.enter_context(torch.autograd.set_multithreading_enabled(False))
+
+    def note(self, note: Begun | Said | Live) -> None:
         """Said now: it has its place among the events. Nothing where nobody listens."""
         from torch.autograd.profiler import record_function
 
@@ -198,7 +224,7 @@ class AllocationStream:
         one, self._profile = self._profile, None
         if one is None:
             return None
-        self._whole.__exit__(None, None, None)
+        self._whole.close()
         one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if one.kineto_results is None:
             return None

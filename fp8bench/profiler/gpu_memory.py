@@ -6,14 +6,35 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Said, Sized, course
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
 from fp8bench.protocols import MemoryMeter
+
+if TYPE_CHECKING:
+    import torch
 
 _END = Begun("the end")
 _UNHEARD = "torch's profiler told of no single allocation"
+
+
+class Backward:
+    """A backward pass on autograd's own thread for a device, which allocates nothing after the first time."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def run(self) -> None:
+        """Once it is over, that thread is done with whatever it had to do before."""
+        import torch
+
+        if self._made is None:
+            leaf = torch.zeros(1, device=self._device, requires_grad=True)
+            self._made = leaf.view_as(leaf), torch.zeros(1, device=self._device)
+        root, gradient = self._made
+        torch.autograd.backward(root, gradient, retain_graph=True)
 
 
 class AllocatorMeter(MemoryMeter):
@@ -27,7 +48,7 @@ class AllocatorMeter(MemoryMeter):
     def __init__(self, backend: Any, key: str, index: int, end_workspaces: Callable[[], None]) -> None:
         """Of the device `key`, which is `index` to `backend` (torch.cuda, torch.xpu)."""
         self._backend, self._index, self._end_workspaces = backend, index, end_workspaces
-        self._stream = AllocationStream(key)
+        self._stream, self._backward = AllocationStream(key), Backward(key)
         self._before = 0
         self._phase = ""
         self._phases: dict[str, PhaseMemory] = {}
@@ -35,17 +56,25 @@ class AllocatorMeter(MemoryMeter):
     def start(self, blocks: bool = True) -> None:
         gc.collect()  # what goes later would be taken from what is counted
         self._backend.synchronize(self._index)
+        if blocks:
+            self._backward.run()
         # cuBLAS keeps the workspace of its first product, tens of MiB: every case shall have one counted, not only the
         # first of a process.
         self._end_workspaces()
         self._before = self._backend.memory_allocated(self._index)
         self._phase, self._phases = "", {}
         if blocks:
-            self._stream.start()
+            self._stream.start(alone=False)
 
     def enter(self, phase: str) -> None:
         if not self._phase:
             self._backend.synchronize(self._index)
+        if not self._phase and self._stream.listening:
+            # Autograd's own thread has worked by now, so that its workspace of cuBLAS's counts. It is not heard whole,
+            # and may not have given everything back yet: it has once it has done more.
+            self._backward.run()
+            self._stream.note(Live(self._live()))
+            self._stream.alone()
         self._leave()
         self._backend.reset_peak_memory_stats(self._index)
         self._phase = phase
@@ -71,6 +100,11 @@ class AllocatorMeter(MemoryMeter):
         reserved = max(one.reserved or 0 for one in phases)
         most = MemoryCourse(max(one.allocated for one in phases), (), phases, reserved)
         return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
+
+    def _live(self) -> frozenset[int]:
+        mine = (one for one in self._backend.memory_snapshot() if one["device"] == self._index)
+        blocks = (block for one in mine for block in one["blocks"])
+        return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _leave(self) -> None:
         """The highest point since the last turn belongs to the phase that ends."""

@@ -18,9 +18,9 @@ from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
 from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Sized
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
 from fp8bench.profiler.gpu_events import EventStamper
-from fp8bench.profiler.gpu_memory import AllocatorMeter
+from fp8bench.profiler.gpu_memory import AllocatorMeter, Backward
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock
@@ -461,6 +461,10 @@ class FakeAllocator:
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: self.read(index, self.peak_reserved))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
+        self.segments: list[dict[str, object]] = []
+        self.ran: list[str] = []
+        monkeypatch.setattr(Backward, "run", lambda backward: self.ran.append("backward"))
 
     def allocate(self, size: int) -> None:
         self.waiting += 1
@@ -573,6 +577,22 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
     }
 
 
+def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is asked once, at the mark, when that thread is done; from there on nothing runs on it."""
+    allocator = FakeAllocator(monkeypatch, 0)
+    blocks = [{"address": 7, "state": "active_allocated"}, {"address": 8, "state": "inactive"}]
+    allocator.segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [{"address": 9, "state": "x"}]}]
+    meter = gpu_meter()
+    meter.start()
+    notes: list[Event] = []
+    monkeypatch.setattr(meter._stream, "note", notes.append)
+    meter.mark()
+    assert not torch._C._is_multithreading_enabled() and len(allocator.ran) == 2
+    meter.enter("gemm")
+    assert meter.stop() is not None and torch._C._is_multithreading_enabled()
+    assert notes[:3] == [Live(frozenset({7})), Begun("unattributed"), Begun("gemm")]
+
+
 def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is the allocator's own, and nothing is left in a process that times things afterwards."""
     allocator = FakeAllocator(monkeypatch, 0)
@@ -580,7 +600,7 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
     meter.start(blocks=False)
     meter.mark()
     allocator.allocate(100)
-    assert not torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled() and torch._C._is_multithreading_enabled()
     course = meter.stop()
     assert course is not None and course.peak == 100 and not course.held and "single allocation" in course.why
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fp8bench.model import HeldBlock, MemoryRole
-from fp8bench.profiler.allocations import Begun, Event, Said, Sized, course
+from fp8bench.profiler.allocations import Begun, Event, Live, Said, Sized, course
 
 START = Begun("unattributed")
 
@@ -85,6 +85,16 @@ def test_backward_has_nodes_where_forward_has_pieces() -> None:
     assert (found[2].backward, found[2].brief, found[2].awaited) == (True, False, False)
     assert (found[3].backward, found[3].brief) == (True, True)
     assert found[1].awaited and found[4].awaited and not found[4].backward
+
+
+def test_what_the_allocator_no_longer_has_is_gone() -> None:
+    """A release that nobody heard; what is allocated there later is another block."""
+    events: list[Event] = [
+        Sized(1, 100), Sized(2, 50), Live(frozenset({2, 9})), Begun("gemm"), Sized(1, 30),
+    ]  # fmt: skip
+    found = course(events)
+    assert found is not None and found.peak == 80
+    assert [(one.address, one.size) for one in found.held] == [(2, 50), (1, 30)]
 
 
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:

@@ -59,6 +59,25 @@ def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.Mon
     assert [one.size for one in heard(stream) if isinstance(one, Sized)] == [40, -40]
 
 
+def test_backward_runs_where_all_of_it_is_heard() -> None:
+    """Autograd's own thread for a GPU gives back what a node was handed after that, where the profiler hears nothing.
+
+    Half of some layers had no roles of memory for that, under a CUDA runtime that computes nothing.
+    """
+    threads = torch._C._is_multithreading_enabled
+    stream = AllocationStream("cpu")
+    stream.start()
+    assert not threads()
+    heard(stream)
+    assert threads()
+    stream.start(alone=False)
+    assert threads()
+    stream.alone()
+    assert not threads()
+    heard(stream)
+    assert threads()
+
+
 class Doubled(torch.autograd.Function):
     """A function of somebody's own: tensors of 1111 values forward, of 2222 backward."""
 
