@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from fp8bench.protocols import Arithmetic, Backend, Precision
 from fp8bench.registry import backends
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 # Modes that are recipes of torchao's, by its names for them.
 RECIPES = {
@@ -65,18 +64,17 @@ class Torchao(Backend):
         from torch import nn
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        from fp8bench.nn.whole_layers import WholeLayers
+        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 
         assert isinstance(precision, RecipePrecision)
         named = Float8LinearConfig.from_recipe_name(RECIPES[precision.plain_mode])
         config = replace(named, emulate=self.support(precision, facts).level is Level.EMULATED)
 
-        def layer(weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
+        def layer(weight: nn.Parameter) -> WholeLayer:
             outputs, inputs = weight.shape
             # Without memory it draws no random numbers: those of fp8bench's own weights stay as they are.
             plain = nn.Linear(inputs, outputs, bias=False, device="meta")
             plain.weight = weight
-            converted: nn.Module = convert_to_float8_training(plain, config=config)
-            return converted
+            return WholeLayer(convert_to_float8_training(plain, config=config))
 
         return WholeLayers(self.name, torch.bfloat16, layer)

@@ -23,6 +23,7 @@ from fp8bench.measure.segments import Segmentation, block_length, by_phase, segm
 from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.registry import precisions
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
@@ -181,7 +182,7 @@ class Arm:
             if found.wrong:
                 raise WorkerFault("after its steps", found.wrong)
             self.not_finite = max(self.not_finite, found.not_finite)
-        if self.planned.case.static is not None:
+        if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
     def release(self, worker: Worker) -> ArmFailed | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole
 from fp8bench.nn.drawn_values import drawn, refill
+from fp8bench.nn.whole_layers import surrounded
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
@@ -85,6 +86,7 @@ def exercise(
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
+        surrounded(layer)
         refill(layer, params)
         if dtype is torch.float64:
             layer = layer.double()

@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fp8bench.model import LayerScale
+from fp8bench.nn.linear import Linear
 from fp8bench.protocols import Arithmetic, Operand, Role
 
-# Of a layer's float32 weight makes what multiplies inputs by it.
-Build = Callable[[nn.Parameter], Callable[[Tensor], Tensor]]
+
+class WholeLayer(NamedTuple):
+    """What multiplies inputs by one weight, and what it says of its scales: role, largest magnitude, scale."""
+
+    multiply: Callable[[Tensor], Tensor]
+    scales: Callable[[], list[tuple[str, float, float]]] = list
+
+
+# Makes the layer of a float32 weight.
+Build = Callable[[nn.Parameter], WholeLayer]
 
 
 class WholeLayers(Arithmetic):
-    """A backend's layers as an arithmetic: `whole` makes one for each weight, which nobody may cast ahead of it."""
+    """A backend's layers as an arithmetic: `whole` makes one for each weight, which nobody may cast ahead of it.
+
+    `around` is what a model's forward pass must run in, if anything.
+    """
 
     casts = False
 
-    def __init__(self, backend: str, carrier: torch.dtype, build: Build) -> None:
+    def __init__(
+        self,
+        backend: str,
+        carrier: torch.dtype,
+        build: Build,
+        around: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.carrier = carrier
+        self.around = around
         self._backend = backend
         self._build = build
+        self._name = ""
+        self._layers: dict[str, WholeLayer] = {}
+
+    def layer(self, name: str) -> Arithmetic:
+        other = copy.copy(self)  # with the same layers
+        other._name = name
+        return other
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        return partial(self._build(weight))  # a module in a module would show its weight twice
+        made = self._layers[self._name] = self._build(weight)
+        return partial(made.multiply)  # a module in a module would show its weight twice
+
+    def layer_scales(self) -> tuple[LayerScale, ...]:
+        return tuple(
+            LayerScale(name, role, amax, scale)
+            for name, made in self._layers.items()
+            for role, amax, scale in made.scales()
+        )
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         raise TypeError(self._refusal)
@@ -36,3 +74,18 @@ class WholeLayers(Arithmetic):
     @property
     def _refusal(self) -> str:
         return f"{self._backend} has whole layers only: no cast and no product by itself. Use `whole`."
+
+
+def surrounded(model: nn.Module) -> None:
+    """Have each forward pass of a model run in what its whole layers need around it: once, and not once a layer."""
+    arithmetics = (one.arithmetic for one in model.modules() if isinstance(one, Linear))
+    around = next((one.around for one in arithmetics if isinstance(one, WholeLayers) and one.around), None)
+    if around is None:
+        return
+    inner = model.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        with around():
+            return inner(*arguments, **options)
+
+    model.forward = forward

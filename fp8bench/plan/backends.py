@@ -29,6 +29,10 @@ def layered_support(
         having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
         why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
         return Support(Level.REFUSED, f"{why}: choose {having}")
+    refuses = precision.backend.refuses if precision.backend else {}
+    for (axis, value), why in refuses.items():
+        if params.get(axis) == value:
+            return Support(Level.REFUSED, why)
     if kind:
         return workload.layer_support(kind, params, precision, facts)
     return workload.support(params, precision, facts)

@@ -109,6 +109,10 @@ class Arithmetic(ABC):
         """What multiplies inputs by a layer's weight, casts included, gradients too; None: `cast` and `product` do."""
         return None
 
+    def layer_scales(self) -> tuple[LayerScale, ...]:
+        """The scales that a library keeps for the layers made by `whole`, as they are now. Waits for the device."""
+        return ()
+
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         """`tensor` (2-D, contraction last) in this precision."""
@@ -172,6 +176,9 @@ class WatchedArithmetic(Arithmetic):
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
         return self.inner.whole(weight)
+
+    def layer_scales(self) -> tuple[LayerScale, ...]:
+        return self.inner.layer_scales()
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._told(self.inner.cast(tensor, role), tensor, role)

@@ -102,7 +102,8 @@ class Precision(ABC):
 class Backend(ABC):
     """`package` is the distribution that it comes with, and `least` the first version that will do.
 
-    `whole_layers` says that it has no casts and products by themselves, but layers that do both.
+    `whole_layers` says that it has no casts and products by themselves, but layers that do both; `refuses` are values
+    of axes that these cannot be with, and why.
     """
 
     name: ClassVar[str]
@@ -110,6 +111,7 @@ class Backend(ABC):
     package: ClassVar[str] = "torch"
     least: ClassVar[str] = "0"
     whole_layers: ClassVar[bool] = False
+    refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {}
 
     @abstractmethod
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:

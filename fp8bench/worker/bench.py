@@ -147,7 +147,8 @@ class Bench:
         clock = PhaseClock(stamper)
         started = running() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales, finite
+            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales, finite,
+            (setup.arithmetic, *setup.layers.values()),
         )  # fmt: skip
         gc.collect()
 
@@ -259,9 +260,10 @@ class Bench:
         return self._prepared_as(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
-        """The scales that a state has from data, as they are after its steps."""
-        book = self._prepared[key].scales
-        return book.states() if book is not None else ()
+        """The scales that a state has from data, or that a backend keeps for it, as they are after its steps."""
+        prepared = self._prepared[key]
+        states = prepared.scales.states() if prepared.scales is not None else ()
+        return (*states, *(scale for one in prepared.arithmetics for scale in one.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns what it leaves running. Unknown keys are fine."""

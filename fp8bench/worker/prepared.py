@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
-from fp8bench.protocols import Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
+from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
 from fp8bench.worker import fusing
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import wrong_of
@@ -35,6 +35,7 @@ class Prepared:
     started: Beside
     scales: ScaleBook | None
     finite: FiniteState
+    arithmetics: tuple[Arithmetic, ...] = ()
 
     @property
     def begin(self) -> Callable[[], None]:

@@ -89,14 +89,17 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
     random = torch.Generator(facts.key).manual_seed(0)
 
-    def drawn(rows: int, columns: int) -> Tensor:
-        sizes = torch.logspace(-2, 2, rows, device=facts.key)[:, None] * torch.logspace(
-            1, -1, columns, device=facts.key
-        )
+    def drawn(rows: int, columns: int, down: float, across: float) -> Tensor:
+        """Rows and columns whose sizes go from one power of ten to the other end."""
+        sizes = torch.logspace(-down, down, rows, device=facts.key)[:, None]
+        sizes = sizes * torch.logspace(-across, across, columns, device=facts.key)
         # Mostly of one sign: sums that cancel would hide what is wrong with them behind their terms.
         return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
 
-    x, weight, gradient = drawn(_TOKENS, _INPUTS), drawn(_OUTPUTS, _INPUTS), drawn(_TOKENS, _OUTPUTS)
+    # Along a contraction one operand grows as the other falls: every part of the sum counts.
+    x, weight, gradient = (
+        drawn(_TOKENS, _INPUTS, 2, 1), drawn(_OUTPUTS, _INPUTS, 2, -1), drawn(_TOKENS, _OUTPUTS, -2, -2),
+    )  # fmt: skip
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
     whole = arithmetic.whole(torch.nn.Parameter(weight))
     if whole is None:

@@ -323,12 +323,15 @@ def _model(
     import torch
 
     from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.whole_layers import surrounded
 
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # The process's own random state is put back: without isolation it is the user's.
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
-        return GPT(_config(setup), choose, carrier, checkpointing, core)
+        model = GPT(_config(setup), choose, carrier, checkpointing, core)
+    surrounded(model)
+    return model
 
 
 def _weights(setup: Setup, model: GPT) -> Cast:

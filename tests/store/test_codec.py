@@ -76,7 +76,7 @@ CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
     "2", StaticScales(8, 100, 0.001),
 )  # fmt: skip
-SUPPORT = Support(Level.EMULATED, "no hardware")
+SUPPORT = Support(Level.EMULATED, "no hardware", "torchao 0.18.0")
 TIMING = Timing(
     Segments((Phase.CAST, Phase.GEMM, "unattributed"), (0, 0, 1)),
     (SlotSample(0, ((1, 2, 3), (4, 5, 6)), 0.25, 0.125), SlotSample(1, ((7, 8, 9),), 0.5, 0.5, 0.0625, 0.25, 3, 0.01)),
@@ -114,7 +114,10 @@ RECORD = Record(
     Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),),
 )  # fmt: skip
-FACTS = DeviceFacts("cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0")
+FACTS = DeviceFacts(
+    "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
+    (("torchao", "0.18.0"),),
+)  # fmt: skip
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
     5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, True, 1 << 30, "torch", 2.5,

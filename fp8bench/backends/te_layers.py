@@ -1,0 +1,160 @@
+"""te: the linear layer of NVIDIA's Transformer Engine, under its recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8bench.errors import BackendMissing
+from fp8bench.formats.hardware import is_nvidia, native, nvidia_class, refused
+from fp8bench.formats.product_rules import te_objections
+from fp8bench.formats.recipes import Accumulator
+from fp8bench.formats.scaled_products import Product
+from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.model import DeviceFacts, Scalar, Support
+from fp8bench.nn.shared_precisions import RecipePrecision, wrong_pairing
+from fp8bench.protocols import Arithmetic, Backend, Precision
+from fp8bench.registry import backends
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Modes that may be recipes of its, by the class's name.
+CLASSES = {
+    "fp8": "Float8CurrentScaling",
+    "fp8-e4m3": "Float8CurrentScaling",
+    "fp8-delayed": "DelayedScaling",
+    "fp8-block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+_SIDE = 4096
+
+
+@backends.register("te")
+class TransformerEngine(Backend):
+    """te.Linear with fp8bench's own float32 weights, cast in each pass by Transformer Engine itself."""
+
+    name = "te"
+    summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
+    package = "transformer_engine"
+    least = "2.0"
+    whole_layers = True
+    refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {
+        ("compile", "yes"): "te's layers do not become one graph with others: choose compile=no",
+        ("checkpointing", "blocks"): "te's histories would count a recomputed block twice: choose checkpointing=no",
+    }
+
+    def support(self, precision: Precision, facts: DeviceFacts) -> Support:
+        assert isinstance(precision, RecipePrecision)
+        if arguments_of(precision) is None:
+            return wrong_pairing(self.name, precision, CLASSES)
+        if not is_nvidia(facts) or facts.capability is None:
+            return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
+        device = nvidia_class(facts.capability)
+        for a, b in precision.recipe.products:
+            for objection in te_objections(Product(_SIDE, _SIDE, _SIDE, a, b), device) or ():
+                return refused(f"Transformer Engine: {objection.why}; this device has {device.words}")
+        return native(f"Transformer Engine's {CLASSES[precision.name]}")
+
+    def imported(self) -> None:
+        # The empty meta package raises RuntimeError, libraries of CUDA that are not there the others.
+        try:
+            import transformer_engine.common.recipe
+            import transformer_engine.pytorch  # noqa: F401
+        except (ImportError, RuntimeError, OSError) as error:
+            raise BackendMissing(self.name, error) from error
+
+    def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
+        self.imported()
+        import torch
+        import transformer_engine.pytorch as te
+
+        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+
+        assert isinstance(precision, RecipePrecision)
+        recipe = _recipe(precision)
+
+        def autocast() -> AbstractContextManager[None]:
+            entered: AbstractContextManager[None] = (
+                te.autocast(enabled=True, recipe=recipe)
+                if hasattr(te, "autocast")
+                else te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+            )
+            return entered
+
+        def layer(weight: nn.Parameter) -> WholeLayer:
+            outputs, inputs = weight.shape
+            # Without memory it draws no random numbers; its weight is then fp8bench's own, and stays float32.
+            module = te.Linear(inputs, outputs, bias=False, params_dtype=torch.float32, device="meta")
+            module.weight = weight
+
+            def multiply(x: Tensor) -> Tensor:
+                with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
+                    found: Tensor = module(x)
+                    return found
+
+            return WholeLayer(multiply, partial(_scales, module))
+
+        return WholeLayers(self.name, torch.bfloat16, layer, around=autocast)
+
+
+def arguments_of(precision: RecipePrecision) -> dict[str, Any] | None:
+    """What the class of a mode's recipe is given; None where it has no such recipe."""
+    recipe, chosen = precision.recipe, precision.chosen
+    if precision.name not in CLASSES or recipe.high_weight_gradient or recipe.accumulator is not Accumulator.FP32:
+        return None
+    formats = {"fp8_format": str(chosen["formats"]).upper()} if "formats" in chosen else {}
+    if formats.get("fp8_format") == "E5M2":  # it refuses it
+        return None
+    power_of_two = chosen.get("scale") == ScaleRounding.POWER_OF_TWO
+    match precision.name:
+        case "fp8" | "fp8-e4m3":
+            return {"use_power_2_scales": power_of_two, "fp8_format": "E4M3", **formats}
+        case "fp8-delayed" if recipe.delayed is not None and recipe.delayed.interval == 1:
+            delayed = recipe.delayed
+            named = {"amax_history_len": delayed.history, "amax_compute_algo": str(delayed.algorithm)}
+            return {"margin": delayed.margin, **named, **formats}
+        case "fp8-block":
+            return {"use_f32_scales": not power_of_two}
+        case "mxfp8" if chosen["scale"] == ScaleRounding.RCEIL and chosen["formats"] == "e4m3":
+            return {"fp8_format": "E4M3"}
+        case "nvfp4" if chosen["scale"] == ScaleRounding.NEAREST:
+            return {
+                "disable_rht": not recipe.hadamard,
+                "disable_stochastic_rounding": not recipe.gradient.stochastic,
+                "disable_2d_quantization": chosen["weights"] == "1d",
+            }
+    return None
+
+
+def _recipe(precision: RecipePrecision) -> Any:
+    from transformer_engine.common import recipe
+
+    arguments = arguments_of(precision)
+    assert arguments is not None
+    if "fp8_format" in arguments:
+        arguments["fp8_format"] = getattr(recipe.Format, arguments["fp8_format"])
+    try:
+        return getattr(recipe, CLASSES[precision.name])(**arguments)
+    except (AttributeError, TypeError) as error:  # a version that has no such class, or not these arguments
+        raise BackendMissing("te", error) from error
+
+
+# Where delayed scaling keeps what: the columns of a history are those of one product.
+_META = {"scaling_fwd": ("input", "weight"), "scaling_bwd": ("gradient",)}
+
+
+def _scales(module: Any) -> list[tuple[str, float, float]]:
+    """By role the largest magnitude that a scale comes from, and the scale; none of recipes that keep no history."""
+    found = []
+    for key, roles in _META.items():
+        meta = module.fp8_meta.get(key)
+        history = getattr(meta, "amax_history", None)
+        if history is None:
+            continue
+        amaxes, scales = history.amax(0).tolist(), meta.scale.tolist()
+        found += list(zip(roles, amaxes, scales, strict=False))
+    return found

@@ -1,0 +1,114 @@
+"""A package with the names of Transformer Engine and the arguments that its sources have, which computes by emulation.
+
+The real one cannot be imported without its CUDA libraries. What a class is given and its table
+has not is an error.
+"""
+
+from __future__ import annotations
+
+import types
+from contextlib import AbstractContextManager
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8bench.nn.linear import linear
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
+from fp8bench.nn.shared_precisions import recipe_of
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from tests.backends.te_names import recorded
+
+# What computes like a recipe of its here.
+MODES = {
+    "Float8CurrentScaling": "fp8", "DelayedScaling": "fp8-delayed:history=4", "Float8BlockScaling": "fp8-block",
+    "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4:stochastic=off:hadamard=off",
+}  # fmt: skip
+KEPT = recorded()
+
+
+class Format(Enum):
+    """As it is there."""
+
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
+    E5M2 = "e5m2"
+
+
+class Autocast(AbstractContextManager[None]):
+    """Counts how often the outermost one was left: then scales are renewed."""
+
+    open: ClassVar[list[Any]] = []
+    left = 0
+
+    def __init__(self, **given: Any) -> None:
+        assert set(given) <= set(KEPT["autocast"]) and given["enabled"]
+        self._recipe = given["recipe"]
+
+    def __enter__(self) -> None:
+        Autocast.open.append(self._recipe)
+
+    def __exit__(self, *raised: object) -> None:
+        Autocast.open.pop()
+        Autocast.left += not Autocast.open
+
+
+class Linear(nn.Module):
+    """Its weight is made on the device that it is told, and may be replaced; its recipe is the autocast's."""
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__()
+        assert set(given) <= set(KEPT["Linear"]) and given["device"] == "meta" and given["bias"] is False
+        self.weight = nn.Parameter(torch.empty(sizes[1], sizes[0], dtype=given["params_dtype"], device=given["device"]))
+        self.fp8_meta: dict[str, Any] = {}
+        self._arithmetic: RecipeArithmetic | None = None
+
+    def forward(self, inp: Tensor) -> Tensor:
+        assert Autocast.open, "te.Linear was called outside of te.autocast"
+        recipe = Autocast.open[-1]
+        name = type(recipe).__name__
+        if self._arithmetic is None:
+            self._arithmetic = RecipeArithmetic(recipe_of(precisions.get(MODES[name])))
+        if name == "DelayedScaling":
+            for key, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                history = torch.zeros(recipe.given["amax_history_len"], columns)
+                history[-1, 0] = inp.detach().abs().max()
+                self.fp8_meta[key] = SimpleNamespace(amax_history=history, scale=torch.full((columns,), 2.0))
+        return linear(inp, self.weight, self._arithmetic, SilentPhases())
+
+
+def _recipe_class(name: str) -> type:
+    def made(self: Any, **given: Any) -> None:
+        assert set(given) <= set(KEPT[name]), f"{name} has no {set(given) - set(KEPT[name])}"
+        self.given = given
+
+    return type(name, (), {"__init__": made})
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Put it where the real one would be, and torch's autocast for CUDA, which is none here, into a list of calls."""
+    package, pytorch, common, recipe = (
+        types.ModuleType(f"transformer_engine{name}") for name in ("", ".pytorch", ".common", ".common.recipe")
+    )
+    for name in MODES:
+        setattr(recipe, name, _recipe_class(name))
+    vars(recipe)["Format"] = Format
+    vars(pytorch).update(Linear=Linear, autocast=Autocast)
+    vars(common)["recipe"] = recipe
+    vars(package).update(pytorch=pytorch, common=common)
+    for module in (package, pytorch, common, recipe):
+        patch.setitem(__import__("sys").modules, module.__name__, module)
+    patch.setattr(Autocast, "left", 0)
+
+    class Cuda(AbstractContextManager[None]):
+        def __init__(self, kind: str, dtype: torch.dtype) -> None:
+            assert (kind, dtype) == ("cuda", torch.bfloat16)  # float32 weights need it there
+
+        def __exit__(self, *raised: object) -> None:
+            return None
+
+    patch.setattr(torch, "autocast", Cuda)

@@ -1,0 +1,65 @@
+"""The names of Transformer Engine that fp8bench calls, with their arguments: read off its sources by their syntax.
+
+`python -m tests.backends.te_names FILE` writes the table again from a wheel of transformer_engine (its sdist of the
+torch part holds no Python but what builds it).
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import zipfile
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("te_names.txt")
+# Module of the wheel -> the classes that are called.
+MODULES = {
+    "transformer_engine/pytorch/module/linear.py": ("Linear",),
+    "transformer_engine/pytorch/module/layernorm_linear.py": ("LayerNormLinear",),
+    "transformer_engine/pytorch/module/layernorm_mlp.py": ("LayerNormMLP",),
+    "transformer_engine/pytorch/transformer.py": ("TransformerLayer",),
+    "transformer_engine/pytorch/quantization.py": ("autocast",),
+    "transformer_engine/common/recipe/__init__.py": (
+        "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
+    ),
+}  # fmt: skip
+META = "transformer_engine/pytorch/module/base.py"
+
+
+def derived(wheel: Path) -> str:
+    """A line for each class: its name, and the names of what it is given."""
+    lines = []
+    with zipfile.ZipFile(wheel) as archive:
+        for module, names in MODULES.items():
+            tree = ast.parse(archive.read(module))
+            classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+            lines += [f"{name}({', '.join(arguments(classes[name]))})" for name in names]
+        base = ast.unparse(ast.parse(archive.read(META)))
+        lines += [
+            f"fp8_meta {key}"
+            for key in ("scaling_fwd", "scaling_bwd")
+            if f"self.fp8_meta['{key}'].amax_history" in base
+        ]
+        exported = ast.unparse(ast.parse(archive.read("transformer_engine/pytorch/__init__.py")))
+        public = [name for module in list(MODULES)[:5] for name in MODULES[module]]
+        lines += [f"exported {name}" for name in public if f"import {name}" in exported]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def arguments(node: ast.ClassDef) -> list[str]:
+    """Those of __init__, or a dataclass's fields."""
+    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    if made is None:
+        return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
+    return [one.arg for one in (*made.args.args, *made.args.kwonlyargs)][1:]
+
+
+def recorded() -> dict[str, tuple[str, ...]]:
+    """The table: what each class may be given."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.endswith(")")]
+    split = (line[:-1].partition("(") for line in lines)
+    return {name: tuple(given.split(", ")) for name, _, given in split}
+
+
+if __name__ == "__main__":
+    TABLE.write_text(derived(Path(sys.argv[1])))

@@ -1,0 +1,182 @@
+"""Transformer Engine as a backend: by facts, and by a package that has its names and arguments and computes here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.errors import BackendMissing
+from fp8bench.model import Case, DeviceFacts, Level, Request
+from fp8bench.nn.exercise import exercise
+from fp8bench.nn.gpt import FeedForward
+from fp8bench.nn.linear import Linear
+from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import backends, precisions
+from fp8bench.worker.trial import Trials
+from tests.backends import fake_te, te_names
+from tests.facts import A100, B200, CPU, H200, MI300X, gpu
+from tests.formats.scaling_definitions import gaussian
+
+VERSION = "2.20.2"
+MODES = ("fp8", "fp8-delayed:history=4", "fp8-block", "mxfp8", "nvfp4:stochastic=off:hadamard=off")
+
+
+def here(facts: DeviceFacts) -> DeviceFacts:
+    return replace(facts, packages=(("transformer_engine", VERSION),))
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake package, and a B200 whose tensors lie where the processor can compute."""
+    fake_te.install(monkeypatch)
+    monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("word", "facts", "level", "words"),
+    [
+        ("fp8", H200, Level.NATIVE, "Transformer Engine's Float8CurrentScaling"),
+        ("fp8:formats=e4m3:scale=pow2", H200, Level.NATIVE, "Float8CurrentScaling"),
+        ("fp8-e4m3", H200, Level.NATIVE, "Float8CurrentScaling"),
+        ("fp8-delayed:history=16:margin=1", H200, Level.NATIVE, "DelayedScaling"),
+        ("fp8-block", H200, Level.NATIVE, "Float8BlockScaling"),
+        ("mxfp8", B200, Level.NATIVE, "MXFP8BlockScaling"),
+        ("nvfp4", B200, Level.NATIVE, "NVFP4BlockScaling"),
+        ("mxfp6", B200, Level.REFUSED, "te has no recipe mxfp6, only fp8, fp8-e4m3"),
+        ("mxfp6", B200, Level.REFUSED, "the nearest is mxfp8"),
+        ("fp8-rowwise", H200, Level.REFUSED, "te has no recipe fp8-rowwise"),
+        ("fp8:gw=bf16", H200, Level.REFUSED, "the nearest is fp8"),
+        ("fp8:formats=e5m2", H200, Level.REFUSED, "the nearest is fp8"),
+        ("fp8-delayed:interval=2", H200, Level.REFUSED, "the nearest is fp8-delayed"),
+        ("mxfp8:scale=floor", B200, Level.REFUSED, "the nearest is mxfp8"),
+        ("fp8", A100, Level.REFUSED, "its FP8 begins at compute capability 8.9"),
+        ("fp8-block", gpu("L40S", (8, 9)), Level.REFUSED, "its blocks of 128 begin at compute capability 9.0"),
+        ("mxfp8", gpu("RTX 5090", (12, 0)), Level.REFUSED, "it refuses MXFP8 from compute capability 12.0 on"),
+        ("fp8", CPU, Level.REFUSED, "runs on NVIDIA's GPUs"),
+        ("fp8", MI300X, Level.REFUSED, "runs on NVIDIA's GPUs"),
+    ],
+)
+def test_what_it_takes_by_facts(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
+    """A wrong pairing is refused with the nearest, a device in its own words."""
+    found = precisions.get(f"{word}:backend=te").support(here(facts))
+    assert found.level is level and words in found.reason
+
+
+def test_without_it_what_to_install_is_said() -> None:
+    assert "pip install transformer_engine" in precisions.get("fp8:backend=te").support(H200).reason
+
+
+@pytest.mark.parametrize(("axis", "value"), [("compile", "yes"), ("checkpointing", "blocks")])
+def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> None:
+    request = Request("transformer", ("bf16", "fp8"), backend="te", axes=((axis, (value,)),))
+    (group,) = make_plan(request, (here(H200),), "x")
+    refused = next(one.support for one in group.cases if one.case.precision == "fp8:backend=te")
+    assert refused.level is Level.REFUSED and f"choose {axis}=no" in refused.reason
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("mode", MODES)
+def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
+    """The one parameter there is, float32; nothing random is drawn for it. Numbers are those of its recipe."""
+    found = []
+    for word in (f"{mode}:backend=te", f"{mode}:backend=emulated"):
+        torch.manual_seed(2)
+        layer = Linear(64, 48, precisions.get(word).arithmetic(here(B200)).layer("one"))
+        assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
+        x = gaussian(32, 64).requires_grad_()
+        y = layer(x, SilentPhases())
+        found.append([y, *torch.autograd.grad(y, (x, layer.weight), gaussian(32, 48, seed=4).to(y.dtype))])
+    for theirs, ours in zip(*found, strict=True):
+        assert theirs.dtype == ours.dtype and relative_frobenius(theirs.double(), ours.double()) < 1e-6
+
+
+@pytest.mark.usefixtures("te")
+def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
+    """An autocast a layer would count every pass once a layer; by role, its histories' largest magnitude and scale."""
+    arithmetic = precisions.get("fp8-delayed:history=4:backend=te").arithmetic(here(B200))
+    case = Case("mlp", (), "fp8-delayed", "cpu")
+    setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
+    build = partial(FeedForward, 32, 64, False, 1.0, arithmetic.layer)
+    state = exercise(setup, build, [(16, 32)], torch.bfloat16, True)
+    before = fake_te.Autocast.left
+    state.step(SilentPhases())
+    assert fake_te.Autocast.left == before + 1 and not fake_te.Autocast.open
+    scales = arithmetic.layer_scales()
+    assert [(one.layer, one.role) for one in scales] == [
+        (name, role) for name in ("up", "down") for role in ("input", "weight", "gradient")
+    ]
+    assert scales[0].amax == float(state.inputs[0].detach().abs().max()) and scales[0].scale == 2.0
+
+
+@pytest.mark.usefixtures("te")
+def test_recipes_without_a_history_have_no_scales_to_tell() -> None:
+    arithmetic = precisions.get("fp8:backend=te").arithmetic(here(B200))
+    layer = Linear(32, 16, arithmetic.layer("one"))
+    layer(gaussian(16, 32).requires_grad_(), SilentPhases())
+    assert arithmetic.layer_scales() == ()
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right, and then with a product that leaves its input's last columns out."""
+    case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")
+    assert Trials().wrong(case, here(B200)) == ""
+    whole = fake_te.Linear.forward
+
+    def wrong(self: fake_te.Linear, inp: torch.Tensor) -> torch.Tensor:
+        return whole(self, torch.cat((inp[:, :-256], torch.zeros_like(inp[:, -256:])), 1))
+
+    monkeypatch.setattr(fake_te.Linear, "forward", wrong)
+    assert "its forward product is wrong" in Trials().wrong(case, here(B200))
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, FileNotFoundError, OSError])
+def test_a_package_that_does_not_import_says_why(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta package alone raises RuntimeError, its libraries of CUDA the others."""
+    (tmp_path / "transformer_engine").mkdir()
+    words = f"raise {error.__name__}('Found empty transformer-engine meta package')"
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(words)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BackendMissing, match=r"te is installed and cannot be imported .*: Found empty"):
+        backends.get("te").imported()
+    monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
+    assert "Found empty" in Trials().wrong(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
+
+
+@pytest.mark.usefixtures("te")
+def test_a_version_without_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["transformer_engine.common.recipe"], "NVFP4BlockScaling")
+    found = Trials().wrong(Case("mlp", (), "nvfp4:backend=te", "cuda:0"), here(B200))
+    assert "NVFP4BlockScaling" in found
+
+
+@pytest.mark.slow
+def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
+    """Derived again by syntax from the wheel of that version, where it can be downloaded."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(tmp_path),
+        f"transformer_engine=={VERSION}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    wheels = list(tmp_path.glob("*.whl"))
+    if done.returncode or not wheels:
+        pytest.skip(f"transformer_engine {VERSION} cannot be downloaded here: {done.stderr.strip()[-200:]}")
+    assert te_names.derived(wheels[0]) == te_names.TABLE.read_text()
