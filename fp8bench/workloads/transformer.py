@@ -163,6 +163,8 @@ class Transformer(Workload):
                 f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
                 "choose compile=no"
             )
+        if precision.whole_layers and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
+            support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.level is Level.NATIVE and tokens % along:

@@ -372,6 +372,18 @@ def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) 
     assert recast[0] == "data_load"
 
 
+def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> None:
+    """Which is so whatever the axis says; one of fp8bench's own has nothing to say."""
+    found = {}
+    for word in ("cached", "recast"):
+        params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "weights": word}
+        for mode in ("fp8:backend=torchao", "fp8"):
+            support = Transformer().support(params, precisions.get(mode), CPU)
+            assert support.level is Level.EMULATED
+            found[mode, word] = support.reason.endswith("; its layers cast their weights in every micro-batch")
+    assert [key for key, says in found.items() if says] == [("fp8:backend=torchao", "cached")]
+
+
 def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
     """Those that cast nothing keep nothing."""
     setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
