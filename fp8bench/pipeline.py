@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.winners import fastest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError
 from fp8bench.files import check_folder
 from fp8bench.measure.capacity import CapacityRule
@@ -290,6 +291,7 @@ def _group(
         ceilings=ceilings,
         warm_up_seconds=warm_up_limit(request.quick, request.budget),
         lost=lost,
+        choose=None if request.quick or request.budget is not None else fastest,
     )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, worker, observer, method, meter).run()

@@ -20,8 +20,9 @@ from fp8bench.analysis.clocks import clock_offset, unsettled
 from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, hard_labels, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
+from fp8bench.analysis.winners import fastest
 from fp8bench.model import Finding, Interval, Level, Overheads, Record, Run, Status, Timing, Verdict
-from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
 # What two times of three digits say is as sure as this.
@@ -74,9 +75,28 @@ def find(
             reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims
         )  # fmt: skip
     known = flat or {}
-    return [
+    found = [
         _finding(record, shared, aa, overheads.get(record.case.device), known.get(record.case.id)) for record in records
     ]
+    return _chosen(records, found, shared)
+
+
+def _chosen(records: Sequence[Record], found: list[Finding], shared: _Standard) -> list[Finding]:
+    """With a word at the fastest of several that was not timed again: its speed-up is too good by the choice."""
+    together = [
+        (place, record.timing)
+        for place, record in enumerate(records)
+        if record.timing and record.paired and not record.is_reference and record.support.level is Level.NATIVE
+        and record.paired_with is None
+    ]  # fmt: skip
+    if shared.timing is None or len(together) < LEAST_CANDIDATES or any(record.fresh for record in records):
+        return found
+    best = fastest([timing for _, timing in together], shared.timing, shared.control)
+    if best is None or not found[place := together[best][0]].judged:
+        return found
+    told = f"the fastest of {len(together)} by these rounds, and not timed again: chosen so, its speed-up is too good"
+    found[place] = replace(found[place], why="; ".join(filter(None, (found[place].why, told))))
+    return found
 
 
 def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
@@ -111,7 +131,11 @@ def _finding(
         standard = replace(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
+    chosen_by, record, standard = _first_ratio(record, standard), *_fresh(record, standard)
     finding, aa = _with_verdict(finding, record, standard, aa)
+    if record.fresh is not None and chosen_by:
+        told = f"the fastest of {record.fresh.candidates}, {chosen_by} when it was chosen: this is of rounds after that"
+        finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
         *claims_of(record, standard.record),
         *_of_clocks(record, standard),
@@ -135,6 +159,23 @@ def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
     if standard.record is not None and standard.timing is not None and not standard.emulated:
         entries = [one for one in (standard.timing, standard.control) if one is not None]
         yield from clock_offset(record.timing, entries, standard.record.case.mode)
+
+
+def _fresh(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
+    """The fastest of several by what came after the choice; all others as they are."""
+    fresh = record.fresh
+    if fresh is None:
+        return record, standard
+    own = replace(standard, timing=fresh.reference, control=fresh.control, best=None)
+    return replace(record, timing=fresh.timing), own
+
+
+def _first_ratio(record: Record, standard: _Standard) -> str:
+    """The speed-up that it was chosen by; '' where it was not."""
+    if record.fresh is None or record.timing is None or standard.timing is None:
+        return ""
+    first = verdicts.conclude(record.timing, standard.timing, standard.control)
+    return units.speed_up(1 / first.ratio.point) if first is not None else ""
 
 
 def _with_verdict(

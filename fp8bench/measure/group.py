@@ -16,6 +16,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
+from fp8bench.measure.fresh import Choose, fastest_again
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
@@ -26,7 +27,7 @@ from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.settle import Settler
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
+from fp8bench.model import Ceilings, DeviceFacts, Fresh, Group, Level, Record
 from fp8bench.model.settling import Settling
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import Observer
@@ -52,6 +53,7 @@ class Method:
     traces: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
     warm_up_seconds: float = 0.0
+    choose: Choose | None = None
     lost: dict[str, str] = field(default_factory=dict)
 
 
@@ -118,7 +120,7 @@ class GroupMeasurement:
         if all(one.draft.paired and one.draft.paired_with is None for one in self._outcomes):
             return
         for one in self._outcomes:
-            one.note(paired=False, paired_with=None, control=None)
+            one.note(paired=False, paired_with=None, control=None, fresh=None)
 
     def _alive(self) -> list[CaseOutcome]:
         return [one for one in self._outcomes if one.planned.runs and not one.failure]
@@ -190,6 +192,7 @@ class GroupMeasurement:
             lambda arm, share: self._observer.working(arm.planned.case, "measuring", share),
             after=watch.look if watch else None,
         )  # fmt: skip
+        chosen = self._fastest_again(session, watch) if method.choose is not None else None
         if watch:
             watch.end()
         session.check(self._worker)
@@ -207,7 +210,17 @@ class GroupMeasurement:
                 "timing": arm.timing(), "stopped": stopped, "scales": arm.scales, "not_finite": arm.not_finite,
             }  # fmt: skip
             self._of(arm).note(**measured, paired=lead is not None, **own)
+        if chosen is not None:
+            self._of(chosen[0]).note(fresh=chosen[1])
         self._look_beside(session, watch)
+
+    def _fastest_again(self, session: Session, watch: Watch | None) -> tuple[Arm, Fresh] | None:
+        assert self._method.choose is not None
+        return fastest_again(
+            session, self._method.choose, self._worker, self._method.rule, self._seed + 1,
+            lambda arm, share: self._observer.working(arm.planned.case, "timing the fastest again", share),
+            watch.look if watch else None,
+        )  # fmt: skip
 
     def _warm_up(self, first: Arm, device: Looks) -> Settling | None:
         """The reference runs until its device has settled; an emulation's time is no speed."""

@@ -59,7 +59,15 @@ class CaseOutcome:
     def forget(self) -> None:
         """Whatever was measured beside others, which begins again."""
         self.note(
-            timing=None, control=None, paired_with=None, paired=True, stopped="", energy=None, watch=None, sustained=()
+            timing=None,
+            control=None,
+            paired_with=None,
+            paired=True,
+            stopped="",
+            energy=None,
+            watch=None,
+            sustained=(),
+            fresh=None,
         )
 
     @property
@@ -73,7 +81,7 @@ class CaseOutcome:
         draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
         if status is Status.OK:
             return draft
-        return replace(draft, timing=None, scales=(), energy=None, watch=None, sustained=())
+        return replace(draft, timing=None, scales=(), energy=None, watch=None, sustained=(), fresh=None)
 
     def refuse(self, why: str) -> None:
         """What the plan believed of its device is not so: it does not run."""

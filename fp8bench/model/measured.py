@@ -151,6 +151,17 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Fresh:
+    """Rounds of a case after it had been chosen as the fastest of so many `candidates`: with the reference and its
+    control, and nobody else. What it was chosen by is no part of them."""
+
+    timing: Timing
+    reference: Timing
+    control: Timing | None
+    candidates: int
+
+
+@dataclass(frozen=True)
 class Record:
     """What became of one case.
 
@@ -164,7 +175,8 @@ class Record:
     `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
     may be. `ceiling` is the most that it can do where it ran, `products` what its products ran on, `effect` whether its
     steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
-    in one round of turns; () where nobody asked for them.
+    in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
+    ratio is told by; `timing` stays what it was chosen by.
     """
 
     case: Case
@@ -193,6 +205,7 @@ class Record:
     products: Products | None = None
     effect: StepEffect | None = None
     sustained: tuple[SustainedTurn, ...] = ()
+    fresh: Fresh | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

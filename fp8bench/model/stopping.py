@@ -10,6 +10,8 @@ LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 10.0
 CEILING_SECONDS = 120.0
+# Of so many candidates or more the fastest is timed again.
+LEAST_CANDIDATES = 3
 
 
 @dataclass(frozen=True)

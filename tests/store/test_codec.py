@@ -31,6 +31,7 @@ from fp8bench.model import (
     Fault,
     Figure,
     Finding,
+    Fresh,
     Group,
     HeldBlock,
     Interval,
@@ -112,7 +113,7 @@ RECORD = Record(
     (MEASUREMENT,), "time", (STATISTICS,), "gemm/a.json.gz", (OperatorTime("gemm", "aten::mm", 2.5, 0.5, True),),
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
     Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
-    (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),),
+    (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
@@ -157,7 +158,7 @@ VALUES: list[Any] = [
     COMPARISON, ACK,
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
-    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1), RECORD.sustained[0],
+    Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
     SETTLING, SETTLING.looks[0],
 ]  # fmt: skip
 

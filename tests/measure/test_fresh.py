@@ -1,0 +1,90 @@
+"""The fastest of several candidates is timed again, by rounds that did not choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.winners import fastest
+from fp8bench.errors import WorkerFault
+from fp8bench.measure.fresh import Choose
+from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.model import Level, PlannedCase, Record, Verdict
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.protocols import SilentObserver
+from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, planned
+
+NAMES = ("fp32", "bf16", "fp16", "tf32")
+# Its first 24 slots take 4 ms, and those after them 5 ms: the four untimed calls come before.
+FADING = Script(lambda call: gemm_steps(4 * MS if call < 28 else 5 * MS)(call))
+SCRIPTS = {"bf16": FADING, "fp16": Script(gemm_steps(6 * MS)), "tf32": Script(gemm_steps(9 * MS))}
+
+
+def measured(
+    *cases: PlannedCase, scripts: Mapping[str, Script] = SCRIPTS, choose: Choose | None = fastest, capacity: int = 1000
+) -> tuple[dict[str, Record], FakeWorker]:
+    worker = FakeWorker(scripts, capacity)
+    method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0, choose=choose)
+    chosen = cases or tuple(map(planned, NAMES))
+    records = GroupMeasurement(group(*chosen), {"cpu": CPU}, worker, SilentObserver(), method).run()
+    assert not worker.held
+    return by_mode(records), worker
+
+
+def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
+    """Only it, the reference and its control take part; the record keeps both, and the row names both."""
+    records, worker = measured()
+    assert [mode for mode, one in records.items() if one.fresh] == ["bf16"]
+    fresh, first = records["bf16"].fresh, records["bf16"].timing
+    assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
+    assert [one.num_rounds for one in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
+    assert {call for slot in first.slots for cell in slot.calls_ns for call in cell} == {4 * MS}
+    assert {call for slot in fresh.timing.slots for cell in slot.calls_ns for call in cell} == {5 * MS}
+    assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
+    finding = {one.case.mode: one for one in find(list(records.values()), {})}["bf16"]
+    assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
+    assert finding.why == "the fastest of 3, 2.50x when it was chosen: this is of rounds after that"
+    assert finding.best_seconds == pytest.approx(4e-3)  # its time is that of its own rounds
+
+
+def test_where_it_is_not_timed_again_that_is_said() -> None:
+    """As with --quick."""
+    records, worker = measured(choose=None)
+    assert all(one.fresh is None for one in records.values()) and len(worker.slots("bf16")) == 2 + 24
+    found = {one.case.mode: one for one in find(list(records.values()), {})}
+    assert found["bf16"].why == (
+        "the fastest of 3 by these rounds, and not timed again: chosen so, its speed-up is too good"
+    )
+    assert found["fp16"].why == found["tf32"].why == ""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        tuple(map(planned, NAMES[:3])),  # two candidates
+        (*map(planned, NAMES[:3]), planned("tf32", Level.EMULATED)),
+        (planned("fp32", Level.EMULATED), *map(planned, NAMES[1:])),
+    ],
+)
+def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...]) -> None:
+    """An emulation's time is no speed, on either side."""
+    records, _ = measured(*cases)
+    assert all(one.fresh is None for one in records.values())
+    assert not any("fastest" in one.why for one in find(list(records.values()), {}))
+
+
+def test_where_none_is_faster_there_is_no_winner() -> None:
+    slow = {mode: Script(gemm_steps(20 * MS)) for mode in NAMES[1:]}
+    records, worker = measured(scripts=slow)
+    assert all(one.fresh is None for one in records.values()) and len(worker.slots("fp32")) == 2 + 24
+
+
+def test_a_fault_in_these_rounds_fails_its_case() -> None:
+    """And the next fastest of those left is chosen, if they are enough."""
+    faulty = Script(gemm_steps(4 * MS), faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
+    records, _ = measured(scripts={**SCRIPTS, "bf16": faulty})
+    assert records["bf16"].status.value == "failed" and records["bf16"].fresh is None
+    assert all(one.fresh is None for one in records.values()) and records["fp16"].timing is not None
