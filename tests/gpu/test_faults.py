@@ -1,0 +1,80 @@
+"""Faults planted between torch and the CUDA runtime, through whole suites; skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench.api import load
+from fp8bench.measure.passes import OUT_OF_MEMORY
+from fp8bench.model import Record, Run, Status
+from tests.commands import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
+SOURCE = Path(__file__).with_name("faults.c")
+SUITE = ("suite", "mlp", "--quick", "--no-energy", "--no-report", "--devices", "cuda", "--dtypes", "fp32,bf16,fp8")
+AXES = ("--set", "gated=no", "--set", "pass=training", "--set", "tokens=1024,2048", "--set", "width=1024")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("faults") / "faults.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(path), str(SOURCE), "-ldl"], check=True)
+    return path
+
+
+def run_with(fault: str, library: Path, folder: Path) -> Run:
+    """What becomes of a suite in which that fault strikes once."""
+    preloaded = [str(library), *os.environ.get("LD_PRELOAD", "").split()]
+    environment = {
+        **os.environ, "LD_PRELOAD": ":".join(preloaded), "FAULT": fault, "FAULT_ONCE": str(folder / "struck"),
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8bench", *SUITE, *AXES, "--store", "store"], cwd=folder, env=environment,
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert (folder / "struck").exists(), done.stderr
+    return load("last", folder / "store").run
+
+
+def failed(run: Run) -> list[Record]:
+    assert run.finished and len(run.records) == 6
+    return [one for one in run.records if one.status is Status.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(710, "device-side assert triggered"), (700, "an illegal memory access"), (214, "uncorrectable ECC error")],
+)
+def test_a_broken_context_costs_one_case(code: int, words: str, library: Path, tmp_path: Path) -> None:
+    """The one whose work broke it; the others are measured in a fresh worker."""
+    run = run_with(f"launch:3000:{code}", library, tmp_path)
+    told = [one.reason or one.detail for one in run.records if words in one.reason + one.detail]
+    assert len(told) == 1 and len(failed(run)) <= 1
+    assert all(one.timing is not None for one in run.records if one.status is Status.OK)
+
+
+def test_a_gpu_that_is_gone_is_tried_no_more(library: Path, tmp_path: Path) -> None:
+    run = run_with("gone:3000:719", library, tmp_path)
+    struck, *others = sorted(failed(run), key=lambda one: "fresh process" in one.reason)
+    assert "unspecified launch failure" in struck.reason
+    assert others and all("does not answer a fresh process either" in one.reason for one in others)
+
+
+@pytest.mark.parametrize("fault", ["malloc:20:2", "create:1:3"])
+def test_memory_that_ends_for_a_moment_fails_nobody(fault: str, library: Path, tmp_path: Path) -> None:
+    """Smaller sessions are tried; cuBLAS's own words count too."""
+    run = run_with(fault, library, tmp_path)
+    assert not failed(run) and OUT_OF_MEMORY not in [one.reason for one in run.records]
+
+
+def test_a_product_that_is_refused_is_a_row_with_the_reason(library: Path, tmp_path: Path) -> None:
+    run = run_with("product:3:15", library, tmp_path)
+    told = [one for one in run.records if "CUBLAS_STATUS_NOT_SUPPORTED" in one.reason]
+    assert told and all(one.status is not Status.OK for one in told)
