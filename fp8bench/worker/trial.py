@@ -9,6 +9,7 @@ scale in another's place cannot go unnoticed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -162,5 +163,7 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
 
 
 def _largest(found: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
-    """The largest difference, as a share of the magnitudes that were added."""
+    """The largest difference, as a share of the magnitudes that were added; NaN where nothing was: zeros are no sum."""
+    if not bool(magnitudes.max() > 0):
+        return math.nan
     return float(((found.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

@@ -15,7 +15,7 @@ from fp8bench import pipeline
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request, Status
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
-from fp8bench.protocols import Arithmetic, Operand, Precision, SilentObserver
+from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver
 from fp8bench.registry import backends, precisions
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
@@ -96,6 +96,13 @@ class Nothing(RecipeArithmetic):
         return torch.full((a.data.shape[0], b.data.shape[0]), torch.nan, dtype=dtype)
 
 
+class Zeros(RecipeArithmetic):
+    """As one whose memory is zeros: codes, their product, and what it is held against."""
+
+    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+        return Operand(torch.zeros_like(tensor, dtype=torch.float32), gradient=role is Role.GRADIENT)
+
+
 class OtherRows(RecipeArithmetic):
     """The rows of a large product come in another order: the weight gradient alone is wrong."""
 
@@ -111,7 +118,13 @@ def wrong(kind: type[RecipeArithmetic], mode: str = "fp8") -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(RecipeArithmetic, ""), (Off, "forward product is wrong"), (Nothing, "by nan"), (OtherRows, "weight gradient's")],
+    [
+        (RecipeArithmetic, ""),
+        (Off, "forward product is wrong"),
+        (Nothing, "by nan"),
+        (Zeros, "by nan"),
+        (OtherRows, "weight gradient's"),
+    ],
 )
 def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> None:
     found = wrong(kind)
