@@ -121,4 +121,5 @@ def once_used(read: Callable[[], Any], before: Any) -> Any:
 def pools_memory() -> bool:
     import torch
 
-    return bool(torch._C._cuda_cudaCachingAllocator_is_enabled())
+    asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
+    return asks is None or bool(asks())  # torch 2.11 sets it and does not say; no torch starts without

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8bench.process_switches import NotInUse, Unset, now, plain, put_back
-from fp8bench.worker import torch_switches
+from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.switches import switches
 from tests.worker.census import TABLE, census, decided, versions
 
@@ -69,6 +69,15 @@ def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypat
     torch.backends.cuda.cufft_plan_cache.max_size = 7
     assert put_back(plans, before) == ["cuFFT's plans at 7 (it was 4096)"]
     assert torch.backends.cuda.cufft_plan_cache.max_size == 4096
+
+
+def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 on a GPU: every case failed of it."""
+    name = "_cuda_cudaCachingAllocator_is_enabled"
+    monkeypatch.setattr(torch._C, name, lambda: False, raising=False)
+    assert torch_state.pools_memory() is False
+    monkeypatch.delattr(torch._C, name)
+    assert torch_state.pools_memory() is True
 
 
 @pytest.mark.parametrize("version", versions())
