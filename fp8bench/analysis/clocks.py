@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.verdicts import FINAL_LEVEL
-from fp8bench.model import DeviceWatch, Label, Timing
+from fp8bench.model import DeviceWatch, Interval, Label, Timing
 from fp8bench.model.settling import slopes
 
 # A pair whose clocks are so far apart is void, if they surely differ by half of that: drivers tell clocks in steps of
@@ -22,10 +22,13 @@ _SURELY = 0.005
 LEAST_LOOKS = 4
 
 
-def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Iterator[Labelled]:
+def clock_offset(
+    case: Timing, entries: Sequence[Timing], reference: str, ratio: Interval | None = None
+) -> Iterator[Labelled]:
     """A hard label for a case whose clock was another one than that of its reference, whose entries count alike.
 
-    Paired by round, so that a device that becomes slower with heat says nothing.
+    Paired by round, so that a device that becomes slower with heat says nothing. With the ratio of times, the speed-up
+    by cycles of the clock stands beside both.
     """
     own, *others = (_clocks(timing) for timing in (case, *entries))
     rounds = [number for number in own if others and all(number in one for one in others)]
@@ -39,6 +42,8 @@ def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Ite
     ran, against = (_mean(timings, rounds) for timings in ([case], entries))
     shown = [units.count(clock, "Hz") for clock in (ran, against)]
     told = f"SM clock {shown[0]} against {reference}'s {shown[1]}, {units.change(math.exp(point))}"
+    if ratio is not None and 0 < ratio.point < math.inf:
+        told += f"; {units.speed_up(1 / (ratio.point * math.exp(point)))} by its cycles"
     yield Labelled(Label.CLOCK_OFFSET, told, hard=True)
 
 

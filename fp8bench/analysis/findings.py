@@ -138,7 +138,7 @@ def _finding(
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
         *claims_of(record, standard.record),
-        *_of_clocks(record, standard),
+        *_of_clocks(record, standard, finding.ratio),
         *filter(None, (flat,)),
     )
     place = standard.place if record.paired else None
@@ -151,14 +151,14 @@ def _finding(
     return _withheld(finding, [one for one in labels if one.hard], standard.hard)
 
 
-def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
+def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:
     """Whether they moved before the first round, and whether the reference had others."""
     yield from unsettled(record.watch)
     if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
         entries = [one for one in (standard.timing, standard.control) if one is not None]
-        yield from clock_offset(record.timing, entries, standard.record.case.mode)
+        yield from clock_offset(record.timing, entries, standard.record.case.mode, ratio)
 
 
 def _fresh(record: Record, standard: _Standard) -> tuple[Record, _Standard]:

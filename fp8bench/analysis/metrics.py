@@ -124,6 +124,16 @@ def _sustained(record: Record, finding: Finding | None, reference: Reference | N
             interval=sustained_ratio(record, reference.record if reference is not None else None), count=found.turns,
             rank=Rank.DETAIL, samples=partial(sustained_samples, record),
         )  # fmt: skip
+        yield from _beside_time(OwnMetric.SUSTAINED_CLOCK, "Hz", found.clock)
+        yield from _beside_time(OwnMetric.SUSTAINED_POWER, "W", found.watts)
+    yield from _beside_time(OwnMetric.SM_CLOCK, "Hz", record.timing.clock if record.timing is not None else None)
+
+
+def _beside_time(name: str, unit: str, value: float | None) -> Iterator[Metric]:
+    """What the device said of itself meanwhile, where it did: neither more nor less of it is better."""
+    if value is not None:
+        measured = Provenance.MEASURED
+        yield Metric(name, unit, value, provenance=measured, better=Better.NONE, rank=Rank.DETAIL)
 
 
 def _joined(*words: str) -> str:

@@ -89,6 +89,8 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
         3,
         Provenance.MEASURED,
     )
+    told = {one.name: one.value for one in metrics_of(case, findings[case.case.id])}
+    assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
     (panel,) = panels_of(run, findings)
     text = " ".join(render(run, findings, 120).split())
