@@ -25,6 +25,7 @@ from fp8bench.model import (
     PlannedCase,
     Products,
     Record,
+    Rotation,
     Segments,
     SlotSample,
     Status,
@@ -34,7 +35,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
 from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
@@ -206,10 +207,10 @@ class FakeWorker(Worker):
     def _scales(self, key: str) -> tuple[LayerScale, ...]:
         return self._script(self._labels[key]).scales
 
-    def _slot(self, key: str, calls: int, discard: int) -> RawSlot:
+    def _slot(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert key in self._calls, f"{key} has no state"
         label = self._labels[key]
-        self.log.append(("slot", label, calls, discard))
+        self.log.append(("slot", label, calls, discard, *filter(None, [filling])))
         self._strike("slot", label)
         first = self._calls[key]
         self._calls[key] += calls + discard
@@ -230,6 +231,9 @@ class FakeWorker(Worker):
         nanoseconds = steps * sum(self._script(label).step(0)[1])
         self.now_ns += nanoseconds
         return nanoseconds / 1e9
+
+    def _rotation(self, key: str) -> Rotation:
+        return Rotation(12, 5 << 20)
 
     def _release(self, key: str) -> tuple[str, ...]:
         held = self._calls.pop(key, None)
@@ -294,9 +298,11 @@ class Listener(SilentObserver):
         self.told.append((case.mode, doing, share))
 
 
-def planned(precision: str, level: Level = Level.NATIVE, skip: str = "", flops: float = 0.0) -> PlannedCase:
+def planned(
+    precision: str, level: Level = Level.NATIVE, skip: str = "", flops: float = 0.0, cache: str = "hot"
+) -> PlannedCase:
     """One case of the group that all tests of measuring share."""
-    case = Case("gemm", PARAMS, precision, "cpu")
+    case = Case("gemm", PARAMS if cache == "hot" else (*PARAMS, ("cache", cache)), precision, "cpu")
     return PlannedCase(case, Support(level, f"{precision} is {level}"), Work(flops), skip)
 
 
@@ -304,10 +310,12 @@ def group(*cases: PlannedCase, reference: int = 0) -> Group:
     return Group(cases, reference)
 
 
-def arm(precision: str, level: Level = Level.NATIVE, control: bool = False) -> Arm:
+def arm(
+    precision: str, level: Level = Level.NATIVE, control: bool = False, cache: str = "hot", facts: DeviceFacts = CPU
+) -> Arm:
     """An arm as a group makes it; the control's key has a prime."""
-    one = planned(precision, level)
-    return Arm(one.case.id + "'" * control, one, CPU)
+    one = planned(precision, level, cache=cache)
+    return Arm(one.case.id + "'" * control, one, facts)
 
 
 def timing(*slots: Sequence[int], phases: Sequence[str] = ("gemm",), start: int = 0) -> Timing:

@@ -39,7 +39,7 @@ def pattern(timing: Timing) -> str:
     # A call far beyond the slow ones is one from which somebody took the core: nobody knows which it was.
     known = [np.where(one < _FAR * np.median(slow), one, np.nan) for one in slots]
     classes: list[Any] = [np.ma.masked_invalid(one) > (fast[-1] + slow[0]) / 2 for one in known]
-    share = sum(int(one.sum()) for one in classes) / max(1, sum(one.count() for one in classes))
+    share = sum(int(one.filled(False).sum()) for one in classes) / max(1, sum(one.count() for one in classes))
     return f"about {_of(share)} {_place(classes)} {longer:.1f} times as long"
 
 

@@ -63,9 +63,13 @@ class Cpu(Device):
     def available(self) -> tuple[DeviceFacts, ...]:
         import torch
 
+        size, shared = last_cache()
         return (
-            DeviceFacts("cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine()),
-        )
+            DeviceFacts(
+                "cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine(),
+                cache_bytes=size, cache_shared=shared,
+            ),
+        )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:
         return HostStamper()
@@ -116,6 +120,20 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 0
+
+
+def last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
+    """Bytes of the last cache of a processor that may be used here, and how many share it; 0 and 0 if nobody says."""
+    first = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    found = [(0, 0, 0)]
+    for index in (system / f"cpu{first}" / "cache").glob("index*"):
+        try:
+            level, size, shared = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
+            ends = [[int(end) for end in part.split("-")] for part in shared.split(",")]
+            found.append((int(level), int(size.strip().removesuffix("K")) << 10, sum(e[-1] - e[0] + 1 for e in ends)))
+        except (OSError, ValueError):
+            continue
+    return max(found)[1:]
 
 
 def processor_name() -> str:

@@ -26,6 +26,8 @@ _NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _LEFT = 1 << 30
 # In a second, of any GPU: torch's sleep counts cycles, and at a lower clock it is a longer one.
 _MOST_CYCLES = 3e9
+# These have a last cache behind L2, of which torch says nothing.
+_BEHIND_L2 = {"gfx942": 256 << 20, "gfx950": 256 << 20}
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
@@ -107,6 +109,8 @@ class Cuda(Device):
             "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
             capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
             arch=arch, uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties), unusable=unusable,
+            cache_bytes=_BEHIND_L2.get(arch.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
+            cache_shared=1,
         )  # fmt: skip
 
     def stamper(self, index: int) -> Stamper:

@@ -200,16 +200,11 @@ class GroupMeasurement:
         if (lead := session.reference) is not None:
             reference, control = lead.timing(), session.control.timing() if session.control else None
             if self._of(lead).draft.timing is None:
-                self._of(lead).note(
-                    timing=reference, control=control, stopped=stopped, scales=lead.scales, not_finite=lead.not_finite
-                )
+                self._of(lead).note(**lead.told(), control=control, stopped=stopped)
             else:  # a session of its own: its reference samples belong to this comparison
                 own = {"paired_with": reference, "control": control}
         for arm in session.candidates:
-            measured = {
-                "timing": arm.timing(), "stopped": stopped, "scales": arm.scales, "not_finite": arm.not_finite,
-            }  # fmt: skip
-            self._of(arm).note(**measured, paired=lead is not None, **own)
+            self._of(arm).note(**arm.told(), stopped=stopped, paired=lead is not None, **own)
         if chosen is not None:
             self._of(chosen[0]).note(fresh=chosen[1])
         self._look_beside(session, watch)

@@ -13,23 +13,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.segments import Segmentation, block_length, by_phase, segment
-from fp8bench.model import CELL_PHASES, DeviceFacts, LayerScale, Level, PlannedCase, Segments, SlotSample, Timing
-from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.measure.segments import Segmentation, block_length, by_phase, by_phase_totals, segment
+from fp8bench.measure.slots import REPEAT_BELOW_SECONDS, filling_of, shape_of
+from fp8bench.model import (
+    CELL_PHASES,
+    DeviceFacts,
+    LayerScale,
+    Level,
+    PlannedCase,
+    Rotation,
+    Segments,
+    SlotSample,
+    Timing,
+)
+from fp8bench.model.raw import Filling, RawSlot, RawStep
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
+from fp8bench.protocols.axes import CACHE, ROTATING
 from fp8bench.registry import precisions
 
-SLOT_SECONDS = 8e-3
-REPEAT_BELOW_SECONDS = 4e-3
-# A slot begins with nothing queued on a device of its own: short kernels of the first call wait for the host, and those
-# of the next ones find the queue as full as the host can fill it.
-DEVICE_CALLS = 3
 # Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
 # ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
 STATES = 4
@@ -59,6 +67,9 @@ class Arm:
     calls: int = 1
     discard: int = 0
     step_seconds: float = 0.0
+    host_seconds: float = 0.0
+    filling: Filling | None = None
+    rotation: Rotation | None = None
     calibrated: RawStep | None = None
     segmentation: Segmentation | None = None
     varying: bool = False
@@ -74,6 +85,16 @@ class Arm:
     @property
     def emulated(self) -> bool:
         return self.planned.support.level is Level.EMULATED
+
+    @property
+    def cache(self) -> str:
+        """What the last cache is to hold when a call begins."""
+        return str(CACHE.of(dict(self.planned.case.params)))
+
+    @property
+    def _queues(self) -> bool:
+        """Whether calls are enqueued on a device, whose time is the question: an emulated case's time is no speed."""
+        return self.facts.accelerated and not self.emulated
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
         """Build the state, compile its quantisers, then time a few steps to size the slots and cut the cells.
@@ -92,13 +113,13 @@ class Arm:
             if not self._compile(worker, quantisers, tell):
                 break
             best = self._fastest_of_a_few(worker, limit)
-        self.step_seconds = max(sum(best.intervals_ns) * 1e-9, 1e-7)
+        self.step_seconds = max(best.seconds, 1e-7)
         self.calibrated = best
         self.segmentation = segment(best.codes, best.intervals_ns)
-        if self.step_seconds < REPEAT_BELOW_SECONDS:
-            self.calls, self.discard = max(2, round(SLOT_SECONDS / self.step_seconds)), 1
-        if self.facts.accelerated and not self.emulated:
-            self.calls = max(DEVICE_CALLS, self.calls)
+        shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self._queues)
+        self.calls, self.discard, self.filling = shape.calls, shape.discard, shape.filling
+        if self.cache == ROTATING:
+            self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
 
     def prepare_more(self, worker: Worker) -> None:
         """The same state of a short step again, elsewhere in memory; as often as there is room.
@@ -107,7 +128,7 @@ class Arm:
         long, since it compiles.
         """
         short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
-        several = short and not self.emulated and not self.facts.accelerated
+        several = short and not self.emulated and not self.facts.accelerated and self.rotation is None
         limit = self.limits.first(self.planned.work)
         for number in range(1, STATES if several else 1):
             try:
@@ -140,12 +161,14 @@ class Arm:
 
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
         """The fastest of a few steps, none of which is kept; a long one is enough."""
-        first = worker.within(limit).slot(self.key, 1, 0)
+        first = worker.within(limit).slot(self.key, 1, 0, None)
         again = first
-        if _seconds(first) < LONG_SECONDS:
-            limit = self.limits.slot(_seconds(first), _CALIBRATING_CALLS)
-            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0)
-        return min(again.steps, key=lambda step: sum(step.intervals_ns))
+        if first.steps[0].seconds < LONG_SECONDS:
+            limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
+            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self._queues else None
+            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
+        self.host_seconds = again.host_seconds
+        return min(again.steps, key=lambda step: step.seconds)
 
     def cut_like(self, lead: Arm) -> None:
         """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
@@ -170,7 +193,7 @@ class Arm:
         discard = self.discard and self.discard + draw.randrange(2)
         limit = self.limits.slot(self.step_seconds, self.calls + discard)
         state = draw.choice([self.key, *self.more_keys])
-        self.add(worker.within(limit).slot(state, self.calls, discard), round_number, place)
+        self.add(worker.within(limit).slot(state, self.calls, discard, self.filling), round_number, place)
 
     def check(self, worker: Worker) -> None:
         """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
@@ -223,26 +246,19 @@ class Arm:
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
 
+    def told(self) -> dict[str, Any]:
+        """What a record has of the arm alone."""
+        names = ("scales", "not_finite", "rotation")
+        return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
+
     def timing(self) -> Timing:
         """What the arm has given so far, frozen."""
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         codes = Counter(self.segmentation.codes if self.segmentation else ())
         entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
         eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
-        bits = tuple(sorted(self.vector_bits))
-        return Timing(segments, tuple(self.slots), entries, self.varying, eager, self.ran_fused, bits)
-
-
-def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
-    """Total nanoseconds of each phase of CELL_PHASES."""
-    totals = [0] * len(CELL_PHASES)
-    for code, interval in zip(codes, intervals_ns, strict=True):
-        totals[code] += interval
-    return tuple(totals)
-
-
-def _seconds(raw: RawSlot) -> float:
-    return sum(raw.steps[0].intervals_ns) * 1e-9
+        slots, bits = tuple(self.slots), tuple(sorted(self.vector_bits))
+        return Timing(segments, slots, entries, self.varying, eager, self.ran_fused, bits)
 
 
 class CompilingFailed(Exception):

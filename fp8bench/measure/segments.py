@@ -58,3 +58,11 @@ def by_phase(codes: Sequence[int]) -> Segmentation:
     """One cell a phase, for steps whose marks vary from call to call."""
     segments = Segments(CELL_PHASES, (0,) * len(CELL_PHASES))
     return Segmentation(tuple(codes), tuple(codes), segments)
+
+
+def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
+    """Total nanoseconds of each phase of CELL_PHASES."""
+    totals = [0] * len(CELL_PHASES)
+    for code, interval in zip(codes, intervals_ns, strict=True):
+        totals[code] += interval
+    return tuple(totals)

@@ -24,10 +24,12 @@ from fp8bench.measure.settle import Settler
 from fp8bench.model import EnergyUse, EnergyWindow, Group, Level, SustainedTurn
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.settling import STRETCH, Settling
+from fp8bench.protocols.axes import CACHE, COLD
 
 # So many steps are asked for at a time that the worker is away for about as long.
 _CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
+_FLUSHED = "a window holds steps alone, and a cold cache has to be flushed between them: measure it with cache=hot"
 # Fewer turns have no interval.
 _TURNS, _TURNS_QUICK = 4, 3
 
@@ -68,7 +70,9 @@ def window_rule_for(quick: bool, budget: float | None, energy: bool, sustained: 
 
 
 def windows_of(group: Group, rule: WindowRule) -> int:
-    """How many windows a group has: one where a case is emulated, whose energy is a cost and nothing to compare."""
+    """How many windows a group has: one where a case is emulated, whose energy is a cost; none with a cold cache."""
+    if CACHE.of(dict(group.cases[0].case.params)) == COLD:
+        return 0
     running = [planned for planned in group.cases if planned.runs]
     return sum(1 if planned.support.level is Level.EMULATED else rule.windows for planned in running)
 
@@ -108,6 +112,12 @@ class WindowPass:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return found
         source = self._meter.kind.value
+        for arm in arms:
+            if arm.cache == COLD:
+                found[arm.key].use = EnergyUse(source, why=_FLUSHED)
+        arms = [arm for arm in arms if arm.cache != COLD]
+        if not arms:
+            return found
         before = self._meter.idle(self._rule.idle_seconds) if metered else None
         turns = self._turns(arms)
         for place, arm in enumerate(turns):
@@ -121,7 +131,7 @@ class WindowPass:
                     found[one.key].reasons.append(f"{arm.planned.case.mode} ended the windows: {cause}")
                 break
         after = self._meter.idle(self._rule.idle_seconds) if metered else None
-        for of_arm in found.values():
+        for of_arm in (found[arm.key] for arm in arms):
             if before is None or after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:

@@ -27,6 +27,7 @@ from fp8bench.model.measured import (
     Overheads,
     Record,
     Resumption,
+    Rotation,
     Run,
     Segments,
     SlotSample,
@@ -84,7 +85,7 @@ __all__ = [
     "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group", "HeldBlock", "Interval", "Label",
     "LayerScale", "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime",
     "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
-    "Request", "Resumption", "Run", "Scalar",
+    "Request", "Resumption", "Rotation", "Run", "Scalar",
     "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "SustainedTurn",
     "TensorStatistics", "Timing", "Trend", "Verdict", "Work", "trend_name",
 ]  # fmt: skip

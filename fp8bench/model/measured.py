@@ -65,6 +65,14 @@ class StepEffect:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """How many states take turns, so that none is in a cache when its turn comes again, and the bytes of one."""
+
+    states: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
 class OperatorTime:
     """What one operator, or one kernel of the device, takes of a step in one phase: its own time, without its callees'.
 
@@ -176,7 +184,8 @@ class Record:
     may be. `ceiling` is the most that it can do where it ran, `products` what its products ran on, `effect` whether its
     steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
     in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
-    ratio is told by; `timing` stays what it was chosen by.
+    ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
+    same state.
     """
 
     case: Case
@@ -206,6 +215,7 @@ class Record:
     effect: StepEffect | None = None
     sustained: tuple[SustainedTurn, ...] = ()
     fresh: Fresh | None = None
+    rotation: Rotation | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

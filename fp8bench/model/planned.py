@@ -46,6 +46,8 @@ class DeviceFacts:
     `unusable` says why nothing can run on it, whatever the precision; '' as far as anybody knows.
     `packages` are the versions of what backends come with, of those that are installed beside torch.
     `scaled_products` says whether this torch has any for it, None where its kind is enough to know.
+    `cache_bytes` is the size of the last cache before its memory, which so many processors share (`cache_shared`, 1 on
+    a GPU); 0 where nobody says.
     """
 
     kind: str
@@ -62,6 +64,8 @@ class DeviceFacts:
     unusable: str = ""
     packages: tuple[tuple[str, str], ...] = ()
     scaled_products: bool | None = None
+    cache_bytes: int = 0
+    cache_shared: int = 0
 
     def version_of(self, package: str) -> str | None:
         """That of an installed package that a backend comes with; None where it is not installed."""

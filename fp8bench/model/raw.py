@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Raised whenever a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
 # parent, or the other way round, would misunderstand each other. tests/worker/test_handshake.py holds what this
 # number stands for.
-PROTOCOL = 3
+PROTOCOL = 4
 # 'eager' in it turns the compiling of quantisers off.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
 # 'unchecked' in it has native products timed that nobody has held against fp64: for a runtime that computes nothing.
@@ -40,10 +40,26 @@ class RawStep:
     codes: tuple[int, ...]
     intervals_ns: tuple[int, ...]
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.intervals_ns) * 1e-9
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Before the first of every `calls` calls a device is given nothing to do for so long: the host runs ahead, and
+    none of them meets an empty queue."""
+
+    calls: int
+    seconds: float
+
 
 @dataclass(frozen=True)
 class RawSlot:
     """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
+
+    `host_seconds` is what the host took to enqueue a step, of the call that took it least: where a queue is full, the
+    host waits for the device.
 
     Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
     `vector_bits` are those of the vectors of compiled ones, where there were several to choose from.

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.protocols import Layer, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import COMMON, Axis
 from fp8bench.user_code import own_words
 
 _MOST_TOKENS = 1 << 62
+_COMMON = frozenset(axis.name for axis in COMMON)
 
 
 @contextmanager
@@ -32,22 +33,30 @@ def answering(workload: Workload) -> Iterator[None]:
 
 
 def sound_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
-    """The axes, of which the quiet ones have one default: what is not named must be one value."""
+    """Its own axes, of which the quiet ones have one default, and those that every workload has."""
     axes = workload.axes(facts)
     for axis in axes:
         if axis.quiet and len(axis.default) != 1:
             raise _cannot(
                 workload, f"its axis {axis.name!r} is quiet and has the defaults {axis.default!r:.80}, not one"
             )
-    return axes
+        if axis.name in _COMMON:
+            raise _cannot(workload, f"every suite has an axis {axis.name!r}, and it has one of its own. Rename that")
+    return (*axes, *COMMON)
 
 
 def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Scalar]) -> tuple[Params, ...]:
-    """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them."""
+    """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them.
+
+    The workload is asked about its own axes; what is chosen of those that all have stands behind.
+    """
     quiet = {axis.name: axis.of({}) for axis in axes if axis.quiet}
-    expanded = workload.expand({**chosen, **{name: value for name, value in quiet.items() if name not in chosen}})
+    every = {**chosen, **{name: value for name, value in quiet.items() if name not in chosen}}
+    common = [(name, value) for name, value in every.items() if name in _COMMON]
+    expanded = workload.expand({name: value for name, value in every.items() if name not in _COMMON})
     return tuple(
-        tuple(pair for pair in sound_params(workload, params) if pair not in quiet.items()) for params in expanded
+        tuple(pair for pair in (*sound_params(workload, params), *common) if pair not in quiet.items())
+        for params in expanded
     )
 
 

@@ -24,7 +24,7 @@ from fp8bench.plan.precision_map import (
     with_static_scales,
 )
 from fp8bench.protocols import Layer, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import CACHE, HOT, Axis
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.units import size
 
@@ -288,7 +288,15 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
             f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: "
             "choose smaller sizes"
         )
-    return PlannedCase(case, support, work, skip)
+    return PlannedCase(case, support, work, skip or _unknown_cache(case, facts))
+
+
+def _unknown_cache(case: Case, facts: DeviceFacts) -> str:
+    """Why the cache cannot be what the case says, '' where it can."""
+    cache = CACHE.of(dict(case.params))
+    if cache == HOT or facts.cache_bytes:
+        return ""
+    return f"cache={cache}: nobody says how large the last cache of {facts.key} is; choose cache={HOT}"
 
 
 def _lead(cases: Sequence[PlannedCase], firm: bool) -> int:

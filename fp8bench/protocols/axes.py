@@ -99,3 +99,16 @@ VALUES = Axis(
     one_of("normal", "uniform", "integers", "ones", "zeros"),
     quiet=True,
 )
+HOT, COLD, ROTATING = "hot", "cold", "rotating"
+CACHE = Axis(
+    "cache",
+    "what the last cache holds when a call begins: hot: what the one before left; cold: nothing of the state; "
+    "rotating: other states",
+    (HOT,),
+    one_of(HOT, COLD, ROTATING),
+    quiet=True,
+)
+# So many times the last cache is written over, or made up of states: it need not drop what was used longest ago.
+CACHE_TIMES = 2
+# Axes that every workload has. How they are obeyed is the worker's matter: workloads never see them.
+COMMON = (CACHE,)

@@ -44,7 +44,7 @@ _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
 # Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
 _CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", "l2_cache", SWITCHES_SET, "cpu_count",
+    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
     "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
 # Of the machine's main device, as its driver says.

@@ -23,16 +23,18 @@ from fp8bench.model import (
     OperatorTime,
     Overheads,
     Products,
+    Rotation,
     Scalar,
     StepEffect,
     TensorStatistics,
 )
 from fp8bench.model.conformity import Conformity
-from fp8bench.model.raw import RawSlot, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawSlot, Settings, StateCheck
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
+from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
-from fp8bench.worker import ceilings, fusing
+from fp8bench.worker import caches, ceilings, fusing
 from fp8bench.worker.beside import Beside, none_left_by_a_fault, running, still_running
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
@@ -41,7 +43,7 @@ from fp8bench.worker.faults import Fault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.gpu_libraries import cublaslt_version
 from fp8bench.worker.memory_pass import memory_of_step, try_batch
-from fp8bench.worker.prepared import Prepared
+from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.products import products_of_step
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_effect import effect_of
@@ -50,9 +52,6 @@ from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged,
 from fp8bench.worker.trace_operators import operators_of
 from fp8bench.worker.tracing import record, write
 from fp8bench.worker.trial import Trials, installed, why_not
-
-# What lies in a GPU's cache when a step begins, in every row of a run.
-L2_CACHE = "hot: what the step before left in it; never flushed"
 
 
 class _Kept(NamedTuple):
@@ -117,7 +116,6 @@ class Bench:
             "torch_config": torch.__config__.show().strip(),
             "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
             "cublaslt": cublaslt_version(),
-            "l2_cache": L2_CACHE if torch.cuda.is_available() else None,
             **self._switches,
         }
 
@@ -136,21 +134,33 @@ class Bench:
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = running()
         fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
+        cache = CACHE.of(dict(case.params))
         with under(precision), unchanged(), aside(), none_left_by_a_fault():
-            setup = self._setup(case, facts)
-            state = workload.prepare(setup)
-            finite = FiniteState(state)
-            step(workload, state, setup.scales, SilentPhases())
-            finite.begin(state)
+            begun = partial(self._begun, workload, case, facts)
+            first = begun()
+            states = caches.rotation(first, begun, facts, device) if cache == ROTATING else (first,)
+        flush = caches.flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
-        clock = PhaseClock(stamper)
         started = running() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, state, clock, stamper, started, setup.scales, finite,
-            (setup.arithmetic, *setup.layers.values()),
+            workload, precision, device, facts.index, states, PhaseClock(stamper), stamper, started, flush
         )  # fmt: skip
         gc.collect()
+
+    def _begun(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
+        """A state that has run its first step."""
+        setup = self._setup(case, facts)
+        held = workload.prepare(setup)
+        finite = FiniteState(held)
+        step(workload, held, setup.scales, SilentPhases())
+        finite.begin(held)
+        return State(held, setup.scales, finite, (setup.arithmetic, *setup.layers.values()))
+
+    def rotation(self, key: str) -> Rotation:
+        """How many states its calls take in turn."""
+        prepared = self._prepared[key]
+        return Rotation(len(prepared.states), caches.bytes_of(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
@@ -179,9 +189,9 @@ class Bench:
         still_running(running() - before)  # what compiling has started may end before anything is timed
         gc.collect()
 
-    def slot(self, key: str, calls: int, discard: int) -> RawSlot:
+    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
-        return self._prepared_as(key).slot(calls, discard)
+        return self._prepared_as(key).slot(calls, discard, filling)
 
     def loop(self, key: str, steps: int) -> float:
         """Run so many steps back to back; the seconds of all. Somebody else looks at the device meanwhile."""
@@ -263,7 +273,7 @@ class Bench:
         """The scales that a state has from data, or that a backend keeps for it, as they are after its steps."""
         prepared = self._prepared[key]
         states = prepared.scales.states() if prepared.scales is not None else ()
-        return (*states, *(scale for one in prepared.arithmetics for scale in one.layer_scales()))
+        return (*states, *(scale for one in prepared.states[0].arithmetics for scale in one.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forget a state and give its memory back; returns what it leaves running. Unknown keys are fine."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
 
-from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
 from fp8bench.worker import fusing
@@ -21,34 +24,52 @@ from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
 
 
+class State(NamedTuple):
+    """What a workload has prepared, the book of its scales if any, what tells whether it is still finite, and the
+    arithmetics that it was prepared with."""
+
+    held: Any
+    scales: ScaleBook | None
+    finite: FiniteState
+    arithmetics: tuple[Arithmetic, ...]
+
+
 @dataclass
 class Prepared:
-    """`started` is what preparing it has left running."""
+    """`started` is what preparing it has left running. Calls take the `states` in turn, if there are several; `flush`
+    comes before each of them and is not timed."""
 
     workload: Workload
     precision: Precision
     device: Device
     index: int
-    state: Any
+    states: tuple[State, ...]
     clock: PhaseClock
     stamper: Stamper
     started: Beside
-    scales: ScaleBook | None
-    finite: FiniteState
-    arithmetics: tuple[Arithmetic, ...] = ()
+    flush: Callable[[], Any] | None = None
+    _next: Callable[[], State] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next = partial(next, cycle(self.states))
 
     @property
-    def begin(self) -> Callable[[], None]:
-        """What comes before a timed step: nothing of it is timed but the clock's own start."""
-        book, clock = self.scales, self.clock
-        if book is None:
-            return clock.begin
+    def state(self) -> Any:
+        """The first one, of which all others are copies."""
+        return self.states[0].held
 
-        def begin() -> None:
-            book.begin_step()
-            clock.begin()
+    @property
+    def scales(self) -> ScaleBook | None:
+        return self.states[0].scales
 
-        return begin
+    def _ready(self) -> Any:
+        """What comes before a step, none of which is timed; the state that it is of."""
+        state = self._next()
+        if self.flush is not None:
+            self.flush()
+        if state.scales is not None:
+            state.scales.begin_step()
+        return state.held
 
     @property
     def _clocks(self) -> dict[str, Callable[[], float]]:
@@ -56,24 +77,29 @@ class Prepared:
         own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
-    def slot(self, calls: int, discard: int) -> RawSlot:
+    def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
-        clock, begin, timed, state = self.clock, self.begin, self.workload.step, self.state
-        marks = []
+        clock, begin, timed, ready = self.clock, self.clock.begin, self.workload.step, self._ready
+        marks, host = [], math.inf
         eager, fused = fusing.calls()
         with under(self.precision), collected_by_hand(), unchanged(), silent_step(), agreeing(self._clocks):
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
             for _ in range(discard):
+                state = ready()
                 begin()
                 timed(state, clock)
                 clock.end()
             self.device.synchronise(self.index)
             cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
-            for _ in range(calls):
+            for number in range(calls):
+                if filling is not None and number % filling.calls == 0:
+                    self.device.occupy(self.index, filling.seconds)
+                state = ready()
+                started = time.perf_counter()
                 begin()
                 timed(state, clock)
                 marks.append(clock.end())
-            host = time.perf_counter() - wall
+                host = min(host, time.perf_counter() - started)
             self.device.synchronise(self.index)
             wall, thread, cpu = (
                 time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
@@ -85,7 +111,7 @@ class Prepared:
         fused_now.subtract(fused)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
-            steps, wall, cpu, host / calls, eager_now - eager, fused_now.total(), thread,
+            steps, wall, cpu, host, eager_now - eager, fused_now.total(), thread,
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
             tuple(bits for bits, count in sorted(fused_now.items()) if bits and count),
@@ -93,14 +119,20 @@ class Prepared:
 
     def _waited(self, counted: float | None, off_core: float) -> float | None:
         """How long the timed calls waited for a core: counted over the discarded calls too, it is no more than the time
-        that the timed ones were on none. A device of its own does not wait for one."""
-        return None if counted is None or self.device.kind != "cpu" else max(0.0, min(counted, off_core))
+        that the timed ones were on none. A device of its own does not wait for one; where a cache is flushed between
+        calls, nobody knows which of the two waited."""
+        unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
+        return None if unknown or counted is None else max(0.0, min(counted, off_core))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""
         with unchanged(), apart():
-            wrong = wrong_of(self.workload.check(self.state))
-            lost = self.finite.lost(self.state)
+            checks = [self._checked(state) for state in self.states]
+        return next((one for one in checks if one.wrong), max(checks, key=lambda one: one.not_finite))
+
+    def _checked(self, state: State) -> StateCheck:
+        wrong = wrong_of(self.workload.check(state.held))
+        lost = state.finite.lost(state.held)
         if self.workload.may_diverge:
             return StateCheck(wrong, lost.share)
         return StateCheck(wrong or str(lost))
@@ -111,9 +143,7 @@ class Prepared:
         with under(self.precision), unchanged(), silent_step():
             start = time.perf_counter()
             for _ in range(steps):
-                if self.scales is not None:
-                    self.scales.begin_step()
-                self.workload.step(self.state, silent)
+                self.workload.step(self._ready(), silent)
             self.device.synchronise(self.index)
             return time.perf_counter() - start
 

@@ -135,6 +135,12 @@ def test_a_call_from_which_the_core_was_taken_is_of_no_pattern() -> None:
     assert pattern(replace(timing, slots=tuple(slots))).startswith("about 3 of 4 calls")
 
 
+def test_a_slot_all_of_whose_calls_are_far_out_says_nothing() -> None:
+    """Of the others there is a pattern all the same."""
+    slots = [[1000, 1000, 2000, 2000]] * 20
+    assert pattern(called(*slots, [4_000] * 4)).startswith("about 1 of 2 calls")
+
+
 @pytest.mark.parametrize(("calls", "one_in"), [(0, 1), (1, 1), (60, 14), (1000, 218)])
 def test_the_rarest_event_that_would_have_been_seen(calls: int, one_in: int) -> None:
     """With 99% certainty."""

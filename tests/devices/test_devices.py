@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name
+from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, processor_name
 from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
@@ -105,6 +105,19 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     assert processor_name() == "unknown processor"
 
 
+def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
+    """Of the highest level, with the processors that share it; what cannot be read is left out."""
+    cache = tmp_path / f"cpu{min(os.sched_getaffinity(0))}" / "cache"
+    levels = (("1", "48K", "0"), ("3", "32768K", "0-3,8-11"), ("2", "1024K", "0"), ("4", "no", "0"))
+    for index, said in enumerate(levels):
+        (cache / f"index{index}").mkdir(parents=True)
+        for name, text in zip(("level", "size", "shared_cpu_list"), said, strict=True):
+            (cache / f"index{index}" / name).write_text(f"{text}\n")
+    (cache / "index9").mkdir()
+    assert last_cache(tmp_path) == (32 << 20, 8)
+    assert last_cache(tmp_path / "none") == (0, 0)
+
+
 def test_host_stamps_are_whole_nanoseconds_that_never_go_back() -> None:
     """Intervals lie between neighbours; one stamp has none."""
     now = HostStamper().source()
@@ -190,7 +203,10 @@ def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None
 )  # fmt: skip
 def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str | None) -> None:
     """NVIDIA's by compute capability, whatever torch calls them; AMD's by the name of their instruction set."""
-    properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU"}
+    properties = {
+        "name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU",
+        "L2_cache_size": 4 << 20,
+    }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
@@ -199,8 +215,9 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     found = Cuda().available()
     assert [facts.key for facts in found] == ["cuda:0", "cuda:1"]
     assert found[1] == DeviceFacts(
-        "cuda", 1, "a GPU", 80 << 30, str(torch.__version__), (9, 4), None if hip else "13.0", hip, arch or "sm_94"
-    )
+        "cuda", 1, "a GPU", 80 << 30, str(torch.__version__), (9, 4), None if hip else "13.0", hip, arch or "sm_94",
+        cache_bytes=(256 if hip else 4) << 20, cache_shared=1,
+    )  # fmt: skip
 
 
 def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

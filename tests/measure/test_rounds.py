@@ -15,7 +15,8 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import HANG_SECONDS
 from fp8bench.measure.rounds import STATES, Arm, ArmFailed, Judge, Session
-from fp8bench.model import CELL_PHASES, Level, SlotSample, Timing, Work
+from fp8bench.measure.slots import COLD_CALLS, filling_of
+from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
 
@@ -412,3 +413,32 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
     reference, control, other = session.arms
     assert control.segmentation is reference.segmentation
     assert other.segmentation is not None and other.segmentation.codes == codes[:-1]
+
+
+GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "filled"), [(GPU, Level.NATIVE, True), (GPU, EMULATED, False), (CPU, Level.NATIVE, False)]
+)
+def test_the_queue_of_a_device_is_filled(facts: DeviceFacts, level: Level, filled: bool) -> None:
+    """By what the host took to enqueue the calls that a slot was sized by; an emulated case's time is no speed."""
+    one = arm("fp32", level, facts=facts)
+    worker, _ = sit({"fp32": steady(1 * MS)}, Session(one, None, []), StoppingRule(fixed=3, ceiling=1e9))
+    asked = {entry[4:] for entry in worker.slots()}
+    assert asked == ({(filling_of(1e-3, 8),)} if filled else {()})
+
+
+def test_calls_with_a_cold_cache_are_few() -> None:
+    """Each has a flush before it."""
+    worker, _ = sit({"fp32": steady(1 * MS)}, Session(arm("fp32", cache="cold"), None, []))
+    assert {entry[2] for entry in worker.slots()} == {COLD_CALLS}
+
+
+def test_states_that_rotate_are_one_entry() -> None:
+    """Where memory lies differs from call to call, so that no other entries of the same are needed."""
+    one = arm("fp32", cache="rotating")
+    worker = FakeWorker({"fp32": steady(1 * MS)})
+    Session(one, None, []).prepare(worker)
+    assert one.told()["rotation"] == Rotation(12, 5 << 20) and one.more_keys == []
+    assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1

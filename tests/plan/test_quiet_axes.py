@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.model import Case, DeviceFacts, Request, Scalar, Work
+from fp8bench.model import Case, DeviceFacts, Params, Request, Scalar, Work
 from fp8bench.model.codec import decode, encode
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.plan.resumable import foreign
@@ -143,3 +144,53 @@ def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], Non
     run = run_of([], request=request, plan=stored, devices=(CPU,))
     suite(After)
     assert foreign(run, make_plan(request, (CPU,)), (CPU,), run.environment) == ""
+
+
+class Cached(Before):
+    """Has an axis called as one that all have."""
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (*super().axes(facts), Axis("cache", "its own", ("1",), whole_number()))
+
+
+class Strict(Before):
+    """Is asked about its own axes alone."""
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        assert set(params) == {"rows"}
+        return super().expand(params)
+
+
+KNOWN = replace(CPU, cache_bytes=32 << 20, cache_shared=2)
+
+
+def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]], None]) -> None:
+    """Which no suite is asked about; it is in no series, and its batch may be looked for."""
+    suite(Strict)
+    request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), max_batch=True, memory_limit=1 << 20)
+    plan = make_plan(request, (KNOWN,))
+    assert [group.setting for group in plan] == [
+        "quiet[rows=8]@cpu", "quiet[rows=8,cache=cold]@cpu", "quiet[rows=8,cache=rotating]@cpu"
+    ]  # fmt: skip
+    assert all(planned.runs for group in plan for planned in group.cases)
+    cold = plan.groups[1].cases[0]
+    other = with_batch(cold, 16, KNOWN)
+    assert other is not None and other.case.setting == "quiet[rows=16,cache=cold]@cpu"
+    assert cell_of(cold.case, run_of([], request=Request("quiet"))) is None
+    assert searched_for_batches(plan) == {group.setting for group in plan}
+
+
+def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[Workload]], None]) -> None:
+    """The row says so."""
+    suite(Before)
+    hot, cold = make_plan(Request("quiet", axes=(("cache", ("hot", "cold")),)), (CPU,))
+    assert all(planned.runs for planned in hot.cases)
+    assert {planned.skip for planned in cold.cases} == {
+        "cache=cold: nobody says how large the last cache of cpu is; choose cache=hot"
+    }
+
+
+def test_an_axis_that_all_have_is_nobody_s_own(suite: Callable[[type[Workload]], None]) -> None:
+    suite(Cached)
+    with pytest.raises(UsageError, match="every suite has an axis 'cache', and it has one of its own"):
+        cases()

@@ -345,7 +345,7 @@ def under(changed: Run) -> Any:
     ("facts", "counts"),
     [
         ({"torch": "2.12.0"}, True), ({"fp8bench": "9"}, True),
-        ({"cublaslt": 130100}, True), ({"l2_cache": "cold"}, True), ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
+        ({"cublaslt": 130100}, True), ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
         ({"cpu_governor": "powersave"}, True), ({"cpu_affinity": 1}, True), ({"load_1min": 3.0}, False),
         ({"system": "Linux 7"}, False), ({"imports_sha256": "0123"}, False), ({"commit_date": 1}, False),
         ({"cpu driver": "580.65"}, True), ({"cpu power_cap": 500.0}, True), ({"cuda:7 driver": "580.65"}, False),

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8bench.model.raw import Settings
 from fp8bench.worker import bench as bench_module
@@ -37,15 +36,11 @@ def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch
     assert cublaslt_version() is None
 
 
-def test_a_run_beside_a_gpu_says_what_its_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is flushed between steps: every row is hot. Where there is no GPU, nothing is said."""
+def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library tells it."""
     told = Bench(Settings())
     try:
-        assert told.software()["l2_cache"] is None
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)  # builds for CUDA ask the GPU
         monkeypatch.setattr(bench_module, "cublaslt_version", lambda: 130100)
-        software = told.software()
-        assert str(software["l2_cache"]).startswith("hot") and software["cublaslt"] == 130100
+        assert told.software()["cublaslt"] == 130100
     finally:
         told.close()

@@ -18,7 +18,7 @@ from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.run_facts import attention_of, missing_of, notes_of
+from fp8bench.report.words.run_facts import attention_of, cache_of, missing_of, notes_of
 from fp8bench.report.words.values import over_values
 
 
@@ -54,7 +54,7 @@ def _parts(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     numbers = [] if of_tensors else _numbers(panel)
     if numbers:
         yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
-    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel), len(panel.groups)))
+    yield from layout.list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
 
 
 def _reference_line(panel: Panel) -> str:
@@ -87,7 +87,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
     return lines
 
 
-def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
+def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
     """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
     for group in panel.groups:
         place = panel.place(group)
@@ -109,6 +109,9 @@ def _notes(panel: Panel) -> Iterable[tuple[str, str, str]]:
         for kernel, names in together((attention_of(one.record), one.mode) for one in group.results).items():
             if kernel:
                 yield ", ".join(names), f"attention by torch's kernel {kernel}", place
+        for words, names in together((cache_of(one.record, run.devices), one.mode) for one in group.results).items():
+            if words:
+                yield ", ".join(names), words, place
 
 
 def _legend(panels: Sequence[Panel]) -> list[str]:
@@ -126,7 +129,14 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
         legend.HARD: any(finding.hard for finding in found),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
-    lines = [legend.BEST, *_ratio_legends(timed), legend.PHASES, *filter(occurs.get, occurs), *_error_legends(timed)]
+    lines = [
+        legend.BEST,
+        legend.CACHE,
+        *_ratio_legends(timed),
+        legend.PHASES,
+        *filter(occurs.get, occurs),
+        *_error_legends(timed),
+    ]
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS, *_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)]
     seen = {label for result in results for label in result.labels}

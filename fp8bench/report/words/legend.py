@@ -101,6 +101,10 @@ BEST = (
     "most single steps); median and spread (distance of the quartiles / median): over all calls; throughput: at the "
     "median"
 )
+CACHE = (
+    "cache: what the last cache holds when a call begins; hot, what the call before left, where nothing is said; cold: "
+    "written over between calls; rotating: each call takes another state"
+)
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
-from fp8bench.model import Case, Record, Run, Status
+from fp8bench.model import Case, DeviceFacts, Record, Run, Status
+from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
 
 COMMIT_LETTERS = 8
 
@@ -42,6 +44,27 @@ def commit_of(run: Run) -> str:
 def attention_of(record: Record) -> str:
     """'flash': which of torch's kernels computed attention; '' where nobody looked, or there is none."""
     return " and ".join(record.products.attention) if record.products is not None else ""
+
+
+def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
+    """What was done for the last cache to be what the case says; '' where nothing was: it is hot."""
+    cache = CACHE.of(dict(record.case.params))
+    facts = next((one for one in devices if one.key == record.case.device), None)
+    if cache == HOT or facts is None:
+        return ""
+    shared = f", shared by {facts.cache_shared} processors" if facts.cache_shared > 1 else ""
+    size = f"the last cache ({units.size(facts.cache_bytes)}{shared})"
+    if cache == COLD:
+        return f"before every call {units.size(CACHE_TIMES * facts.cache_bytes)} were written over, twice {size}"
+    if record.rotation is None:
+        return ""
+    states, each = record.rotation.states, record.rotation.state_bytes
+    if states == 1:
+        return "memory held one state only, so that nothing rotated: its cache is hot"
+    together = states * each
+    enough = together >= CACHE_TIMES * facts.cache_bytes
+    of = "at least twice" if enough else f"{units.percent(together / facts.cache_bytes, 0)} of"
+    return f"{states} states of {units.size(each)} took turns, {of} {size}"
 
 
 def when(run: Run) -> str:

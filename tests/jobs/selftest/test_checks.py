@@ -43,7 +43,7 @@ class Scripted(Worker):
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if name != "slot":
             return () if name == "release" else None
-        key, calls, _ = arguments
+        key, calls, *_ = arguments
         key, steps = key.partition(" #")[0], []
         for _ in range(calls):
             total = self._nanoseconds(key) * (1 + 0.002 * self._random.random())

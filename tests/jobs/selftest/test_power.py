@@ -32,6 +32,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.rounds import STATES
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.model.raw import RawSlot, RawStep
+from fp8bench.plan.checked_workload import cases_of, sound_axes
 from fp8bench.registry import workloads
 from fp8bench.workloads import planted
 from fp8bench.workloads.planted import ORDERS
@@ -136,7 +137,7 @@ class Slowing(Worker):
             del self._extra[arguments[0]]
             return ()
         elif name == "slot":
-            key, calls, _ = arguments
+            key, calls, *_ = arguments
             bare = 300_000 + self._per_call * self._extra[key]
             steps = [RawStep((GEMM,), (round(bare * (1 + 0.02 * self._random.random() ** 2)),)) for _ in range(calls)]
             seconds = sum(step.intervals_ns[0] for step in steps) / 1e9
@@ -196,7 +197,8 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     params = dict(operation.params)
     base = workloads.get(str(params["base"]))
     axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
-    wanted = {name for name, _ in base.expand(axes)[0]} | ({"data"} if base.uses_corpus else set())
+    (case,) = cases_of(base, sound_axes(base, facts), axes)
+    wanted = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == wanted
     assert operation.key in power.OPERATIONS
 

@@ -10,7 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.model import Finding, Interval, Label, Level, Products, Record, Run, Status, Support, Verdict, Work
+from fp8bench.model import (
+    Finding,
+    Interval,
+    Label,
+    Level,
+    Products,
+    Record,
+    Rotation,
+    Run,
+    Status,
+    Support,
+    Verdict,
+    Work,
+)
 from fp8bench.model.words import REMARKS
 from fp8bench.report import panels
 from fp8bench.report.elements import Table
@@ -19,7 +32,7 @@ from fp8bench.report.terminal import layout, tables
 from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.words.legend import LABELS
-from tests.materials import of_kind, part
+from tests.materials import of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, transformer, wild_runs
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -153,6 +166,29 @@ def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
     assert text.count("peak_memory: memory at the highest point of a step") == 1
     records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
     assert "peak_memory" not in render(replace(run, records=records), findings)
+
+
+LAST = "the last cache (32.0 MiB, shared by 2 processors)"
+
+
+@pytest.mark.parametrize(
+    ("cache", "rotation", "words"),
+    [
+        ("cold", None, f"before every call 64.0 MiB were written over, twice {LAST}"),
+        ("rotating", Rotation(13, 5 << 20), f"13 states of 5.00 MiB took turns, at least twice {LAST}"),
+        ("rotating", Rotation(256, 1 << 10), f"256 states of 1.00 KiB took turns, 1% of {LAST}"),
+        ("rotating", Rotation(1, 5 << 30), "memory held one state only, so that nothing rotated: its cache is hot"),
+    ],
+)
+def test_what_was_done_to_the_cache_is_told(cache: str, rotation: Rotation | None, words: str) -> None:
+    """Once for all modes; nothing of a hot one, but in the legend."""
+    run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
+    records = tuple(replace(one, rotation=rotation) for one in run.records)
+    cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
+    text = render(replace(run, records=records, devices=(cpu,)), findings, width=300)
+    assert f"cache={cache}" in text and text.count(words) == 1
+    plain = render(*transformer(), width=300)
+    assert "took turns" not in plain and "hot, what the call before left, where nothing is said" in plain
 
 
 def test_the_kernel_that_attention_took_is_told() -> None:

@@ -26,7 +26,7 @@ _VARIABLE = "env_"
 _DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
 _MOST_REASONS = 4
-_OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"), ("L2 cache of GPUs", "l2_cache"))
+_OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
 
@@ -113,7 +113,8 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
         return fact(run, f"{key} {name}")
 
     capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
-    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}"
+    cache = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
+    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}{cache}"
     driver, newest = told("driver"), told("cuda_driver")
     yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
     cap, default, period = (

@@ -16,7 +16,7 @@ from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, shared_p
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
-from fp8bench.report.words.run_facts import attention_of
+from fp8bench.report.words.run_facts import attention_of, cache_of
 from fp8bench.report.words.values import over_values
 
 _COST = "the cost of emulation, not of the precision"
@@ -66,7 +66,9 @@ class Results(Section):
 
     def lead_of(self, material: Material) -> str:
         results = [result for _, panel, _, result in _cases(material) if not about_tensors(panel)]
-        notes = ["Speed-up: above 1x is faster. Best: a step that nothing disturbs."]
+        notes = [
+            "Speed-up: above 1x is faster. Best: a step that nothing disturbs, with a hot cache unless it says cache=."
+        ]
         if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
             notes.append("'Perhaps': a label casts doubt on it.")
         if any(map(case_status.emulated, results)):
@@ -106,7 +108,7 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("device"), lambda row: Field(row.panel.case.device)),
         (Column("suite"), lambda row: Field(row.panel.case.workload)),
         (Column("setting", hint="what tells a group of cases from the others; hover for all parameters"),
-         lambda row: Field(row.setting, hint=show_params(row.result.record.case.params))),
+         _setting),
         (Column("verdict", hint=legend.VERDICT.removeprefix("verdict: ")),
          lambda row: Field(
              case_status.status_words(row.result), tone=case_status.tone_of(row.result), hint=_why(row.result))),
@@ -136,6 +138,13 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
          lambda row: Field(", ".join(case_status.named_labels(row.result)),
                            hint="; ".join(case_status.meaning(label, row.result) for label in row.result.labels))),
     )  # fmt: skip
+
+
+def _setting(row: _Row) -> Field:
+    """What tells it from others; in the hint all of it, and how its cache came to be so."""
+    record = row.result.record
+    words = filter(None, (show_params(record.case.params), cache_of(record, row.entry.run.devices)))
+    return Field(row.setting, hint="; ".join(words))
 
 
 def _speed_up(row: _Row) -> Field:

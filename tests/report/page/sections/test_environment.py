@@ -62,11 +62,14 @@ def test_what_is_known_has_a_line_and_nothing_else() -> None:
 
 def test_a_gpu_says_what_it_can_do() -> None:
     run, findings = recased(judged((Verdict.FASTER, 0.5)), lambda case: replace(case, device="cuda:0"))
-    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0), cuda="13.0")
-    told = Environment({"cudnn": 91200, "cublaslt": 130100, "l2_cache": "hot", **run.environment.facts})
+    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0), cuda="13.0", cache_bytes=60 << 20)
+    told = Environment({"cudnn": 91200, "cublaslt": 130100, **run.environment.facts})
     found = facts((replace(run, devices=(*run.devices, gpu), environment=told), findings))
-    assert (found["cuDNN"], found["cuBLASLt"], found["L2 cache of GPUs"]) == ("91200", "130100", "hot")
-    assert found["device cuda:0"] == "NVIDIA H200, 139 GiB, compute capability 9.0" and found["CUDA"] == "13.0"
+    assert (found["cuDNN"], found["cuBLASLt"]) == ("91200", "130100")
+    assert (
+        found["device cuda:0"] == "NVIDIA H200, 139 GiB, compute capability 9.0, last cache 60.0 MiB"
+        and found["CUDA"] == "13.0"
+    )
     assert "device cpu" not in found  # nothing was measured there
 
 

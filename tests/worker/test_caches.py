@@ -1,0 +1,242 @@
+"""What the last cache holds when a call begins, and the queue that calls go to: looked at by the step itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fp8bench.analysis.labels import hard_labels
+from fp8bench.devices.cpu import Cpu, HostStamper
+from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
+from fp8bench.model.raw import Filling, RawSlot, Settings
+from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
+from fp8bench.protocols.axes import Axis
+from fp8bench.registry import devices, workloads
+from fp8bench.worker import caches
+from fp8bench.worker.bench import Bench
+
+KIB = 1 << 10
+FACTS = replace(Cpu().available()[0], cache_bytes=64 * KIB, cache_shared=2)
+
+
+@dataclass
+class Held:
+    """32 KiB."""
+
+    number: int
+    tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(8 * KIB))
+
+
+class Watched(Workload):
+    """Its steps note whose they are; `most` states can be had."""
+
+    name = "watched"
+    summary = "notes which state a step is of"
+    steps: ClassVar[list[int]] = []
+    made: ClassVar[int] = 0
+    most: ClassVar[int] = 1000
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work(1.0)
+
+    def prepare(self, setup: Setup) -> Held:
+        if Watched.made == self.most:
+            raise MemoryError
+        Watched.made += 1
+        return Held(Watched.made - 1)
+
+    def step(self, state: Held, phase: Phases) -> None:
+        Watched.steps.append(state.number)
+        if Queue.last is not None:
+            Queue.last.work()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """One that knows the suite and, as 'queue', a device that is a model."""
+    for registry, name, kind in ((workloads, "watched", Watched), (devices, "queue", Queue)):
+        registry.names()
+        monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
+        registry.register(name)(kind)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Watched, "steps", [])
+    monkeypatch.setattr(Watched, "made", 0)
+    one = Bench(Settings())
+    yield one
+    Queue.last = None
+    one.close()
+
+
+def case(cache: str = "hot", device: str = "cpu") -> Case:
+    return Case("watched", () if cache == "hot" else (("cache", cache),), "fp32", device)
+
+
+def stepped(bench: Bench, calls: int, discard: int = 0) -> list[int]:
+    Watched.steps.clear()
+    bench.slot("key", calls, discard)
+    return list(Watched.steps)
+
+
+def test_rotating_states_take_turns(bench: Bench) -> None:
+    """As many as make twice the cache; discarded calls, later slots and windows of energy go on in turn."""
+    bench.prepare("key", case("rotating"), FACTS)
+    assert bench.rotation("key") == Rotation(4, 32 * KIB)
+    assert stepped(bench, 3, 2) == [0, 1, 2, 3, 0] and stepped(bench, 2) == [1, 2]
+    Watched.steps.clear()
+    bench.loop("key", 3)
+    assert Watched.steps == [3, 0, 1]
+
+
+def test_hot_and_cold_have_one_state(bench: Bench) -> None:
+    for cache in ("hot", "cold"):
+        Watched.made = 0
+        bench.prepare("key", case(cache), FACTS)
+        assert bench.rotation("key").states == 1 and stepped(bench, 2, 1) == [0, 0, 0]
+        bench.release("key")
+
+
+@pytest.mark.parametrize(("cache_bytes", "states"), [(1 << 40, caches.MOST_STATES), (64, 2)])
+def test_the_number_of_states_is_bounded(bench: Bench, cache_bytes: int, states: int) -> None:
+    """Of small states there are as many as can be prepared in a while; of large ones two, or nothing would rotate."""
+    bench.prepare("key", case("rotating"), replace(FACTS, cache_bytes=cache_bytes))
+    assert bench.rotation("key").states == states
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_memory_that_ends_leaves_fewer_states(bench: Bench, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(Watched, "most", most)
+    bench.prepare("key", case("rotating"), FACTS)
+    assert bench.rotation("key") == Rotation(most, 32 * KIB)
+
+
+def test_another_failure_is_the_case_s(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a state that comes later too."""
+    prepare = Watched.prepare
+
+    def fail_later(self: Watched, setup: Setup) -> Held:
+        if Watched.made:
+            raise ValueError("no more")
+        return prepare(self, setup)
+
+    monkeypatch.setattr(Watched, "prepare", fail_later)
+    with pytest.raises(ValueError, match="no more"):
+        bench.prepare("key", case("rotating"), FACTS)
+
+
+def test_every_rotating_state_is_checked(bench: Bench) -> None:
+    """One of them that is no longer finite fails the case."""
+    bench.prepare("key", case("rotating"), FACTS)
+    assert bench.check("key").wrong == ""
+    bench._prepared["key"].states[2].held.tensor[5] = torch.nan
+    assert "its state is not finite: 1 of" in bench.check("key").wrong
+
+
+def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
+    """Discarded ones too: twice its size, all of it."""
+    bench.prepare("key", case("cold"), FACTS)
+    flush = bench._prepared["key"].flush
+    assert flush is not None
+    covering = flush.func.__self__  # type: ignore[attr-defined]
+    assert covering.numel() * covering.element_size() == 2 * FACTS.cache_bytes
+    bench.slot("key", 3, 2)
+    assert covering.unique().tolist() == [5]
+
+
+def test_flushing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the slot it is: how long calls waited for a core is not known, since the flush may have."""
+    monkeypatch.setattr(caches, "flush_of", lambda facts: lambda: time.sleep(0.1))
+    bench.prepare("key", case("cold"), FACTS)
+    slot = bench.slot("key", 3, 0)
+    assert min(step.seconds for step in slot.steps) < 0.1 < 0.3 < slot.wall_seconds
+    assert slot.waited_seconds is None
+
+
+class Queue(Device):
+    """Its work takes 50 us of its own time, and 200 us of the host's to be enqueued; moments are the host's clock."""
+
+    kind = "queue"
+    last: ClassVar[Queue | None] = None
+
+    def __init__(self) -> None:
+        self.free = 0
+        Queue.last = self
+
+    def available(self) -> tuple[DeviceFacts, ...]:
+        return ()
+
+    def work(self) -> None:
+        begun = time.perf_counter_ns()
+        while time.perf_counter_ns() < begun + 200_000:
+            pass
+        self.free = max(self.free, time.perf_counter_ns()) + 50_000
+
+    def stamper(self, index: int) -> Stamper:
+        return QueueStamper(self)
+
+    def synchronise(self, index: int) -> None:
+        self.free = time.perf_counter_ns()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return False
+
+    def occupy(self, index: int, seconds: float) -> None:
+        self.free = max(self.free, time.perf_counter_ns()) + round(seconds * 1e9)
+
+
+class QueueStamper(HostStamper):
+    """A stamp is taken when all that is ahead of it is done."""
+
+    def __init__(self, device: Queue) -> None:
+        self.device = device
+
+    def source(self) -> Callable[[], Any]:
+        return lambda: max(self.device.free, time.perf_counter_ns())
+
+
+QUEUE = DeviceFacts("queue", 0, "a model", 1 << 30, "2.13", cache_bytes=KIB)
+
+
+def timing(slot: RawSlot) -> Timing:
+    calls = tuple((sum(step.intervals_ns),) for step in slot.steps)
+    return Timing(Segments(("gemm",), (0,)), (SlotSample(0, calls, 1.0, 1.0, slot.host_seconds),))
+
+
+def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
+    """Behind other work calls take the device's own time, to the nanosecond; of an empty queue the host's.
+
+    The host still takes as long: where that is longer than the device's, there is no verdict.
+    """
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    empty = bench.slot("key", 3, 0)
+    filled = bench.slot("key", 3, 0, Filling(3, 60.0))
+    assert all(step.seconds >= 200e-6 for step in empty.steps)
+    assert [step.intervals_ns for step in filled.steps] == [(50_000,)] * 3
+    assert filled.host_seconds >= 200e-6
+    (label,) = hard_labels(timing(filled), None, None, "queue:0")
+    assert label.label is Label.LAUNCH_BOUND and label.hard
+
+
+def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    asked: list[tuple[int, float]] = []
+    monkeypatch.setattr(Queue, "occupy", lambda self, index, seconds: asked.append((len(Watched.steps), seconds)))
+    Watched.steps.clear()
+    bench.slot("key", 5, 1, Filling(2, 0.25))
+    assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
+
+
+def test_the_host_s_time_is_that_of_the_call_that_waited_for_nobody(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host whose queue is full waits for the device, and that is no time of its own."""
+    bench.prepare("key", case(), FACTS)
+    waits = iter([0.5, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(Watched, "step", lambda self, state, phase: time.sleep(next(waits)))
+    assert bench.slot("key", 4, 0).host_seconds < 0.5
