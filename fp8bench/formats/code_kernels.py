@@ -20,16 +20,31 @@ from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.formats.scalings import ScaleRounding
 
 SIDE = 16
-# Free sizes of examples in squares; no two are alike, and none is 16.
+# Free sizes of examples, in squares.
 _DOWN, _ACROSS = 40, 48
+_FEW, _MORE = 9, 10
 # Scalars that are written beside one another share no memory that would be worth a kernel to Inductor otherwise.
 _TOGETHER = {"score_fusion_memory_threshold": 1}
+# Loops in the operand's order, and one kernel for maxima and codes; few rows would become a kernel more.
+_IN_ORDER = {"pick_loop_orders": False, "split_reductions": False}
 
 
 def squares(matrix: Tensor, side: int) -> Tensor:
     """A contiguous matrix as (down, side, across, side)."""
     rows, columns = matrix.shape
     return matrix.view(rows // side, side, columns // side, side)
+
+
+def stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
+    """A contiguous matrix, or the transpose of one, as (stretches, rows, side, length, side).
+
+    A stretch is a `block` of a row's elements, and without blocks all of them.
+    """
+    if turned:
+        parts = (-1, block // SIDE, SIDE) if block else (1, len(matrix) // side, side)
+        return matrix.view(*parts, matrix.shape[1] // side, side).permute(0, 3, 4, 1, 2)
+    parts = (-1, block // SIDE, SIDE) if block else (1, matrix.shape[1] // side, side)
+    return matrix.view(len(matrix) // side, side, *parts).permute(2, 0, 1, 3, 4)
 
 
 def turned_squares(matrix: Tensor, side: int) -> Tensor:
@@ -41,8 +56,8 @@ def turned_squares(matrix: Tensor, side: int) -> Tensor:
 class CodesKernel(Kernel):
     """Codes under a scale that is given, or none: as the matrix lies, turned, or both, each element read once.
 
-    Called with the matrix in squares, each output in its places, and the scale if it is `scaled`. Without a format the
-    matrix holds bytes, which are codes already.
+    Called with the matrix in squares, each output in its places, and the scale if it is `scaled`: of the matrix, or
+    (down, 1, across, 1) of its squares. Without a format the matrix holds bytes, which are codes already.
     """
 
     fmt: Format | None
@@ -52,6 +67,7 @@ class CodesKernel(Kernel):
     straight: bool
     turned: bool
     scaled: bool
+    by_square: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, *others = tensors
@@ -62,25 +78,28 @@ class CodesKernel(Kernel):
         return ()
 
     def examples(self) -> list[Tensor]:
-        rows, columns = _DOWN * self.side, _ACROSS * self.side
+        down, across = (_FEW, _MORE) if self.by_square else (_DOWN, _ACROSS)
+        rows, columns = down * self.side, across * self.side
         outputs = []
         if self.straight:
             outputs.append(squares(_empty_codes(self, rows, columns), self.side))
         if self.turned:
             outputs.append(turned_squares(_empty_codes(self, columns, rows), self.side))
-        scale = [torch.full((), 0.75, device=self.device)] if self.scaled else []
+        shape = (down, 1, across, 1) if self.by_square else ()
+        scale = [torch.full(shape, 0.75, device=self.device)] if self.scaled else []
         return [squares(_numbers(self, rows, columns), self.side), *outputs, *scale]
 
     def free(self) -> list[Sequence[int]]:
-        return [*[(0, 2)] * (1 + self.straight + self.turned), *([()] if self.scaled else [])]
+        scale: list[Sequence[int]] = [(0, 2) if self.by_square else ()]
+        return [*[(0, 2)] * (1 + self.straight + self.turned), *(scale if self.scaled else [])]
 
 
 @dataclass(frozen=True)
 class RowCodesKernel(Kernel):
-    """Codes with a scale for every row of the operand, which its own largest magnitude gives, and the scales' inverses.
+    """Codes with a scale for each row, or each `block` elements of one, from what they hold, and the scales' inverses.
 
-    Called with operand and codes as (rows, side, columns, side) in squares, those of a `turned` matrix in the
-    operand's places, and memory for the inverses, (rows, side, 1, 1).
+    Called with the operand and memory for codes in `stretches`, those of a `turned` matrix in the operand's places, and
+    memory for the inverses, (stretches, rows, side, 1, 1).
     """
 
     fmt: Format
@@ -88,30 +107,65 @@ class RowCodesKernel(Kernel):
     source: torch.dtype
     device: str
     side: int
+    block: int
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, out, inverse = tensors
-        amax = given.abs().amax((2, 3), keepdim=True).to(torch.float32)
+        amax = given.abs().amax((3, 4), keepdim=True).to(torch.float32)
         scale = float_factor(amax, self.fmt, self.rounding)
         out.copy_(elements(given, self.fmt, scale))
         inverse.copy_(scale.reciprocal())
         return ()
 
     def examples(self) -> list[Tensor]:
-        rows, columns = _DOWN * self.side, _ACROSS * self.side
-        inverse = torch.empty(_DOWN, self.side, 1, 1, device=self.device)
-        out = squares(_empty_codes(self, rows, columns), self.side)
-        if self.turned:
-            return [turned_squares(_numbers(self, columns, rows), self.side), out, inverse]
-        return [squares(_numbers(self, rows, columns), self.side), out, inverse]
+        rows, columns = _DOWN * self.side, _ACROSS * (self.block or self.side)
+        shape = (columns, rows) if self.turned else (rows, columns)
+        given = stretches(_numbers(self, *shape), self.side, self.block, self.turned)
+        out = stretches(_empty_codes(self, rows, columns), self.side, self.block)
+        return [given, out, torch.empty(len(given), _DOWN, self.side, 1, 1, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
-        return [(0, 2), (0, 2), (0,)]
+        return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]
 
     def options(self) -> Mapping[str, object]:
-        # Loops in the operand's order, and one kernel for maxima and codes; few rows would become a kernel more.
-        return {"pick_loop_orders": False, "split_reductions": False}
+        return _IN_ORDER
+
+
+@dataclass(frozen=True)
+class SquareScalesKernel(Kernel):
+    """The scale of every square of a matrix, and the inverse twice: for the matrix, and for its transpose.
+
+    Called with the matrix as (down, across, block, block), and memory for all three, each (down, across).
+    """
+
+    fmt: Format
+    rounding: ScaleRounding
+    source: torch.dtype
+    device: str
+    block: int
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, scale, inverse, turned = tensors
+        found = float_factor(given.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
+        scale.copy_(found)
+        for memory in (inverse, turned):
+            memory.copy_(found.reciprocal())
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        given = squares(_numbers(self, _FEW * self.block, _MORE * self.block), self.block).transpose(1, 2)
+        scale = torch.empty(_FEW, _MORE, device=self.device)
+        # Rows of inverses are filled up, each in its own way.
+        inverse = torch.empty(_FEW, _MORE + 3, device=self.device)[:, :_MORE]
+        turned = torch.empty(_MORE, _FEW + 2, device=self.device)[:, :_FEW].t()
+        return [given, scale, inverse, turned]
+
+    def free(self) -> list[Sequence[int]]:
+        return [(0, 1)] * 4
+
+    def options(self) -> Mapping[str, object]:
+        return {**_TOGETHER, **_IN_ORDER}
 
 
 @dataclass(frozen=True)
@@ -179,7 +233,7 @@ class DelayedScaleKernel(Kernel):
         return {**_TOGETHER, "split_reductions": False}
 
 
-def _numbers(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:
+def _numbers(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:
     found = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     return found.to(torch.device(kernel.device), kernel.source)
 

@@ -6,8 +6,11 @@ Inside a graph that torch compiles there are plain operations instead: they fuse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8bench.formats import operators
 from fp8bench.formats.blocks import float_factor
@@ -17,7 +20,9 @@ from fp8bench.formats.code_kernels import (
     DelayedScaleKernel,
     RowCodesKernel,
     ScaleKernel,
+    SquareScalesKernel,
     squares,
+    stretches,
     turned_squares,
 )
 from fp8bench.formats.codes import DTYPES, torch_codes
@@ -26,10 +31,13 @@ from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS, aligned
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.recipes import Amax, Delayed
-from fp8bench.formats.scaled import factor, matrix_of
-from fp8bench.formats.scalings import ROW, ScaleRounding, Scaling
+from fp8bench.formats.scale_layouts import by_columns, filled_squares, turned_rows
+from fp8bench.formats.scale_layouts import squares as by_squares
+from fp8bench.formats.scaled import factor, matrix_of, quantise
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 
-LAUNCHES = {f"fp8bench::{name}": 1 for name in ("codes", "row_codes", "scale", "delayed_scale")}
+SQUARE = 128
+LAUNCHES = {f"fp8bench::{name}": 1 for name in ("codes", "row_codes", "scale", "square_scales", "delayed_scale")}
 """GPU kernels that a call of each starts once it is compiled, of a matrix that lies row by row or is turned.
 
 Counted with torch 2.13 and 2.11 for CUDA, sm_90, on a runtime that computes nothing; docs/gpu.md says how.
@@ -66,17 +74,50 @@ def codes_turned(found: Tensor) -> Tensor:
     return turned
 
 
-def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix under the current scale of each row, and the scales that decode them, (rows, 1)."""
-    scaling = Scaling(ROW.rows, ROW.columns, rounding=rounding)
+def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix under the current scale of each row, and the scales that decode them, (rows, 1).
+
+    Or of every `block` elements of a row: the scales are then by_columns (scale_layouts.py).
+    """
+    scaling = Scaling(1, block, rounding=rounding)
     if torch.compiler.is_compiling() or not x.numel():
-        scale, inverse = factor(x, fmt, scaling)
-        return torch_codes(x, fmt, scale), inverse
+        return _plain_row_codes(x, fmt, scaling)
     check_input(x)
+    rows, columns = x.shape
+    x, whole = _whole(x.detach(), 1, block)
     out = torch.empty(x.shape, dtype=DTYPES[fmt.name], device=x.device)
-    inverse = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    torch.ops.fp8bench.row_codes(x.detach(), out, inverse, fmt.name, rounding.value)
-    return out, inverse
+    inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
+    torch.ops.fp8bench.row_codes(x, out, inverse, fmt.name, rounding.value, block)
+    return (out if whole else out[:, :columns].contiguous()), inverse.as_strided((rows, len(inverse)), (1, rows))
+
+
+def square_codes(
+    x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool = False
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Codes of a matrix under the current scale of each 128x128 square, and the scales that decode them.
+
+    With `both` the same of its transpose, too. Scales lie as `squares` lays them (scale_layouts.py).
+    """
+    if torch.compiler.is_compiling() or not x.numel():
+        return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
+    check_input(x)
+    rows, columns = x.shape
+    x, whole = _whole(x.detach(), SQUARE, SQUARE)
+    matrix, swapped = _laid(x)
+    down, across = (length // SQUARE for length in matrix.shape)
+    scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
+    inverse, turned_inverse = filled_squares(down, across, x.device)
+    torch.ops.fp8bench.square_scales(
+        matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
+    )
+    # `scale` is that of the squares as they lie in memory, where `codes` looks for them.
+    found = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
+    inverses = (turned_inverse, inverse) if swapped else (inverse, turned_inverse)
+    shapes = (rows, columns), (columns, rows)
+    return tuple(
+        (data if whole else data[:height, :width].contiguous(), turned_rows(memory))
+        for data, memory, (height, width) in zip(found, inverses, shapes, strict=False)
+    )
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -102,30 +143,61 @@ def delayed_scale(
     return used, inverse
 
 
+def _plain_row_codes(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    if scaling.columns:
+        stored = quantise(x, fmt, scaling, checked=False)
+        assert stored.scales is not None
+        return stored.codes.view(DTYPES[fmt.name]), by_columns(stored.scales)
+    scale, inverse = factor(x, fmt, scaling)
+    return torch_codes(x, fmt, scale), inverse
+
+
+def _plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) -> tuple[tuple[Tensor, Tensor], ...]:
+    stored = quantise(x, fmt, scaling, checked=False)
+    assert stored.scales is not None
+    data = stored.codes.view(DTYPES[fmt.name])
+    straight = data, by_squares(stored.scales)
+    return (straight, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight,)
+
+
+def _whole(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
+    """The matrix, filled with zeros to whole blocks if it is not."""
+    rows, columns = (-length % block if block else 0 for length, block in zip(x.shape, (down, across), strict=True))
+    return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
+
+
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> None:
     if not x.numel():
         return
     matrix, swapped = _laid(x)
     if swapped:
         out, turned = turned, out
-    side = _side(matrix)
-    kernel = CodesKernel(
-        FORMATS.get(fmt), x.dtype, str(x.device), side, out is not None, turned is not None, scale is not None
-    )
+    by_square = scale is not None and scale.dim() == 2
+    side = len(matrix) // len(scale) if scale is not None and by_square else _side(matrix.shape)
+    which = out is not None, turned is not None, scale is not None, by_square
+    kernel = CodesKernel(FORMATS.get(fmt), x.dtype, str(x.device), side, *which)
     places = [squares(matrix, side)]
     if out is not None:
         places.append(squares(out.view(matrix.shape), side))
     if turned is not None:
         places.append(turned_squares(turned.view(matrix.shape[::-1]), side))
-    _call(kernel, *places, *([] if scale is None else [scale.reshape(())]))
+    if scale is not None:
+        places.append(scale[:, None, :, None] if by_square else scale.reshape(()))
+    _call(kernel, *places)
 
 
-def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str) -> None:
+def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> None:
     matrix, turned = _laid(x)
-    side = _side(matrix)
-    kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, turned)
-    given = turned_squares(matrix, side) if turned else squares(matrix, side)
-    _call(kernel, given, squares(out, side), inverse.view(-1, side, 1, 1))
+    side = _side(x.shape[:1] if block else x.shape)
+    kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, block, turned)
+    scales = inverse.view(len(inverse), -1, side, 1, 1)
+    _call(kernel, stretches(matrix, side, block, turned), stretches(out, side, block), scales)
+
+
+def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
+    block = len(matrix) // len(scale)
+    kernel = SquareScalesKernel(FORMATS[fmt], ScaleRounding(rounding), matrix.dtype, str(matrix.device), block)
+    _call(kernel, squares(matrix, block).transpose(1, 2), scale, inverse, turned)
 
 
 def _run_scale(amax: Tensor, scale: Tensor, inverse: Tensor, fmt: str, rounding: str) -> None:
@@ -157,17 +229,19 @@ def _laid(x: Tensor) -> tuple[Tensor, bool]:
     return (matrix if aligned(matrix) else matrix.clone()), turned
 
 
-def _side(matrix: Tensor) -> int:
-    return SIDE if not any(length % SIDE for length in matrix.shape) else 1
+def _side(lengths: Sequence[int]) -> int:
+    return SIDE if not any(length % SIDE for length in lengths) else 1
 
 
 _DELAYED = (
     "Tensor amax, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, "
     "str fmt, str algorithm, int margin, int interval"
 )
+_SQUARES = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
 for _name, _arguments, _run in (
     ("codes", "Tensor x, Tensor? scale, Tensor(a!)? out, Tensor(b!)? turned, str fmt", _run_codes),
-    ("row_codes", "Tensor x, Tensor(a!) out, Tensor(b!) inverse, str fmt, str rounding", _run_row_codes),
+    ("row_codes", "Tensor x, Tensor(a!) out, Tensor(b!) inverse, str fmt, str rounding, int block", _run_row_codes),
+    ("square_scales", _SQUARES, _run_square_scales),
     ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
     ("delayed_scale", _DELAYED, _run_delayed_scale),
 ):

@@ -11,6 +11,7 @@ and column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,15 +21,23 @@ _QUARTER = _ROWS // _COLUMNS
 
 def by_columns(scales: Tensor) -> Tensor:
     """Those of 1x128 blocks."""
-    return _turned(scales.t())
+    return turned_rows(scales.t())
 
 
 def squares(scales: Tensor) -> Tensor:
     """Those of 128x128 blocks."""
-    return _turned(pad(scales, (0, -scales.shape[1] % _COLUMNS)))
+    return turned_rows(pad(scales, (0, -scales.shape[1] % _COLUMNS)))
 
 
-def _turned(matrix: Tensor) -> Tensor:
+def filled_squares(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for those of 128x128 blocks of a matrix and of its transpose, what fills it up zero: turned_rows of it."""
+    wide, high = across + -across % _COLUMNS, down + -down % _COLUMNS
+    make = torch.empty if (wide, high) == (across, down) else torch.zeros
+    memory = make(down * wide + across * high, dtype=torch.float32, device=device)
+    return memory[: down * wide].view(down, wide), memory[down * wide :].view(across, high)
+
+
+def turned_rows(matrix: Tensor) -> Tensor:
     """The transpose of a matrix that lies row by row, with the strides of one even if a side is 1: torch looks."""
     rows, columns = matrix.shape
     return matrix.contiguous().as_strided((columns, rows), (1, columns))

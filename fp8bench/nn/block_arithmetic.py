@@ -8,7 +8,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
-from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
+from fp8bench.formats.native_codes import codes_turned, row_codes, square_codes
+from fp8bench.formats.scale_layouts import of_squares, squares, swizzled, unswizzled
 from fp8bench.formats.scaled import Scaled, quantise
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.products import in_dtype
@@ -29,9 +30,23 @@ class BlockArithmetic(RecipeArithmetic):
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         one = self.treatments[role]
+        assert one.scaling is not None
+        if one.scaling.scale is None:
+            rounding, squared = one.scaling.rounding, one.scaling.rows > 1
+            made = (
+                square_codes(tensor, one.fmt, rounding)[0] if squared else row_codes(tensor, one.fmt, rounding, _BLOCK)
+            )
+            return Operand(*made, role is Role.GRADIENT)
         seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
         stored = quantise(tensor, one.fmt, one.scaling, seed=seed, checked=False)
         return Operand(stored.codes.view(_DTYPES[one.fmt]), _laid(stored), role is Role.GRADIENT)
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        one = self.treatments[role]
+        if one.scaling is None or one.scaling.scale is not None or not self._turns(role):
+            return super().cast_both(tensor, role, amax)
+        straight, turned = square_codes(tensor, one.fmt, one.scaling.rounding, both=True)
+        return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
     def _turns(self, role: Role) -> bool:
         # Two codes of four bits share a byte, which no transposition takes apart.
@@ -41,7 +56,7 @@ class BlockArithmetic(RecipeArithmetic):
         assert operand.scale is not None
         across = -(-operand.data.shape[1] // _BLOCK)
         turned = squares(of_squares(operand.scale, across).t())
-        return Operand(operand.data.t().contiguous(), turned, operand.gradient)
+        return Operand(codes_turned(operand.data), turned, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
@@ -60,11 +75,9 @@ class BlockArithmetic(RecipeArithmetic):
 
 
 def _laid(stored: Scaled) -> Tensor:
-    """The scales of a tensor as one tensor, as its product wants them."""
+    """The scales of a tensor as one tensor, as its product wants them: bytes."""
     scales, scaling = stored.scales, stored.scaling
     assert scales is not None and scaling is not None
-    if scaling.scale is None:
-        return squares(scales) if scaling.rows > 1 else by_columns(scales)
     # No product takes NVFP4's squares as such: each of their rows gets the scale.
     each = scales[:, None].expand(-1, scaling.rows, -1).reshape(-1, scales.shape[1])[: stored.shape[0]]
     laid = swizzled(each)

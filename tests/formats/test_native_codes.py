@@ -14,10 +14,19 @@ from torch import Tensor
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.grids import E4M3, E5M2, Format
-from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, delayed_scale, row_codes
+from fp8bench.formats.native_codes import (
+    codes,
+    codes_both,
+    codes_turned,
+    current_scale,
+    delayed_scale,
+    row_codes,
+    square_codes,
+)
 from fp8bench.formats.recipes import Amax, Delayed
-from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.scale_layouts import by_columns, squares
+from fp8bench.formats.scaled import largest_magnitude, quantise
+from fp8bench.formats.scalings import ScaleRounding, Scaling
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
 
 EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
@@ -60,6 +69,27 @@ def cast(x: Tensor, how: Cast) -> list[Tensor]:
     scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
     both = codes_both(x, how.fmt, scale)
     return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), codes_turned(both[0])]
+
+
+BLOCKS = [(E4M3, BF16, POWER_OF_TWO), (E4M3, F32, EXACT)]
+
+
+def in_blocks(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
+    """All that operators give of a matrix in blocks of 128."""
+    pairs = [row_codes(x, fmt, rounding, 128), row_codes(x.t(), fmt, rounding, 128)]
+    pairs += [*square_codes(x, fmt, rounding), *square_codes(x, fmt, rounding, both=True)]
+    return [one for pair in pairs for one in pair]
+
+
+def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
+    """The same as they are stored, laid out afterwards."""
+    found = []
+    for one, side in ((x, 1), (x.t(), 1), (x, 128), (x, 128), (x.t(), 128)):
+        stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding), checked=False)
+        assert stored.scales is not None
+        scales = by_columns(stored.scales) if side == 1 else squares(stored.scales)
+        found += [stored.codes.view(DTYPES[fmt.name]), scales]
+    return found
 
 
 def scales_by_definition(x: np.ndarray, how: Cast) -> np.ndarray:
@@ -130,6 +160,37 @@ def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch
     assert counted()[0] == before[0] and counted()[1] > 0 and not counted()[2]
 
 
+def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Scales lie where a product looks for them, too; what fills their memory up is zero."""
+    pairs = [*zip(found, wanted, strict=True)]
+    data = all(same(*pair) for pair in pairs[::2])
+    return data and all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs[1::2])
+
+
+@pytest.mark.parametrize(("fmt", "source", "rounding"), BLOCKS, ids=str)
+def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: ScaleRounding) -> None:
+    """Those are held against definitions in test_scaled.py."""
+    for x in pieces(source):
+        assert same_blocks(in_blocks(x, fmt, rounding), in_blocks_stored(x, fmt, rounding)), (x.shape, x.stride())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("fmt", "source", "rounding"), BLOCKS[:1], ids=str)
+def test_compiled_blocks_are_eager_ones(
+    fmt: Format, source: torch.dtype, rounding: ScaleRounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices with whole blocks and without."""
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    many = [*pieces(source), AWKWARD.repeat(2, 2)[:256, :384].to(source)]
+    eager = [in_blocks(x, fmt, rounding) for x in many]
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    before = counted()
+    for x, wanted in zip(many, eager, strict=True):
+        assert same_blocks(in_blocks(x, fmt, rounding), wanted), (x.shape, x.stride())
+    assert counted()[0] == before[0] and not counted()[2]
+
+
 def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
     """All that thirty casts see and leave, of magnitudes that come and go, zeros and what is not finite among them."""
     history, casts = torch.zeros(delayed.history, device=device), torch.zeros((), dtype=torch.int32, device=device)
@@ -166,7 +227,7 @@ def test_what_is_empty_has_codes_and_scales_too() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     """What it is made of is nobody's concern: no product, no copy beside it."""
-    x = torch.zeros(32, 48, device=device)
+    x, blocks = torch.zeros(32, 48, device=device), torch.zeros(512, 512, device=device)
     amax, history, casts = torch.ones((), device=device), torch.zeros(4, device=device), torch.zeros((), device=device)
     with Operators() as seen:
         scale, _ = current_scale(amax, E4M3, EXACT)
@@ -174,10 +235,22 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
         codes_both(x.t(), E5M2, scale)
         row_codes(x.t(), E4M3, EXACT)
         delayed_scale(amax, history, casts.int(), scale, E4M3, Delayed(4))
+        row_codes(blocks, E4M3, EXACT, 128)
+        square_codes(blocks.t(), E4M3, EXACT, both=True)
     ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
-    assert ours == ["scale", "codes", "codes", "codes", "row_codes", "delayed_scale"]
+    assert ours == [
+        "scale",
+        "codes",
+        "codes",
+        "codes",
+        "row_codes",
+        "delayed_scale",
+        "row_codes",
+        "square_scales",
+        "codes",
+    ]
     others = {name for name in seen.names if not name.startswith("fp8bench")}
-    allowed = ("empty", "detach", "aten.t.", "view", "_to_copy")
+    allowed = ("empty", "detach", "aten.t.", "view", "_to_copy", "as_strided", "slice", "alias")
     assert all(any(one in name for one in allowed) for name in others), others
 
 
