@@ -1,9 +1,18 @@
-"""How many kernels a GPU launches for an operator. Those of torch's that are more than one were counted on its CUDA
-build 2.13, with a CUDA runtime that computes nothing."""
+"""How many kernels a GPU launches: for an operator, and for one of fp8bench's own once it is compiled.
+
+What is more than one was counted on torch's CUDA build 2.13, for compute capability 9.0, with a CUDA runtime that
+computes nothing. Calls on lists count once, though long ones are split, and so do reductions, though those of large
+tensors have a few bytes set to zero first.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from fp8bench.formats import operators
+from fp8bench.formats.compiling import Compiled, Kernel
+from fp8bench.formats.fused import Layout, ValuesKernel
+from fp8bench.formats.grids import E4M3
 
 # Nothing is launched: memory is taken, or looked at in another way.
 NOTHING = (
@@ -16,12 +25,37 @@ SEVERAL = {
     "aten::embedding_dense_backward": 24,
     "aten::nll_loss_backward": 2,
     "aten::slice_backward": 2,
+    "aten::_foreach_norm": 3,
 }
+# Of emulated quantisers: with the scales of blocks for each that a kernel makes itself, and with NVFP4's two.
+BLOCKS = {Layout.BLOCKS: (1, 5), Layout.UPRIGHT: (2, 2), Layout.RECTANGLES: (2, 3)}
 
 
 def launches_of(schema: Any) -> int:
-    """Of one call; fp8bench's own quantisers are not among them."""
+    """Of one call of one of torch's operators."""
     view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
     if view or schema.name.startswith(NOTHING):
         return 0
     return SEVERAL.get(schema.name, 1)
+
+
+class AllCompiled(operators.Kernels):
+    """Every kernel as a GPU would have it: a call computes nothing, and is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def get(self, kernel: Kernel) -> Compiled:
+        def run(*tensors: object) -> None:
+            self.launches += _of_kernel(kernel)
+
+        return Compiled(run)
+
+
+def _of_kernel(kernel: Kernel) -> int:
+    """How many a GPU's compiler makes of it; native_codes.LAUNCHES says it of those for native casts."""
+    if not isinstance(kernel, ValuesKernel):
+        return 1
+    nvfp4 = kernel.scaling is not None and kernel.scaling.scale is E4M3
+    return BLOCKS.get(kernel.layout, (1, 1))[nvfp4]

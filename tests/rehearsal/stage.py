@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fp8bench.formats import operators
-from fp8bench.formats.compiling import Compiled, Kernel
 from fp8bench.formats.native_codes import LAUNCHES
 from fp8bench.formats.scaled_products import Product
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts
@@ -30,17 +29,21 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.static_scales import step
-from tests.rehearsal.launches import launches_of
+from tests.rehearsal.launches import AllCompiled, launches_of
 from tests.rehearsal.rules import broken_rule, product_of
 
 
 @dataclass
 class Done:
-    """What one step did: launches by phase and by operator, and its scaled products."""
+    """What one step did: launches by phase and by operator, its scaled products.
+
+    `bytes` are those of the tensors that operators take and give, each once an operator.
+    """
 
     phases: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
     products: list[Product] = field(default_factory=list)
+    bytes: int = 0
 
     @property
     def launches(self) -> int:
@@ -63,17 +66,23 @@ class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if product := product_of(name, args):
             self.done.products.append(product)
-        if any(one.is_meta for one in chain(given, tensors([result]))):
-            self.done.operators[name] += self._launches(func, args)
+        touched = {id(one): one for one in chain(given, tensors([result])) if one.is_meta}
+        launches = self._launches(func, args) if touched else 0
+        if launches:
+            self.done.operators[name] += launches
+            self.done.bytes += sum(one.nbytes for one in touched.values())
         return result
 
     def _launches(self, func: Any, args: Any) -> int:
         run = operators.OPERATORS.get(func._schema.name)
         if run is None:
             return launches_of(func._schema)
-        with self:  # what it does beside its kernel
+        kernels = operators.KERNELS
+        assert isinstance(kernels, AllCompiled)
+        before = kernels.launches
+        with self:  # what it does beside its kernels
             run(*args)
-        return LAUNCHES.get(func._schema.name, 1)
+        return (kernels.launches - before) * LAUNCHES.get(func._schema.name, 1)
 
     def source(self) -> Callable[[], int]:
         return lambda: self.done.launches
@@ -102,6 +111,16 @@ def made_of_numbers(data: Any, **options: Any) -> Tensor:
     return _made_of_numbers(data, **options)
 
 
+_place = torch.Tensor.data_ptr
+
+
+def place(tensor: Tensor) -> int:
+    """Where a tensor lies: without memory no two would lie apart."""
+    if not tensor.is_meta:
+        return _place(tensor)
+    return tensor.untyped_storage()._cdata * 16 + tensor.storage_offset() * tensor.element_size()
+
+
 class Generator(torch.Generator):
     """Torch has none for tensors without memory."""
 
@@ -118,13 +137,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_g
     if q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-
-class AllCompiled(operators.Kernels):
-    """Kernels as a GPU would have them, each one launch."""
-
-    def get(self, kernel: Kernel) -> Compiled:
-        return Compiled(lambda *words: None)
 
 
 class Stage:
@@ -145,6 +157,7 @@ class Stage:
         patches.setattr(torch.random, "fork_rng", lambda *devices, **options: contextlib.nullcontext())
         patches.setattr(torch, "Generator", Generator)
         patches.setattr(torch, "tensor", made_of_numbers)
+        patches.setattr(torch.Tensor, "data_ptr", place)
         patches.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         patches.setattr(operators, "KERNELS", AllCompiled())
         optimizer = importlib.import_module("torch.optim.optimizer")

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from fp8bench.formats import operators
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.protocols import Operand
 from tests.facts import B200, H200, MI300X
+from tests.rehearsal.ceilings import of_casts
 from tests.rehearsal.stage import Stage
 
 GEMM = (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast"))
@@ -140,4 +142,20 @@ def test_every_launch_counts(stage: Stage) -> None:
         x.t().contiguous()
         x.add_(1)
         torch.zeros(64, device="meta")
-    assert +ledger.done.operators == {"aten::clone": 1, "aten::add_": 1, "aten::zeros": 1}
+    assert ledger.done.operators == {"aten::clone": 1, "aten::add_": 1, "aten::zeros": 1}
+
+
+@pytest.mark.parametrize("planted", ["a launch more", "kernels that are not compiled"])
+def test_more_launches_than_there_need_be(planted: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ceiling is met, and then it is not."""
+    case = Case("gemm", GEMM, "fp8", H200.key)
+    ceiling = of_casts(case)
+    assert ceiling == stage.second_step(case, H200).phases["cast"] == 2 * 3
+    if planted == "a launch more":
+        operand = ScaledArithmetic.operand
+        monkeypatch.setattr(
+            ScaledArithmetic, "operand", lambda self, tensor, *others: operand(self, tensor.clone(), *others)
+        )
+    else:
+        monkeypatch.setattr(operators.KERNELS, "get", lambda kernel: None)
+    assert stage.second_step(case, H200).phases["cast"] > ceiling

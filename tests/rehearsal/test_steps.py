@@ -18,6 +18,7 @@ from fp8bench.protocols import Role
 from fp8bench.registry import precisions, workloads
 from tests.contracts import test_modes
 from tests.facts import B200, H200, MI300X
+from tests.rehearsal.ceilings import of_casts
 from tests.rehearsal.stage import Done, Stage
 
 GPUS = {"H200": H200, "B200": B200, "MI300X": MI300X}
@@ -35,7 +36,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "norm_act": {},
     "numerics": {"tensor": ("gaussian", "log-normal")},
     "optimizer": {"width": ("4096",), "tensors": ("2",)},
-    "transformer": {"checkpointing": ("no", "blocks")},
+    "transformer": {"checkpointing": ("blocks",)},
 }
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
@@ -124,6 +125,8 @@ def test_a_step_is_what_a_gpu_takes(
             continue
         found = Counter((str(product.scheme), product.a.fmt.name, product.b.fmt.name) for product in done.products)
         assert found == expected(one.case, gpu), one.case.id
+        ceiling = of_casts(one.case)
+        assert ceiling is None or done.phases["cast"] <= ceiling, one.case.id
         if found and workload in LAYERED:
             carrier = replace(one.case, precision="bf16")
             if carrier.id not in carriers:

@@ -1,0 +1,76 @@
+"""How many launches the casts of a step may take, counted by hand from what is cast.
+
+Of native precisions with a scale a tensor or a row. Those with scales of blocks are not fused yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import Case
+from fp8bench.nn.sizes import SIZES
+from fp8bench.registry import precisions
+
+# Values and a weight's gradient come back by two operations: into float32, and times the scale; or by one.
+RESTORED, CONVERTED = 2, 1
+# The largest magnitudes of all weights, in one call.
+ALL_AMAXES = 3
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Of one cast: in one orientation, in both, and in both where the largest magnitude is known."""
+
+    one: int
+    both: int
+    known: int
+
+
+# The largest magnitude, the scale and its inverse, the codes: those of both orientations are written by one kernel.
+A_TENSOR = Launches(one=3, both=3, known=2)
+# Each orientation has scales of its own, and one kernel finds and applies them.
+A_ROW = Launches(one=1, both=2, known=2)
+
+
+def of_cast(mode: str) -> Launches | None:
+    """None where nothing is promised."""
+    recipe = getattr(precisions.get(mode), "recipe", None)
+    if not isinstance(recipe, Recipe) or recipe.high_weight_gradient:
+        return None
+    extents = {one.scaling and (one.scaling.rows, one.scaling.columns, one.scaling.scale) for one in recipe.treatments}
+    return {(0, 0, None): A_TENSOR, (1, 0, None): A_ROW}.get(extents.pop() or ()) if len(extents) == 1 else None
+
+
+def of_casts(case: Case) -> int | None:
+    """The most that all casts of a step may launch; None where nothing is promised."""
+    cast, params = of_cast(case.precision), dict(case.params)
+    if cast is None:
+        return None
+    tensors, micro_batches = int(params.get("tensors", 0)), int(params.get("micro_batches", 0))
+    match case.workload:
+        case "gemm":
+            return 2 * cast.one
+        case "cast" if params["direction"] == "from":
+            return RESTORED + (params["source"] != "fp32")
+        case "cast" | "numerics" | "data":
+            return cast.one
+        case "accumulate":
+            return tensors * (micro_batches * cast.one + (micro_batches - 1) * RESTORED)
+        case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted
+            return 2 * (3 * cast.both + CONVERTED)
+        case "transformer" if params["checkpointing"] == "no":
+            return _of_model(case, cast, micro_batches)
+    return None
+
+
+def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
+    """Four layers in each block, and the head, whose weights are cast to the carrier."""
+    params = dict(case.params)
+    layers = 4 * SIZES[str(params["size"])].layers
+    converted = (layers + 1) * CONVERTED * micro_batches
+    inputs_and_gradients = 2 * layers * cast.both * micro_batches
+    if params["weights"] == "recast":
+        return inputs_and_gradients + converted + micro_batches * (layers * cast.both + CONVERTED)
+    known = ALL_AMAXES if cast.known < cast.both else 0
+    return inputs_and_gradients + converted + layers * cast.known + known + CONVERTED
