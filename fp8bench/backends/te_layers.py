@@ -15,7 +15,7 @@ from fp8bench.formats.scaled_products import Product
 from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, wrong_pairing
-from fp8bench.protocols import Arithmetic, Backend, Precision
+from fp8bench.protocols import Arithmetic, Backend, Fused, Precision
 from fp8bench.registry import backends
 
 if TYPE_CHECKING:
@@ -85,11 +85,26 @@ class TransformerEngine(Backend):
             )
             return entered
 
+        # Without memory they draw no random numbers; their weights are then fp8bench's own, and stay float32.
+        plain = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
+        normed = {"eps": 1e-5, "normalization": "RMSNorm"}
+
         def layer(weight: nn.Parameter) -> WholeLayer:
             outputs, inputs = weight.shape
-            # Without memory it draws no random numbers; its weight is then fp8bench's own, and stays float32.
-            module = te.Linear(inputs, outputs, bias=False, params_dtype=torch.float32, device="meta")
-            module.weight = weight
+            return whole(te.Linear(inputs, outputs, **plain), {"weight": weight})
+
+        def fuse(layers: Fused) -> WholeLayer:
+            first, *others = layers.weights
+            if not others:
+                module = te.LayerNormLinear(first.shape[1], first.shape[0], **normed, **plain)
+                return whole(module, {"layer_norm_weight": layers.norm, "weight": first})
+            activation = "swiglu" if layers.gated else "gelu"
+            module = te.LayerNormMLP(first.shape[1], others[0].shape[1], activation=activation, **normed, **plain)
+            return whole(module, {"layer_norm_weight": layers.norm, "fc1_weight": first, "fc2_weight": others[0]})
+
+        def whole(module: Any, weights: Mapping[str, nn.Parameter]) -> WholeLayer:
+            for name, weight in weights.items():
+                setattr(module, name, weight)
 
             def multiply(x: Tensor) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
@@ -98,7 +113,7 @@ class TransformerEngine(Backend):
 
             return WholeLayer(multiply, partial(_scales, module))
 
-        return WholeLayers(self.name, torch.bfloat16, layer, around=autocast)
+        return WholeLayers(self.name, torch.bfloat16, layer, autocast, fuse)
 
 
 def arguments_of(precision: RecipePrecision) -> dict[str, Any] | None:

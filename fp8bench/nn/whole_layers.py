@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import LayerScale
 from fp8bench.nn.linear import Linear
-from fp8bench.protocols import Arithmetic, Operand, Role
+from fp8bench.protocols import Arithmetic, Fused, Operand, Role
 
 
 class WholeLayer(NamedTuple):
@@ -30,7 +30,7 @@ Build = Callable[[nn.Parameter], WholeLayer]
 class WholeLayers(Arithmetic):
     """A backend's layers as an arithmetic: `whole` makes one for each weight, which nobody may cast ahead of it.
 
-    `around` is what a model's forward pass must run in, if anything.
+    `around` is what a model's forward pass must run in, if anything; `fuse` makes layers of more than a product.
     """
 
     casts = False
@@ -41,11 +41,13 @@ class WholeLayers(Arithmetic):
         carrier: torch.dtype,
         build: Build,
         around: Callable[[], AbstractContextManager[None]] | None = None,
+        fuse: Callable[[Fused], WholeLayer] | None = None,
     ) -> None:
         self.carrier = carrier
         self.around = around
         self._backend = backend
         self._build = build
+        self._fuse = fuse
         self._name = ""
         self._layers: dict[str, WholeLayer] = {}
 
@@ -55,7 +57,13 @@ class WholeLayers(Arithmetic):
         return other
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        made = self._layers[self._name] = self._build(weight)
+        return self._kept(self._build(weight))
+
+    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
+        return None if self._fuse is None else self._kept(self._fuse(layers))
+
+    def _kept(self, made: WholeLayer) -> Callable[[Tensor], Tensor]:
+        self._layers[self._name] = made
         return partial(made.multiply)  # a module in a module would show its weight twice
 
     def layer_scales(self) -> tuple[LayerScale, ...]:

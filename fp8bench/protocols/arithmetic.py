@@ -77,6 +77,16 @@ class Operand:
     gradient: bool = False
 
 
+@dataclass(frozen=True)
+class Fused:
+    """What may be one layer: an RMS norm's weight and that of the product behind it; or both products' of a block,
+    with the activation between them (`gated`: Llama's, else GELU)."""
+
+    norm: nn.Parameter
+    weights: tuple[nn.Parameter, ...]
+    gated: bool
+
+
 class Arithmetic(ABC):
     """How a precision casts and multiplies on one device.
 
@@ -107,6 +117,10 @@ class Arithmetic(ABC):
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
         """What multiplies inputs by a layer's weight, casts included, gradients too; None: `cast` and `product` do."""
+        return None
+
+    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
+        """The same of more than a product; None where there is no such layer."""
         return None
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
@@ -176,6 +190,9 @@ class WatchedArithmetic(Arithmetic):
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
         return self.inner.whole(weight)
+
+    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
+        return self.inner.fused(layers)
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
         return self.inner.layer_scales()

@@ -14,11 +14,13 @@ from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
 LARGEST = 1 << 18
+_LINEAR, NORM_LINEAR, NORM_MLP = "linear", "norm-linear", "norm-mlp"
 
 
 @workloads.register("mlp")
@@ -43,6 +45,8 @@ class Mlp(LayerWorkload):
             Axis("width", "features of input and output", (width,), whole_number(high=LARGEST)),
             Axis("hidden", "features between the two products", (hidden,), whole_number(high=LARGEST)),
             Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
+            Axis("cut", "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
+                 "into one layer; linear: no norm", (_LINEAR,), one_of(_LINEAR, NORM_LINEAR, NORM_MLP), quiet=True),
             PASS,
             VALUES,
         )  # fmt: skip
@@ -61,18 +65,29 @@ class Mlp(LayerWorkload):
         wrong = misfit(precision, tokens, (width, hidden), is_training(params), shown)
         return refused(wrong) if wrong and support.level is Level.NATIVE else support
 
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        if params.get("cut") == NORM_MLP:
+            return refused("cut=norm-mlp may be one layer, which a precision map cannot part: choose cut=norm-linear")
+        return super().layer_support(kind, params, precision, facts)
+
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random tokens in the carrier's dtype."""
         from fp8bench.nn.exercise import exercise
         from fp8bench.nn.gpt import FeedForward
+        from fp8bench.nn.normed import NormedFeedForward
 
         params = dict(setup.case.params)
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        gated = _gated(params)
-        return exercise(
-            setup, lambda: FeedForward(width, hidden, gated, 1.0, choose), [(tokens, width)], carrier,
-            is_training(params),
-        )  # fmt: skip
+        gated, cut = _gated(params), str(params.get("cut", _LINEAR))
+
+        def build() -> nn.Module:
+            if cut == _LINEAR:
+                return FeedForward(width, hidden, gated, 1.0, choose)
+            return NormedFeedForward(width, hidden, gated, choose, whole=cut == NORM_MLP)
+
+        return exercise(setup, build, [(tokens, width)], carrier, is_training(params))
 
 
 def _gated(params: Mapping[str, Scalar]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.linear import linear
@@ -81,6 +82,40 @@ class Linear(nn.Module):
         return linear(inp, self.weight, self._arithmetic, SilentPhases())
 
 
+class LayerNormLinear(Linear):
+    """RMS norm and the product behind it."""
+
+    KIND = "LayerNormLinear"
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        assert set(given) <= set(KEPT[self.KIND]) and given["normalization"] == "RMSNorm" and given["eps"] == 1e-5
+        super().__init__(*sizes, **{name: given[name] for name in ("bias", "params_dtype", "device")})
+        self.layer_norm_weight = nn.Parameter(torch.empty(sizes[0], device=given["device"]))
+        self.activation = given.get("activation", "")
+
+    def forward(self, inp: Tensor) -> Tensor:
+        return super().forward(self.normed(inp))
+
+    def normed(self, inp: Tensor) -> Tensor:
+        return F.rms_norm(inp.float(), inp.shape[-1:], self.layer_norm_weight, 1e-5).to(torch.bfloat16)
+
+
+class LayerNormMLP(LayerNormLinear):
+    """The whole block."""
+
+    KIND = "LayerNormMLP"
+    fc1_weight: nn.Parameter
+    fc2_weight: nn.Parameter
+
+    def forward(self, inp: Tensor) -> Tensor:
+        self.weight = self.fc1_weight
+        hidden = Linear.forward(self, self.normed(inp))
+        gate, *value = hidden.chunk(2, dim=-1) if self.activation == "swiglu" else (hidden,)
+        hidden = F.silu(gate) * value[0] if value else F.gelu(gate, approximate="tanh")
+        self.weight = self.fc2_weight
+        return Linear.forward(self, hidden)
+
+
 def _recipe_class(name: str) -> type:
     def made(self: Any, **given: Any) -> None:
         assert set(given) <= set(KEPT[name]), f"{name} has no {set(given) - set(KEPT[name])}"
@@ -97,7 +132,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in MODES:
         setattr(recipe, name, _recipe_class(name))
     vars(recipe)["Format"] = Format
-    vars(pytorch).update(Linear=Linear, autocast=Autocast)
+    vars(pytorch).update(Linear=Linear, LayerNormLinear=LayerNormLinear, LayerNormMLP=LayerNormMLP, autocast=Autocast)
     vars(common)["recipe"] = recipe
     vars(package).update(pytorch=pytorch, common=common)
     for module in (package, pytorch, common, recipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from fp8bench.model import Case, DeviceFacts, Level, Request
 from fp8bench.nn.exercise import exercise
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.normed import NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
@@ -114,6 +116,40 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
         (name, role) for name in ("up", "down") for role in ("input", "weight", "gradient")
     ]
     assert scales[0].amax == float(state.inputs[0].detach().abs().max()) and scales[0].scale == 2.0
+
+
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_its_fused_layers_are_the_operations_one_after_the_other(
+    whole: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm with up, or the whole block in one; our weights, and nothing random is drawn for it."""
+    called: list[str] = []
+    for kind in (fake_te.LayerNormLinear, fake_te.LayerNormMLP):
+        monkeypatch.setattr(kind, "forward", _told(kind, called))
+    outcomes = []
+    for word in ("fp8:backend=te", "fp8:backend=emulated"):
+        arithmetic = precisions.get(word).arithmetic(here(B200))
+        setup = Setup(Case("mlp", (), "fp8", "cpu"), CPU, 0, arithmetic, arithmetic, {})
+        build = partial(NormedFeedForward, 32, 64, gated, arithmetic.layer, whole)
+        state = exercise(setup, build, [(16, 32)], torch.bfloat16, True)
+        assert len(list(state.layer.parameters())) == 3
+        outcomes.append(state.outcome())
+    assert set(called) == {"LayerNormMLP" if whole else "LayerNormLinear"}
+    (theirs, their_gradients), (ours, our_gradients) = outcomes
+    for found, wanted in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
+        assert relative_frobenius(found.double(), wanted.double()) < 1e-2
+
+
+def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..., torch.Tensor]:
+    forward = kind.forward
+
+    def told(self: fake_te.LayerNormLinear, inp: torch.Tensor) -> torch.Tensor:
+        called.append(kind.__name__)
+        return forward(self, inp)
+
+    return told
 
 
 @pytest.mark.usefixtures("te")

@@ -75,3 +75,27 @@ def test_both_kinds_and_training_are_the_default() -> None:
         params = {name: values[-1] for name, values in axes.items()}
         assert largest / 1000 < Mlp().work(params).flops < 2 * largest
         assert Mlp().support(params, precisions.get("fp8"), H200).level is Level.NATIVE
+
+
+@pytest.mark.parametrize("cut", ["norm-linear", "norm-mlp"])
+def test_a_norm_before_the_block_is_an_axis_of_its_own(cut: str) -> None:
+    """Its weight gets a gradient. Where nothing is said of it cases are called as they were."""
+    axis = next(one for one in Mlp().axes(CPU) if one.name == "cut")
+    assert axis.quiet and axis.default == ("linear",)
+    state = Mlp().prepare(setup_for("fp32", cut=cut))
+    (x,), (norm, *_) = state.inputs, list(state.layer.parameters())
+    plain = Mlp().prepare(setup_for("fp32"))
+    for mine, theirs in zip(list(plain.layer.parameters()), list(state.layer.parameters())[1:], strict=True):
+        mine.data.copy_(theirs)
+    normed = functional.rms_norm(x, (16,), norm, 1e-5)
+    torch.testing.assert_close(state.layer(x, SilentPhases()), plain.layer(normed, SilentPhases()))
+    _, gradients = state.outcome()
+    assert len(gradients) == 4 and all(bool(one.any()) for one in gradients)
+
+
+def test_a_block_that_may_be_one_layer_has_no_precision_map() -> None:
+    params = {**SIZES, "tokens": 32, "gated": "no", "pass": "training", "cut": "norm-mlp"}
+    refused = Mlp().layer_support("up", params, precisions.get("fp8"), H200)
+    assert refused.level is Level.REFUSED and "choose cut=norm-linear" in refused.reason
+    parted = Mlp().layer_support("up", {**params, "cut": "norm-linear"}, precisions.get("fp8"), H200)
+    assert parted.level is Level.NATIVE
