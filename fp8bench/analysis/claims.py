@@ -12,20 +12,25 @@ from fp8bench import units
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.metric import MEMORY
+from fp8bench.errors import UsageError
+from fp8bench.formats.kernel_names import foreign_kernel
+from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Label, Record
+from fp8bench.registry import precisions
 
 # The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
 # EPYC (Zen 5), the highest is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
 # times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
 # in fp32's four.
 MARGIN = 2.5
+_ANY = 64
 
 
 def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
     yield from _no_work(record)
     yield from _above_ceiling(record)
-    yield from _not_low_precision(record, reference)
+    yield from _fallback(record, reference)
 
 
 def _no_work(record: Record) -> Iterator[Labelled]:
@@ -46,19 +51,40 @@ def _above_ceiling(record: Record) -> Iterator[Labelled]:
             return
 
 
-def _not_low_precision(record: Record, reference: Record | None) -> Iterator[Labelled]:
+def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Suites without products are exempt: what precision could change there is not known."""
-    products = record.products
-    if products is None or products.low is None or not products.count:
-        return
-    if not products.low:
-        ran = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
-        yield Labelled(
-            Label.NOT_LOW_PRECISION, f"{ran}: none has an operand of {record.case.mode}'s formats", hard=True
-        )
-    elif reference is not None and reference is not record and (same := _same_errors(record, reference)):
-        what = f"{', '.join(same)} exactly {reference.case.mode}'s"
-        yield Labelled(Label.NOT_LOW_PRECISION, what, hard=True)
+    why = _of_products(record)
+    if not why and record.products is not None and record.products.low and reference not in (None, record):
+        assert reference is not None
+        same = _same_errors(record, reference)
+        why = f"{', '.join(same)} exactly {reference.case.mode}'s" if same else ""
+    if why:
+        yield Labelled(Label.FALLBACK, why, hard=True)
+
+
+def _of_products(record: Record) -> str:
+    """What its products ran on, if not on its precision; '' where they did, or nobody knows."""
+    products, mode = record.products, record.case.mode
+    if products is None:
+        return ""
+    ran = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
+    if products.count and products.low is False:
+        return f"{ran}: none has an operand of {mode}'s formats"
+    if products.wide:
+        return f"{ran}: values of {mode}'s formats, and none as its codes"
+    if products.looks_like:
+        return f"the numbers of a product are those of {products.looks_like}"
+    foreign = foreign_kernel(products.kernels, _bits_of(record.case.precision)) if products.kernels else ""
+    return f"its products ran in the kernel {foreign}" if foreign else ""
+
+
+def _bits_of(precision: str) -> int:
+    """The most bits of a recipe's elements; of a precision that is not known here more than any kernel's."""
+    try:
+        recipe = getattr(precisions.get(precision), "recipe", None)
+    except UsageError:
+        recipe = None
+    return max(one.fmt.bits for one in recipe.treatments) if isinstance(recipe, Recipe) else _ANY
 
 
 def _same_errors(record: Record, reference: Record) -> list[str]:

@@ -24,7 +24,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 # Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
     {
-        Label.AA_FAILED, Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
+        Label.AA_FAILED, Label.ABOVE_CEILING, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
         Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET,
     }
 )  # fmt: skip

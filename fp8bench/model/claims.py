@@ -38,7 +38,10 @@ class Products:
     """What an untimed step ran: so many `operators`, and products up to the first with an operand of its formats.
 
     `low` says whether there was one, None where nobody knows which formats that would be. `count` products were looked
-    at, and `operands` are the dtypes that they read. `attention` are the kernels that torch's attention took.
+    at, and `operands` are the dtypes that they read. `attention` are the kernels that torch's attention took. `wide`
+    says that native products had values of their formats in wider dtypes, and none codes; `looks_like` in what
+    precision a product of the arithmetic really was, by its numbers, '' where it kept its promise. `kernels` are the
+    names of those that multiplied in a profiled step, if there was one.
     """
 
     count: int
@@ -46,3 +49,6 @@ class Products:
     operands: tuple[str, ...] = ()
     operators: int = 0
     attention: tuple[str, ...] = ()
+    wide: bool = False
+    looks_like: str = ""
+    kernels: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ class Label(StrEnum):
     NOISY = "noisy"
     AA_FAILED = "aa-failed"
     ABOVE_CEILING = "above-ceiling"
-    NOT_LOW_PRECISION = "not-low-precision"
+    FALLBACK = "fallback"
     CONTENDED = "contended"
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"

@@ -170,6 +170,8 @@ def kept_bits(found: Tensor, sums: Sums) -> int:
     What is cut off makes all of them smaller, and a model of 14 bits shows how much that is for these operands, and how
     far single results are off then.
     """
+    if sums.is_unbiased(found):
+        return FLOAT32_BITS
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     lost, expected = sums.lost(found), sums.lost(model)
     if lost <= 0 or expected <= 0:

@@ -96,13 +96,18 @@ _BYTE = 8
 _CLOSE = 1e-5
 
 
+def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
+    """Whether a tensor's dtype is that of a format's codes."""
+    return bool(tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None))
+
+
 def is_of(tensor: Tensor, fmt: Format) -> bool:
     """Whether a tensor has a format's dtype, or values on its grid in a wider one, whatever their scales.
 
     Values on a grid have few significant bits where their scale is a power of two, and few magnitudes among many where
     it is not; or they are so once the largest of those that share a scale is the largest of the format.
     """
-    if tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None):
+    if has_dtype_of(tensor, fmt):
         return True
     if _SIGNIFICANT.get(tensor.dtype, 0) <= fmt.mantissa_bits + 1 or tensor.numel() < 2:
         return False

@@ -53,12 +53,35 @@ def error(*values: float) -> tuple[Measurement, ...]:
 
 def test_products_of_other_formats() -> None:
     found = claims(record(CALM, "fp8", products=HIGH))
-    assert found == {
-        Label.NOT_LOW_PRECISION: "3 products, of float32 and bfloat16: none has an operand of fp8's formats"
-    }
+    assert found == {Label.FALLBACK: "3 products, of float32 and bfloat16: none has an operand of fp8's formats"}
     assert claims(record(CALM, "fp8", products=LOW)) == {}
     assert claims(record(CALM, "fp8", products=Products(0, False))) == {}
     assert claims(record(CALM, "fp8")) == {}
+
+
+@pytest.mark.parametrize(
+    ("precision", "products", "said"),
+    [
+        ("fp8", replace(LOW, wide=True), "1 product, of bfloat16: values of fp8's formats, and none as its codes"),
+        ("fp8", replace(LOW, looks_like="bfloat16"), "the numbers of a product are those of bfloat16"),
+        ("fp8", replace(LOW, kernels=("nvjet_tst_128x256",)), "its products ran in the kernel nvjet_tst_128x256"),
+        ("fp8", replace(LOW, kernels=("nvjet_tst_128x256", "nvjet_qqtst_128x256")), None),
+        ("nvfp4", replace(LOW, kernels=("nvjet_qqtst_128x256",)), "its products ran in the kernel nvjet_qqtst_128x256"),
+        ("bf16", replace(LOW, kernels=("nvjet_tst_128x256",)), None),
+        ("of somebody's own", replace(LOW, kernels=("nvjet_tst_128x256",)), None),
+        ("fp8", Products(0, None, looks_like="bfloat16"), "the numbers of a product are those of bfloat16"),
+        (
+            "fp8",
+            replace(HIGH, wide=True, looks_like="bfloat16"),
+            "3 products, of float32 and bfloat16: none has an operand",
+        ),
+    ],
+)
+def test_products_in_another_precision(precision: str, products: Products, said: str | None) -> None:
+    """By their operands, their numbers, or the names of kernels: the first is told, of precisions that are known."""
+    (reason,) = claims(record(CALM, precision, products=products)).values() if said else ("",)
+    assert reason.startswith(said or "")
+    assert bool(claims(record(CALM, precision, products=products))) is bool(said)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +102,7 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
     memory = Measurement("peak_memory", "B", (1.0,))
     reference = record(CALM, "fp32", is_reference=True, measurements=(*theirs, memory))
     one = record(CALM, "tf32", measurements=(*own, replace(memory, samples=(2.0,))), products=products)
-    assert claims(one, reference) == ({Label.NOT_LOW_PRECISION: said} if said else {})
+    assert claims(one, reference) == ({Label.FALLBACK: said} if said else {})
     assert claims(reference, reference) == {}
 
 
@@ -91,7 +114,7 @@ def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() 
     alone = record(fast, "fp8", products=LOW, paired_with=slow, control=slow)
     honest = {one.case.mode: one for one in find([reference, *others, alone], {})}
     assert honest["bf16"].verdict is honest["fp8"].verdict is Verdict.FASTER
-    assert honest["fp16"].verdict is Verdict.UNSURE and honest["fp16"].hard == (Label.NOT_LOW_PRECISION,)
+    assert honest["fp16"].verdict is Verdict.UNSURE and honest["fp16"].hard == (Label.FALLBACK,)
     boasting = replace(reference, work=Work(flops=1e15), ceiling=Ceiling(1e11, 1e11))
     beside = {one.case.mode: one for one in find([boasting, *others, alone], {})}
     for mode in ("bf16", "fp8"):

@@ -66,7 +66,7 @@ class Claims(Workload):
         return {"some_error": 0.25 if setup.case.param("how") == "repeats" else own}
 """
 HOWS = ("boasts", "deaf", "keeps", "repeats", "grows", "shrinks")
-CLAIMS = (Label.ABOVE_CEILING, Label.NOT_LOW_PRECISION)
+CLAIMS = (Label.ABOVE_CEILING, Label.FALLBACK)
 LOW = ("bf16", "fp8")
 
 
@@ -122,7 +122,7 @@ def test_a_suite_that_ignores_its_precision_is_not_in_it(run: Run) -> None:
     """The reference is what it says."""
     found = reasons(run, "deaf")
     assert found.pop("fp32") == {}
-    assert {mode: one[Label.NOT_LOW_PRECISION] for mode, one in found.items()} == {
+    assert {mode: one[Label.FALLBACK] for mode, one in found.items()} == {
         mode: f"1 product, of float32: none has an operand of {mode}'s formats" for mode in LOW
     }
 
@@ -130,13 +130,13 @@ def test_a_suite_that_ignores_its_precision_is_not_in_it(run: Run) -> None:
 def test_a_result_kept_in_the_carrier_is_no_fp8(run: Run) -> None:
     """bf16 is what it says, there."""
     found = reasons(run, "keeps")
-    assert found["bf16"] == {} and "of bfloat16: none" in found["fp8"][Label.NOT_LOW_PRECISION]
+    assert found["bf16"] == {} and "of bfloat16: none" in found["fp8"][Label.FALLBACK]
 
 
 def test_the_errors_of_the_reference_are_not_those_of_a_low_precision(run: Run) -> None:
     found = reasons(run, "repeats")
     assert found.pop("fp32") == {}
-    assert found == {mode: {Label.NOT_LOW_PRECISION: "some_error exactly fp32's"} for mode in LOW}
+    assert found == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
 
 
 def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -> None:

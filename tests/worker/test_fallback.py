@@ -1,0 +1,134 @@
+"""Precisions of a few lines that do not compute in what they promise, through a real worker: each is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fp8bench import pipeline
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Case, Label, Products, Request, Run, Verdict
+from fp8bench.protocols import SilentObserver
+from fp8bench.user_code import import_user_modules
+from fp8bench.worker.bench import Bench
+from tests.facts import CPU
+from tests.own_suites import forgotten
+
+# All claim to be fp8 with a scale a tensor. The native ones say that torch's kernels on this processor are hardware.
+PRECISIONS = """
+import torch
+
+from fp8bench.model import Level, Support
+from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
+from fp8bench.protocols import Operand
+from fp8bench.registry import precisions
+
+Base = type(precisions.get("fp8-e4m3"))
+
+
+def promise(name, level, base, **methods):
+    arithmetic = type("Promised", (base,), methods)
+    body = {
+        "name": name, "summary": name, "aliases": (), "support": lambda self, facts: Support(level, "planted"),
+        "arithmetic": lambda self, facts: arithmetic(self.recipe),
+    }
+    precisions.register(name)(type("Planted", (Base,), body))
+
+
+def leaves(self, tensor, role):
+    return Operand(tensor.detach().bfloat16())
+
+
+def turns(self, operand):
+    return Operand(operand.data.t())
+
+
+def wide(self, a, b, dtype):
+    return torch.mm(a.data.bfloat16(), b.data.bfloat16().t()).to(dtype)
+
+
+def restored(self, a, b, dtype):
+    a, b = (self.restore(one, torch.bfloat16) for one in (a, b))
+    return torch.mm(a, b.t()).to(dtype)
+
+
+def remembers(self, tensor, role, again):
+    operand = RecipeArithmetic.operand(self, tensor, role, again)
+    operand.data.source = tensor.detach()
+    return operand
+
+
+def pretends(self, a, b, dtype):
+    RecipeArithmetic.product(self, a, b, dtype)
+    return torch.mm(a.data.source, b.data.source.t()).to(dtype)
+
+
+native, emulated = Level.NATIVE, Level.EMULATED
+promise("honest-native", native, ScaledArithmetic)
+promise("honest-emulated", emulated, RecipeArithmetic)
+promise("copies-emulated", emulated, RecipeArithmetic, product=wide)
+promise("leaves-native", native, ScaledArithmetic, cast=leaves, turned=leaves, transposed=turns, product=wide)
+promise("leaves-emulated", emulated, RecipeArithmetic, cast=leaves, turned=leaves, product=wide)
+promise("copies-native", native, ScaledArithmetic, product=restored)
+promise("pretends-emulated", emulated, RecipeArithmetic, operand=remembers, product=pretends)
+"""
+HONEST = ("honest-native", "honest-emulated", "copies-emulated")
+# What is said of each.
+FALLBACKS = {
+    "leaves-native": "1 product, of bfloat16: none has an operand of leaves-native's formats",
+    "leaves-emulated": "1 product, of bfloat16: none has an operand of leaves-emulated's formats",
+    "copies-native": "1 product, of bfloat16: values of copies-native's formats, and none as its codes",
+    "pretends-emulated": "the numbers of a product are those of bfloat16",
+}
+AXES = (("shape", ("128",)), ("product", ("forward",)), ("operands", ("cast",)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("fallbacks")
+    file = folder / "promises.py"
+    file.write_text(PRECISIONS)
+    with forgotten(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP8BENCH_QUANTISERS", "eager")
+        import_user_modules([str(file)])
+        modes = ("bf16", *HONEST, *FALLBACKS)
+        request = Request("gemm", modes, ("cpu",), "bf16", AXES, rounds=4, imports=(str(file),), energy=False)
+        yield pipeline.execute(request, folder / "store", SilentObserver(), "a test")
+
+
+def reasons(run: Run) -> dict[str, str]:
+    return {
+        one.case.mode: dict(one.label_reasons).get(Label.FALLBACK, "")
+        for one in findings(run).values()
+    }  # fmt: skip
+
+
+def test_what_keeps_its_promise_has_no_label(run: Run) -> None:
+    """An emulation may multiply its values in bfloat16: nobody reads its speed."""
+    found = reasons(run)
+    assert {mode: found[mode] for mode in ("bf16", *HONEST)} == dict.fromkeys(("bf16", *HONEST), "")
+
+
+def test_each_fallback_is_told_with_what_it_ran(run: Run) -> None:
+    """And has no verdict, however fast it is."""
+    found = reasons(run)
+    assert {mode: found[mode] for mode in FALLBACKS} == FALLBACKS
+    for one in findings(run).values():
+        if one.case.mode in FALLBACKS:
+            assert Label.FALLBACK in one.labels and one.verdict in (Verdict.UNSURE, Verdict.EMULATED)
+
+
+@pytest.mark.parametrize(
+    ("mode", "products"),
+    [
+        ("honest-native", Products(1, True, ("float8_e4m3fn",), 3)),
+        ("copies-native", Products(1, True, ("bfloat16",), 11, wide=True, looks_like="bfloat16 copies of {}'s values")),
+    ],
+)
+def test_what_is_kept_of_it(mode: str, products: Products, run: Run, bench: Bench) -> None:
+    """All that was seen, of which the label names the first."""
+    params = (("m", 128), ("n", 128), ("k", 128), ("product", "forward"), ("operands", "ready"))
+    found = bench.products(Case("gemm", params, mode, "cpu"), CPU)
+    assert found.wide == products.wide and found.looks_like == products.looks_like.format(mode)
+    assert found.low and found.operands == products.operands and found.kernels == ()
