@@ -56,7 +56,8 @@ TABLE: dict[str, frozenset[str]] = {
 }
 # What formats says of products and devices without torch.
 LIGHT_FORMATS = frozenset(
-    f"fp8bench.formats.{name}" for name in ("hardware", "product_rules", "recipe_support", "recipes", "scaled_products")
+    f"fp8bench.formats.{name}"
+    for name in ("hardware", "kernel_names", "product_rules", "recipe_support", "recipes", "scaled_products")
 )
 LIGHT_NN = frozenset(f"fp8bench.nn.{name}" for name in ("layer_workload", "support", "sizes", "shared_precisions"))
 LIGHT = LIGHT_FORMATS | LIGHT_NN | {"fp8bench.formats.grids", "fp8bench.formats.scalings"}
