@@ -88,7 +88,8 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     out = torch.empty(x.shape, dtype=DTYPES[fmt.name], device=x.device)
     inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
     torch.ops.fp8bench.row_codes(x, out, inverse, fmt.name, rounding.value, block)
-    return (out if whole else out[:, :columns].contiguous()), inverse.as_strided((rows, len(inverse)), (1, rows))
+    # Products look at strides, of sides of 1 too: those of rows are a column, those of blocks lie by columns.
+    return (out if whole else out[:, :columns].contiguous()), turned_rows(inverse) if block else inverse.view(rows, 1)
 
 
 def square_codes(
