@@ -129,6 +129,7 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     assert timing is not None
     yield from _told_apart(aa, timing.num_rounds)
     yield from _contended(timing, record.case.device)
+    yield from shared(record.watch)
     yield from limits_of(record.watch)
     if why := why_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, why)
@@ -247,6 +248,20 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     third = len(ratios) // 3
     moved = abs(float(np.median(ratios[-third:]) - np.median(ratios[:third])))
     return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE
+
+
+def shared(watch: DeviceWatch | None) -> Iterator[Labelled]:
+    """Others have work on the device: whether they ran meanwhile no driver says."""
+    if watch is None:
+        return
+    told = []
+    if watch.others:
+        memory = f" with {units.size(watch.others_memory)}" if watch.others_memory else ""
+        told.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it{memory}")
+    if watch.slices:
+        told.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of it")
+    if told:
+        yield Labelled(Label.SHARED, ", ".join(told))
 
 
 def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:

@@ -29,9 +29,14 @@ class Watch:
     """
 
     def __init__(
-        self, device: Looks, warm_up: Settling | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        device: Looks,
+        warm_up: Settling | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pid: int | None = None,
     ) -> None:
-        self._device, self._warm_up, self._clock = device, warm_up, clock
+        self._device, self._warm_up, self._clock, self._pid = device, warm_up, clock, pid
+        self._sharing = self._others()
         self._looks: dict[str, list[Readings]] = {}
         self._round, self._looking, self._due = -1, False, 0.0
         self._before = device.violations()
@@ -54,6 +59,14 @@ class Watch:
         """The session is over: what was counted meanwhile is read."""
         self._counted = grown(self._before, self._device.violations())
         self._seconds = self._clock() - self._begun
+        self._sharing = max(self._sharing, self._others(), key=lambda found: found.get("others", 0))
+
+    def _others(self) -> dict[str, int]:
+        """How many processes beside the worker have work there, and their bytes, as far as the driver says."""
+        if self._pid is None:
+            return {}
+        read = self._device.others(self._pid)
+        return {name: int(one.number) for name, one in read.items() if isinstance(one, Reading)}
 
     def seen(self, arm: Arm) -> DeviceWatch:
         """What there was to be seen of one arm; after `end`."""
@@ -73,5 +86,8 @@ class Watch:
             held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
             warm_up=self._warm_up,
+            others=self._sharing.get("others"),
+            others_memory=self._sharing.get("others_memory"),
+            slices=max(0, self._device.shared_by - 1),
             **found,
         )

@@ -233,7 +233,7 @@ class GroupMeasurement:
         if silent:
             return None
         device = self._meter.device
-        return Watch(device, self._warm_up(session.arms[0], device))
+        return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
     def _look_beside(self, session: Session, watch: Watch | None) -> None:
         """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""

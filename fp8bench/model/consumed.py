@@ -68,6 +68,8 @@ class DeviceWatch:
 
     `throttle` has every bit that was set in any look (`fp8bench.model.consumed` names them). `held` says for how many
     of the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
+    `others` are the processes beside the worker that had work on it then, with `others_memory` bytes, `slices` the
+    other parts that it is split into.
     `sm_clock` is the mean over its slots that were looked at, each by how long it took. `warm_up` is how the device was
     while the first case of the session ran ahead of the rounds, None where it told neither clock nor temperature.
     """
@@ -82,6 +84,9 @@ class DeviceWatch:
     temperature: float | None = None
     why: str = ""
     warm_up: Settling | None = None
+    others: int | None = None
+    others_memory: int | None = None
+    slices: int = 0
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Label(StrEnum):
     ABOVE_CEILING = "above-ceiling"
     FALLBACK = "fallback"
     CONTENDED = "contended"
+    SHARED = "shared"
     THROTTLED = "throttled"
     POWER_CAPPED = "power-capped"
     CLOCK_OFFSET = "clock-offset"

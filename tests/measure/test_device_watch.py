@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.findings import find
+from fp8bench.analysis.labels import shared
 from fp8bench.analysis.verdicts import decided
 from fp8bench.measure import device_watch
 from fp8bench.measure.device_watch import Watch
@@ -47,6 +48,35 @@ class Device(AbsentDevice):
 
 def look(throttle: int = 0, clock: float | None = 1.5e9, temperature: float | None = 50) -> dict[str, float | None]:
     return {"throttle": throttle, "sm_clock": clock, "memory_clock": 2.6e9, "temperature": temperature}
+
+
+class Shared(Device):
+    """On which others have work, more of them when it is over; two parts of it are somebody else's."""
+
+    shared_by = 3
+
+    def others(self, pid: int) -> Readings:
+        assert pid == 42
+        self.asked_for_others = getattr(self, "asked_for_others", 0) + 1
+        return {"others": reading(self.asked_for_others), "others_memory": reading(self.asked_for_others * 2**30)}
+
+
+def test_who_shares_a_device_is_told_with_the_label() -> None:
+    """Asked before the rounds and after them. Where nobody can say, nothing is said."""
+    one = arm("bf16")
+    for device, pid, found, reason in (
+        (Shared(), 42, (2, 2**31, 2), "2 other processes on it with 2.00 GiB, 2 other slices of it"),
+        (Device(), 42, (None, None, 0), ""),
+        (Device(), None, (None, None, 0), ""),
+    ):
+        watch = Watch(device, pid=pid)
+        watch.end()
+        seen = watch.seen(one)
+        assert (seen.others, seen.others_memory, seen.slices) == found
+        assert [(label.label, label.reason, label.hard) for label in shared(seen)] == [
+            (Label.SHARED, reason, False) for _ in "." if reason
+        ]
+    assert list(shared(None)) == []
 
 
 class Clock:

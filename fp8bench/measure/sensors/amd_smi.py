@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 from fp8bench.measure.sensors.driver_library import DriverLibrary
-from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Queries, Query, Way
+from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Queries, Query, Way, others_queries
 from fp8bench.measure.sensors.nvml_match import Identity, address_of
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, first_of, positive
@@ -71,7 +71,6 @@ class AmdDevice(DriverDevice):
 
     def __init__(self, identity: Identity, library: AmdLibrary = LIBRARY) -> None:
         self._identity = identity
-        self.shared_by = 0
         held = _Held()
         super().__init__(library, _queries(library, held))
         with suppress(NoReading):
@@ -159,6 +158,11 @@ def _process_memory(pid: int) -> Query:
     return Query("process_memory", read)
 
 
+def _listed(ask: Ask) -> tuple[list[tuple[int, int]], str]:
+    source = "amdsmi_get_gpu_process_list"
+    return [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in ask(source)], source
+
+
 def _uncounted(ask: Ask) -> Reading:
     raise NoReading("AMD SMI counts samples of it, not seconds")
 
@@ -208,4 +212,5 @@ def _queries(library: AmdLibrary, held: _Held) -> Queries:
         changing=changing,
         violations=tuple(Query(one.name, _uncounted) for one in consumed.VIOLATIONS),
         process_memory=_process_memory,
+        others=lambda pid: others_queries(pid, _listed),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -44,12 +44,45 @@ class Queries:
     changing: tuple[Query, ...]
     violations: tuple[Query, ...]
     process_memory: Callable[[int], Query]
+    others: Callable[[int], tuple[Query, ...]]
+
+
+def others_of(pid: int, processes: Iterable[tuple[int, int]]) -> tuple[int, int | None]:
+    """How many of these are others, and their bytes; None where they are not known, as those of single ones may be.
+
+    In a container a driver may list the process under another number: then one of those that are there is it, and
+    nobody knows which.
+    """
+    listed = list(processes)
+    sizes = [size for number, size in listed if number != pid]
+    if sizes and len(sizes) == len(listed):
+        return len(sizes) - 1, None
+    return len(sizes), sum(sizes) if all(size > 0 for size in sizes) else None
+
+
+def others_queries(pid: int, listed: Callable[[Ask], tuple[Iterable[tuple[int, int]], str]]) -> tuple[Query, ...]:
+    """Both of `Looks.others`, from who is listed and by which function."""
+
+    def count(ask: Ask) -> Reading:
+        processes, source = listed(ask)
+        return Reading(others_of(pid, processes)[0], "", source)
+
+    def memory(ask: Ask) -> Reading:
+        processes, source = listed(ask)
+        size = others_of(pid, processes)[1]
+        if size is None:
+            raise NoReading("the driver does not report the memory of single processes, or lists this one otherwise")
+        return Reading(size, "B", source)
+
+    return Query("others", count, About.PART), Query("others_memory", memory, About.PART)
 
 
 class Looks(ABC):
     """What can be asked of a device beside its energy; each value comes, or says why it does not."""
 
     queries: Queries
+    # How many parts the device is split into, which share its power and clocks; 0 where it is whole.
+    shared_by: int = 0
 
     def facts(self) -> Readings:
         """What does not change while a run lasts: name, driver, limits, modes."""
@@ -67,6 +100,10 @@ class Looks(ABC):
         """What a process holds on the device, its context included; this one's by default."""
         query = self.queries.process_memory(os.getpid() if pid is None else pid)
         return self._read((query,))[query.name]
+
+    def others(self, pid: int) -> Readings:
+        """How many processes but that one have work there (`others`), and how much they hold (`others_memory`)."""
+        return self._read(self.queries.others(pid))
 
     def glance(self) -> Readings:
         """What may change from one second to the next: clocks, temperature, throttle reasons."""

@@ -39,11 +39,6 @@ class NvmlDevice(DriverDevice):
         super().__init__(library, QUERIES)
 
     @property
-    def shared_by(self) -> int:
-        """How many MIG instances share the device, and with it its power; 0 without MIG."""
-        return len(self.match.device.instances) if self.match.device.mig else 0
-
-    @property
     def part(self) -> Any:
         return self._part or self.handle
 
@@ -54,9 +49,10 @@ class NvmlDevice(DriverDevice):
             self.match = match(self._identity, devices, self._environ)
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
-        instance = self.match.instance
+        instance, device = self.match.instance, self.match.device
+        self.shared_by = len(device.instances) if device.mig else 0
         self._part = call("nvmlDeviceGetHandleByUUID", instance.uuid) if instance else None
-        return call("nvmlDeviceGetHandleByUUID", self.match.device.uuid)
+        return call("nvmlDeviceGetHandleByUUID", device.uuid)
 
 
 def listed(call: Callable[..., Any]) -> tuple[list[Listed], list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fp8bench.measure.sensors.looks import About, Ask, Queries, Query, Way
+from fp8bench.measure.sensors.looks import About, Ask, Queries, Query, Way, others_queries
 from fp8bench.measure.sensors.nvml_library import reason
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, first_of, positive
@@ -65,13 +65,31 @@ def _memory(part: str) -> Way:
     )
 
 
+_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+
+
+def _listed(ask: Ask) -> tuple[list[tuple[int, int]], str]:
+    """Processes with their bytes, by the newest function that the driver has."""
+    try:
+        source = _PROCESSES[0]
+        found = ask(source)
+    except NoReading:
+        source = _PROCESSES[1]
+        found = ask(source)
+    return [(process.pid, process.usedGpuMemory or 0) for process in found], source
+
+
+def others(pid: int) -> tuple[Query, ...]:
+    """Who else has work on the device."""
+    return others_queries(pid, _listed)
+
+
 def process_memory(pid: int) -> Query:
     """What a process holds on the device, its context included.
 
     Not by pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
     """
-    functions = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-    ways = (_said(function, "B", of=partial(_memory_of, pid)) for function in functions)
+    ways = (_said(function, "B", of=partial(_memory_of, pid)) for function in _PROCESSES)
     return Query("process_memory", _first_of(*ways))
 
 
@@ -146,4 +164,4 @@ STATE: tuple[Query, ...] = (
     Query("memory_used", _memory("used"), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(one.name, _violation(one)) for one in consumed.VIOLATIONS)
-QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory)
+QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)

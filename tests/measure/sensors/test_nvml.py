@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,24 @@ def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
     one.processes = 0
     read = device.process_memory()
     assert isinstance(read, Unavailable) and "not among the 0" in read.reason
+
+
+def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
+    """Where this process is not listed, it is one of those under another number."""
+    one = nvml.state.device[0]
+    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    assert values(device.others(os.getpid())) == {"others": (1, ""), "others_memory": (40 * GIGABYTE, "B")}
+    assert values(device.others(1)) == {"others": (1, ""), "others_memory": (2 * GIGABYTE, "B")}
+    one.process_bytes[1] = 0
+    said = device.others(os.getpid())
+    assert isinstance(said["others"], Reading) and isinstance(said["others_memory"], Unavailable)
+    said = device.others(77)
+    assert said["others"] == Reading(1, "", "nvmlDeviceGetComputeRunningProcesses_v3")
+    one.processes = 1
+    assert values(device.others(os.getpid())) == {"others": (0, ""), "others_memory": (0, "B")}
+    nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 15)
+    nvml.fail("nvmlDeviceGetComputeRunningProcesses_v2", 15)
+    assert all(isinstance(read, Unavailable) and "lost" in read.reason for read in device.others(1).values())
 
 
 def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
