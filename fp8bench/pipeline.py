@@ -209,6 +209,7 @@ def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
     check_names(request)
     quantisers_for(request.quick, os.environ)
     measures_ceilings(request.quick, os.environ)
+    warm_up_limit(request.quick, request.budget, os.environ)
     if request.trace is not None and write:
         check_folder("--trace", Path(request.trace))
     if write:
@@ -289,7 +290,7 @@ def _group(
         capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
         traces=trace_folder(run),
         ceilings=ceilings,
-        warm_up_seconds=warm_up_limit(request.quick, request.budget),
+        warm_up_seconds=warm_up_limit(request.quick, request.budget, os.environ),
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
     )

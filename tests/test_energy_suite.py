@@ -30,6 +30,7 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
 def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0) -> tuple[Run, str]:
     """The run that a command line leaves, and what it printed."""
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
+    environment.pop("FP8BENCH_WARM_UP")
     done = subprocess.run(
         [sys.executable, "-m", "fp8bench", *words, "--store", "store"], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=300, check=False,

@@ -55,7 +55,7 @@ def unsettled(watch: DeviceWatch | None) -> Iterator[Labelled]:
     moved = slopes(found.looks)
     told = [f"after {units.seconds(found.seconds)} of warming up"]
     if moved.clock is not None:
-        told.append(f"SM clock {units.count(found.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
+        told.append(f"clock {units.count(found.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
     if moved.temperature is not None:
         told.append(f"{found.looks[-1].temperature:g} degC, {moved.temperature:+.1f} a second")
     yield Labelled(Label.UNSETTLED, ", ".join(told))

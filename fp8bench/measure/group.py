@@ -24,7 +24,6 @@ from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.settle import Settler
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Fresh, Group, Level, Record
@@ -229,10 +228,9 @@ class GroupMeasurement:
         """Who looks at the device, which is warm by now, between slots: nobody at a processor that tells nothing."""
         if self._meter is None or not session.arms:
             return None
-        silent = isinstance(self._meter.device, AbsentDevice) and not session.arms[0].facts.accelerated
-        if silent:
-            return None
         device = self._meter.device
+        if device.silent and not session.arms[0].facts.accelerated:
+            return None
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
     def _look_beside(self, session: Session, watch: Watch | None) -> None:

@@ -104,7 +104,7 @@ def _missing(result: Result) -> Iterator[str]:
 
 def _at_another_pace(result: Result) -> Iterator[str]:
     found, finding = figures_of(result), result.finding
-    if found is None or finding is None or emulated(result):
+    if found is None or finding is None or emulated(result) or result.record.sustained:  # a table has it then
         return
     if (pace := other_pace(found, finding)) is not None:
         took, slots = units.seconds(found.seconds.middle), units.seconds(found.seconds.middle / pace)

@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import WorkerFault
+from fp8bench.errors import UsageError, WorkerFault
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
@@ -117,4 +117,10 @@ def test_a_long_step_runs_once_between_two_looks() -> None:
 
 @pytest.mark.parametrize(("quick", "budget", "limit"), [(False, None, 30), (True, None, 5), (False, 9.0, 5)])
 def test_who_is_in_a_hurry_waits_less(quick: bool, budget: float | None, limit: float) -> None:
-    assert warm_up_limit(quick, budget) == limit
+    assert warm_up_limit(quick, budget, {}) == limit
+    assert warm_up_limit(quick, budget, {"FP8BENCH_WARM_UP": "off"}) == 0.0
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"FP8BENCH_WARM_UP is 'no'\. Set it to off"):
+        warm_up_limit(False, None, {"FP8BENCH_WARM_UP": "no"})

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8bench.measure.sensors.driver_library import DriverLibrary
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
@@ -83,6 +83,8 @@ class Looks(ABC):
     queries: Queries
     # How many parts the device is split into, which share its power and clocks; 0 where it is whole.
     shared_by: int = 0
+    # Whether it has nothing to say of clocks and heat.
+    silent: ClassVar[bool] = False
 
     def facts(self) -> Readings:
         """What does not change while a run lasts: name, driver, limits, modes."""

@@ -15,6 +15,7 @@ from fp8bench.measure.sensors import amd_smi, hwmon, rapl
 from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
+from fp8bench.measure.sensors.host import HostDevice
 from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
@@ -153,7 +154,7 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
         return amd_meter(identity, energy=energy)
     if facts.kind == "xpu":
         return counted_meter(
-            lambda: (hwmon.gpu_domain(),), SourceKind.COUNTER, _NO_DRIVER.format("an Intel GPU"), energy
+            lambda: (hwmon.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
         )
     if facts.kind != "cuda":
         return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
@@ -212,14 +213,16 @@ def _of_driver(
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
     """The meter of the processor's packages and their memory."""
-    return counted_meter(lambda: rapl.domains(root), SourceKind.RAPL, _NO_DRIVER.format("a CPU"), energy, clock)
+    why = _NO_DRIVER.format("a CPU")
+    host = HostDevice(why)
+    device = host if host.tells else AbsentDevice(why)
+    return counted_meter(lambda: rapl.domains(root), SourceKind.RAPL, device, energy, clock)
 
 
 def counted_meter(
-    domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, absent: str, energy: bool, clock: Clock = HOST
+    domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, device: Looks, energy: bool, clock: Clock = HOST
 ) -> Meter:
-    """The meter of what counts its energy in files; `absent` says why it can be asked nothing else."""
-    device = AbsentDevice(absent)
+    """The meter of what counts its energy in files; `device` says what else it can be asked."""
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:

@@ -17,6 +17,7 @@ class AbsentDevice(Looks):
     """Answers every question that NVML would be asked with the same reason."""
 
     queries = QUERIES
+    silent = True
 
     def __init__(self, why: str) -> None:
         self._why = Unavailable(why)
