@@ -112,3 +112,5 @@ CACHE = Axis(
 CACHE_TIMES = 2
 # Axes that every workload has. How they are obeyed is the worker's matter: workloads never see them.
 COMMON = (CACHE,)
+# The usual values of quiet axes, by name: what a case without such a parameter has.
+QUIET: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, CACHE)}

@@ -11,6 +11,7 @@ from typing import TypeVar
 from fp8bench import units
 from fp8bench.analysis.metric import ENERGY, STEP, Better, Metric, Reference
 from fp8bench.model import Case, DeviceFacts, Finding, Label, Params, Record, Run
+from fp8bench.protocols.axes import QUIET
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -100,8 +101,16 @@ class Panel:
         return tuple(dict.fromkeys(one.metric for result in self.results for one in result.record.measurements))
 
     def place(self, group: ResultGroup) -> str:
-        """The parameters that tell a group from the others: 'm=256 n=256'; '' where there is but one group."""
-        return show_params(pair for pair in group.case.params if pair not in self.shared)
+        """The parameters that tell a group from the others: 'm=256 n=256'; '' where there is but one group.
+
+        A quiet axis that others have set is said of it, too: 'cache=hot'.
+        """
+        own = [pair for pair in group.case.params if pair not in self.shared]
+        quiet = [(name, usual) for name, usual in QUIET.items() if self._varies(name) and name not in dict(own)]
+        return show_params([*own, *quiet]) or ("as usual" if len(self.groups) > 1 else "")
+
+    def _varies(self, name: str) -> bool:
+        return any(name in dict(group.case.params) for group in self.groups) and name not in dict(self.shared)
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
