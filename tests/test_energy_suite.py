@@ -77,6 +77,30 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
 
 
 @pytest.mark.slow
+def test_turns_of_seconds_stand_beside_the_slots(simulation: Simulation, tmp_path: Path) -> None:
+    """In the record, the table, the rows and the page; at the clock and the power that the device tells."""
+    simulation.reset()
+    words = [*GEMM[:-1], "--quick", "--sustained", "1", "--csv", "rows.csv", "--html", "page.html"]
+    run, text = ran(simulation, tmp_path, *words)
+    for record in run.records:
+        assert len(record.sustained) == 3 and record.energy is not None and len(record.energy.windows) == 3
+        for turn in record.sustained:
+            assert sum(turn.seconds) >= 1 and turn.settling is not None and turn.settling.settled
+            assert turn.clock == 1755e6 and turn.watts == pytest.approx(300.0, rel=0.01)
+    assert "sustained: a step in turns of seconds" in text and "3, 3 settled" in text and "1.75 GHz" in text
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        told = {(row["mode"], row["metric"]): row for row in csv.DictReader(file) if row["phase"] == "step"}
+    for record in run.records:
+        steps = [sum(turn.seconds) / (turn.steps * len(turn.seconds)) for turn in record.sustained]
+        row = told[record.case.mode, "sustained_time"]
+        assert float(row["median_in_unit"]) == pytest.approx(sorted(steps)[1])
+        assert bool(row["ratio_to_reference"]) == (not record.is_reference)
+        assert float(told[record.case.mode, "sustained_clock"]["median_in_unit"]) == 1755e6
+        assert float(told[record.case.mode, "sm_clock"]["median_in_unit"]) == pytest.approx(1755e6)
+    assert 'id="sustained"' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
 def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: Path) -> None:
     """The run goes on, with exit code 0 and no number."""
     simulation.reset()

@@ -27,6 +27,20 @@ def told(**options: bool | float) -> str:
     return expected_time(make_plan(request, (H200,)), request)
 
 
+def test_warming_up_is_part_of_the_time_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups, each four seconds at least; tests of other things leave it out."""
+    assert "warm up" not in told()
+    monkeypatch.delenv("FP8BENCH_WARM_UP")
+    assert ", and 8 s to 1 min 00 s to warm up, and 30 s to" in told()
+    assert ", and 8 s to 10 s to warm up" in told(quick=True)
+
+
+def test_turns_are_part_of_it_too() -> None:
+    """In place of windows of energy, which they are too."""
+    assert "for turns of seconds (--sustained)" in told(sustained=5.0) and "for energy" not in told(sustained=5.0)
+    assert "for turns of seconds (--sustained)" in told(sustained=5.0, energy=False)
+
+
 def test_energy_is_part_of_the_time_that_is_told() -> None:
     """Two groups idle for six seconds each; of each, two cases have three windows and the emulated one has one."""
     assert "about 20 s to 40 s, more where a step takes seconds, and 30 s to 1 min 26 s for energy" in told()

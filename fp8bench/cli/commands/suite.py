@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +17,11 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import REQUEST_RULES as RULES
+from fp8bench.model.settling import STRETCH
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import check_names
 from fp8bench.registry import AUTO, backends, workloads
@@ -126,13 +129,23 @@ def expected_time(plan: Plan, request: Request) -> str:
     """How long a run would take, as far as that is known before anything is measured."""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
-    energy = _energy_expected(plan, request)
+    energy = _warming_expected(plan, request) + _energy_expected(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
     least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
     times = f"{clock(least)} to {clock(2 * least)}"
     return f"time: about {times}, more where a step takes seconds{energy}; --budget SECONDS sets an end"
+
+
+def _warming_expected(plan: Plan, request: Request) -> str:
+    """Of a GPU, which tells its clock where its driver is."""
+    most = warm_up_limit(request.quick, request.budget, os.environ)
+    running = [group for group in plan if any(planned.runs for planned in group.cases)]
+    groups = sum(not group.cases[0].case.device.startswith("cpu") for group in running)
+    if not groups or not most:
+        return ""
+    return f", and {clock(groups * STRETCH)} to {clock(groups * most)} to warm up"
 
 
 def _energy_expected(plan: Plan, request: Request) -> str:
