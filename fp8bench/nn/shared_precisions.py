@@ -114,8 +114,11 @@ class RecipePrecision(Precision):
     def support(self, facts: DeviceFacts) -> Support:
         if self.backend is None:
             return self.own_support(facts)
+        found = self.backend.support(self, facts)
+        if found.level is Level.REFUSED:  # what no installation would mend is said first
+            return found
         missing = self.backend.missing(facts.version_of(self.backend.package))
-        return refused(missing) if missing else self.backend.support(self, facts)
+        return refused(missing) if missing else found
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.backend is not None:
