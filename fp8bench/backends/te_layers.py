@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import BackendMissing
@@ -31,6 +31,17 @@ CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 _SIDE = 4096
+# Its block as GPT-2's: qkv lies as queries, keys, values; nothing is dropped.
+_BLOCK = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal", "attn_input_format": "bshd",
+    "normalization": "LayerNorm", "activation": "gelu", "fuse_qkv_params": True, "qkv_weight_interleaved": False,
+}  # fmt: skip
+_BLOCK_WEIGHTS = (
+    "self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight",
+    "self_attention.layernorm_qkv.weight", "self_attention.proj.weight",
+    "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
+)  # fmt: skip
+_BLOCK_BIASES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_mlp.layer_norm_bias")
 
 
 @backends.register("te")
@@ -95,16 +106,28 @@ class TransformerEngine(Backend):
 
         def fuse(layers: Fused) -> WholeLayer:
             first, *others = layers.weights
+            if layers.heads:
+                return block(layers)
             if not others:
                 module = te.LayerNormLinear(first.shape[1], first.shape[0], **normed, **plain)
-                return whole(module, {"layer_norm_weight": layers.norm, "weight": first})
+                return whole(module, {"layer_norm_weight": layers.norms[0], "weight": first})
             activation = "swiglu" if layers.gated else "gelu"
             module = te.LayerNormMLP(first.shape[1], others[0].shape[1], activation=activation, **normed, **plain)
-            return whole(module, {"layer_norm_weight": layers.norm, "fc1_weight": first, "fc2_weight": others[0]})
+            return whole(module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": others[0]})
+
+        def block(layers: Fused) -> WholeLayer:
+            qkv, _, up, _ = layers.weights
+            options = {**_BLOCK, **plain}
+            module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
+            names = dict(zip(_BLOCK_WEIGHTS, (*layers.norms, *layers.weights), strict=True))
+            # Its norms have biases, which GPT-2's have here not: zeros that nobody trains.
+            zeros = torch.zeros_like(layers.norms[0])
+            return whole(module, {**names, **{name: torch.nn.Parameter(zeros, False) for name in _BLOCK_BIASES}})
 
         def whole(module: Any, weights: Mapping[str, nn.Parameter]) -> WholeLayer:
             for name, weight in weights.items():
-                setattr(module, name, weight)
+                *path, own = name.split(".")
+                setattr(reduce(getattr, path, module), own, weight)
 
             def multiply(x: Tensor) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
@@ -158,18 +181,22 @@ def _recipe(precision: RecipePrecision) -> Any:
         raise BackendMissing("te", error) from error
 
 
-# Where delayed scaling keeps what: the columns of a history are those of one product.
-_META = {"scaling_fwd": ("input", "weight"), "scaling_bwd": ("gradient",)}
+# Where delayed scaling keeps what: so many columns of a history for each product, the first of them operands.
+_META = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
-def _scales(module: Any) -> list[tuple[str, float, float]]:
-    """By role the largest magnitude that a scale comes from, and the scale; none of recipes that keep no history."""
+def _scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
+    """By part, product and role the largest magnitude of a history, and the scale; none where there is no history."""
     found = []
-    for key, roles in _META.items():
-        meta = module.fp8_meta.get(key)
-        history = getattr(meta, "amax_history", None)
-        if history is None:
-            continue
-        amaxes, scales = history.amax(0).tolist(), meta.scale.tolist()
-        found += list(zip(roles, amaxes, scales, strict=False))
+    for part, one in module.named_modules():
+        for key, (columns, roles) in _META.items():
+            meta: Any = getattr(one, "fp8_meta", {}).get(key)
+            if not hasattr(meta, "amax_history"):
+                continue
+            pairs = enumerate(zip(meta.amax_history.amax(0).tolist(), meta.scale.tolist(), strict=True))
+            for index, (amax, scale) in pairs:
+                product, place = divmod(index, columns)
+                if place < len(roles):
+                    role = roles[place] if not product else f"{roles[place]} of product {product + 1}"
+                    found.append((part, role, amax, scale))
     return found

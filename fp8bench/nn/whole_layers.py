@@ -17,10 +17,10 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Role
 
 
 class WholeLayer(NamedTuple):
-    """What multiplies inputs by one weight, and what it says of its scales: role, largest magnitude, scale."""
+    """What multiplies inputs by its weights, and what it says of its scales: part, role, largest magnitude, scale."""
 
     multiply: Callable[[Tensor], Tensor]
-    scales: Callable[[], list[tuple[str, float, float]]] = list
+    scales: Callable[[], list[tuple[str, str, float, float]]] = list
 
 
 # Makes the layer of a float32 weight.
@@ -68,9 +68,9 @@ class WholeLayers(Arithmetic):
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
         return tuple(
-            LayerScale(name, role, amax, scale)
+            LayerScale(f"{name}.{part}" if part else name, role, amax, scale)
             for name, made in self._layers.items()
-            for role, amax, scale in made.scales()
+            for part, role, amax, scale in made.scales()
         )
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:

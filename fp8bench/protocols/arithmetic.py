@@ -79,12 +79,17 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fused:
-    """What may be one layer: an RMS norm's weight and that of the product behind it; or both products' of a block,
-    with the activation between them (`gated`: Llama's, else GELU)."""
+    """What may be one layer, by its weights.
 
-    norm: nn.Parameter
+    An RMS norm and the product behind it; an RMS norm and both products of a feed-forward block, with the activation
+    between them (`gated`: Llama's, else GELU); or GPT-2's whole block: both layer norms, and qkv, out, up and down, for
+    so many `heads`.
+    """
+
+    norms: tuple[nn.Parameter, ...]
     weights: tuple[nn.Parameter, ...]
-    gated: bool
+    gated: bool = False
+    heads: int = 0
 
 
 class Arithmetic(ABC):

@@ -75,8 +75,8 @@ class Mlp(LayerWorkload):
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random tokens in the carrier's dtype."""
         from fp8bench.nn.exercise import exercise
+        from fp8bench.nn.fused_layers import NormedFeedForward
         from fp8bench.nn.gpt import FeedForward
-        from fp8bench.nn.normed import NormedFeedForward
 
         params = dict(setup.case.params)
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))

@@ -40,7 +40,7 @@ Cast = Callable[[Phases], AbstractContextManager[None]]
 
 # What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
 # leave these out.
-USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached"}
+USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached", "cut": "linear"}
 COMPILE_SECONDS = 600.0
 # Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
@@ -105,6 +105,8 @@ class Transformer(Workload):
                  (USUAL["compile"],), one_of("no", "yes")),
             Axis("attention", "torch's kernel for it; auto: torch's own choice", (USUAL["attention"],),
                  one_of("auto", *BACKENDS)),
+            Axis("cut", "block: a backend may take each block into one layer, without phases; linear: products alone",
+                 (USUAL["cut"],), one_of("linear", "block"), quiet=True),
             Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
                  one_of("cached", "recast")),
         )  # fmt: skip
@@ -139,6 +141,8 @@ class Transformer(Workload):
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
         """Of its products only: attention's core gets values in the model's carrier, whatever the map says."""
+        if _choice(params, "cut") == "block" and kind != "head":
+            return refused("cut=block may be one layer, which a precision map cannot part: choose cut=linear")
         return self._products(params, precision, facts)
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
@@ -165,6 +169,11 @@ class Transformer(Workload):
             )
         if precision.whole_layers and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
+        other = SIZES[str(params["size"])].modern or _choice(params, "attention") != "auto"
+        if precision.whole_layers and _choice(params, "cut") == "block" and other:
+            return refused(
+                "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
+            )
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.level is Level.NATIVE and tokens % along:
@@ -177,16 +186,19 @@ class Transformer(Workload):
     def prepare(self, setup: Setup) -> TrainingState:
         import torch
 
+        from fp8bench.nn.fused_layers import blocks_are_taken
+
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
         with attention_by(attention):
             forward = _forward(setup, model)
+        marked = forward is model and not blocks_are_taken(model)
         parameters = list(model.parameters())
         return TrainingState(
             model,
             forward,
-            forward is not model,
+            not marked,
             attention,
             torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True),
             parameters,
@@ -324,6 +336,7 @@ def _model(
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
     import torch
 
+    from fp8bench.nn.fused_layers import take_blocks
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.whole_layers import surrounded
 
@@ -332,6 +345,8 @@ def _model(
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
         model = GPT(_config(setup), choose, carrier, checkpointing, core)
+    if _choice(dict(setup.case.params), "cut") == "block" and not _config(setup).modern:
+        take_blocks(model, _config(setup).heads)
     surrounded(model)
     return model
 

@@ -116,6 +116,35 @@ class LayerNormMLP(LayerNormLinear):
         return Linear.forward(self, hidden)
 
 
+class TransformerLayer(nn.Module):
+    """GPT-2's block, of whole layers; attention by torch."""
+
+    def __init__(self, width: int, hidden: int, heads: int, **given: Any) -> None:
+        super().__init__()
+        assert set(given) <= set(KEPT["TransformerLayer"]) and given["qkv_weight_interleaved"] is False
+        assert given["hidden_dropout"] == given["attention_dropout"] == 0.0 and given["attn_input_format"] == "bshd"
+        plain = {name: given[name] for name in ("bias", "params_dtype", "device")}
+        self.heads = heads
+        self.self_attention, self.layernorm_mlp = nn.Module(), nn.Module()
+        self.self_attention.layernorm_qkv = Linear(width, 3 * width, **plain)
+        self.self_attention.proj = Linear(width, width, **plain)
+        self.up, self.down = Linear(width, hidden, **plain), Linear(hidden, width, **plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, mlp, shape = self.self_attention, self.layernorm_mlp, x.shape[-1:]
+        normed = F.layer_norm(
+            x.float(), shape, attention.layernorm_qkv.layer_norm_weight, attention.layernorm_qkv.layer_norm_bias
+        )
+        parts = attention.layernorm_qkv(normed.to(x.dtype)).chunk(3, dim=-1)
+        q, k, v = (one.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for one in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + attention.proj(mixed)
+        normed = F.layer_norm(x.float(), shape, mlp.layer_norm_weight, mlp.layer_norm_bias).to(x.dtype)
+        self.up.weight, self.down.weight = mlp.fc1_weight, mlp.fc2_weight
+        y: Tensor = x + self.down(F.gelu(self.up(normed), approximate="tanh"))
+        return y
+
+
 def _recipe_class(name: str) -> type:
     def made(self: Any, **given: Any) -> None:
         assert set(given) <= set(KEPT[name]), f"{name} has no {set(given) - set(KEPT[name])}"
@@ -133,6 +162,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         setattr(recipe, name, _recipe_class(name))
     vars(recipe)["Format"] = Format
     vars(pytorch).update(Linear=Linear, LayerNormLinear=LayerNormLinear, LayerNormMLP=LayerNormMLP, autocast=Autocast)
+    vars(pytorch).update(TransformerLayer=TransformerLayer)
     vars(common)["recipe"] = recipe
     vars(package).update(pytorch=pytorch, common=common)
     for module in (package, pytorch, common, recipe):

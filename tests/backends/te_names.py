@@ -23,6 +23,13 @@ MODULES = {
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
     ),
 }  # fmt: skip
+ATTENTION = "transformer_engine/pytorch/attention/multi_head_attention.py"
+# What a block is made of, by attributes, and the modules that say so.
+PARTS = {
+    "TransformerLayer.self_attention": "transformer_engine/pytorch/transformer.py",
+    "TransformerLayer.layernorm_mlp": "transformer_engine/pytorch/transformer.py",
+    "MultiheadAttention.layernorm_qkv": ATTENTION, "MultiheadAttention.proj": ATTENTION,
+}  # fmt: skip
 META = "transformer_engine/pytorch/module/base.py"
 
 
@@ -40,10 +47,18 @@ def derived(wheel: Path) -> str:
             for key in ("scaling_fwd", "scaling_bwd")
             if f"self.fp8_meta['{key}'].amax_history" in base
         ]
+        lines += [f"part {name}" for name, module in PARTS.items() if _assigns(archive.read(module), name)]
         exported = ast.unparse(ast.parse(archive.read("transformer_engine/pytorch/__init__.py")))
         public = [name for module in list(MODULES)[:5] for name in MODULES[module]]
         lines += [f"exported {name}" for name in public if f"import {name}" in exported]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _assigns(source: bytes, name: str) -> bool:
+    """Whether a class gives itself that attribute."""
+    of, _, attribute = name.partition(".")
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == of]
+    return any(f"self.{attribute} = " in ast.unparse(node) for node in nodes)
 
 
 def arguments(node: ast.ClassDef) -> list[str]:

@@ -15,13 +15,14 @@ import torch
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request
 from fp8bench.nn.exercise import exercise
+from fp8bench.nn.fused_layers import NormedFeedForward
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.normed import NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
+from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
-from fp8bench.registry import backends, precisions
+from fp8bench.registry import backends, precisions, workloads
 from fp8bench.worker.trial import Trials
 from tests.backends import fake_te, te_names
 from tests.facts import A100, B200, CPU, H200, MI300X, gpu
@@ -140,6 +141,34 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
     (theirs, their_gradients), (ours, our_gradients) = outcomes
     for found, wanted in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
         assert relative_frobenius(found.double(), wanted.double()) < 1e-2
+
+
+@pytest.mark.usefixtures("te")
+def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
+    """GPT-2's block in one, by the same weights: the loss, and every gradient; its time belongs to no phase."""
+    outcomes = []
+    for word in ("fp8:backend=te", "fp8:backend=emulated"):
+        arithmetic = precisions.get(word).arithmetic(here(B200))
+        params = (("size", "nano"), ("batch", 1), ("sequence", 32), ("micro_batches", 1), ("cut", "block"))
+        high = precisions.get("bf16").arithmetic(CPU)
+        setup = Setup(Case("transformer", params, "fp8", "cpu"), CPU, 0, arithmetic, high, {}, corpus=corpus.path)
+        workload = workloads.get("transformer")
+        state = workload.prepare(setup)
+        assert state.compiled is (word == "fp8:backend=te")
+        outcomes.append(workload._first_gradients(setup))
+    (loss, gradients), (wanted_loss, wanted) = outcomes
+    assert abs(loss - wanted_loss) < 1e-2 and len(gradients) == len(wanted)
+    for found, exact in zip(gradients, wanted, strict=True):
+        assert found.shape == exact.shape and relative_frobenius(found.double(), exact.double()) < 5e-2
+
+
+@pytest.mark.parametrize(("more", "words"), [({"size": "llama-1b"}, "such a size"), ({"attention": "math"}, "its own")])
+def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) -> None:
+    axes = {"cut": "block", "size": "gpt2-124m", **more}
+    request = Request("transformer", ("bf16", "fp8"), backend="te", axes=tuple((k, (v,)) for k, v in axes.items()))
+    (group,) = make_plan(request, (here(H200),), "x")
+    refused = next(one.support for one in group.cases if one.case.precision == "fp8:backend=te")
+    assert refused.level is Level.REFUSED and words in refused.reason
 
 
 def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..., torch.Tensor]:
