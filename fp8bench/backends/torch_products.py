@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fp8bench.formats.hardware import refused
-from fp8bench.formats.recipe_support import on_device
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of
 from fp8bench.protocols import Arithmetic, Backend, Precision
@@ -25,4 +24,4 @@ class TorchProducts(Backend):
         return refused(f"torch multiplies no such thing here ({own.reason}): choose backend=emulated, or auto")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        return native_arithmetic(on_device(recipe_of(precision), facts))
+        return native_arithmetic(recipe_of(precision), facts)

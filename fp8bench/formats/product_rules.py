@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.hardware import ADA, B200, H100, MI300X, MI350X, DeviceClass
+from fp8bench.formats.hardware import ADA, B200, H100, MI300X, MI350X, DeviceClass, is_nvidia
 from fp8bench.formats.recipes import Treatment
 from fp8bench.formats.scaled_products import FNUZ, FP8, MX, Objection, Product, RuleSource, Scheme, Sides, uneven
+from fp8bench.model import DeviceFacts
 
 BLACKWELL = (10, 0)
 
@@ -118,6 +119,16 @@ def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
 
 
 _SPANS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
+
+
+def rows_give_float32(facts: DeviceFacts) -> bool:
+    """Whether products with a scale a row give float32.
+
+    Those of cuBLAS do, which torch takes for them on compute capability 9.0 since CUDA 12.9: its own tests ask for it
+    there. All other kernels give bf16 or fp16.
+    """
+    version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    return is_nvidia(facts) and facts.capability == H100.capability and version >= (12, 9)
 
 
 def _row_outputs(device: DeviceClass) -> str:

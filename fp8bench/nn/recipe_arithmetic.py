@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -143,6 +144,9 @@ class ScaledArithmetic(RecipeArithmetic):
     Transformer Engine and torchao.
     """
 
+    # What products with a scale a row give, whatever is asked for.
+    of_rows: ClassVar[torch.dtype | None] = torch.bfloat16
+
     def __init__(
         self,
         recipe: Recipe,
@@ -197,11 +201,16 @@ class ScaledArithmetic(RecipeArithmetic):
         kind = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
         # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
         scale_b = b.scale if tensor_wise else b.scale.t()
-        # With a scale a row CUDA gives bfloat16 only.
-        output = dtype if tensor_wise else torch.bfloat16
+        output = dtype if tensor_wise or self.of_rows is None else self.of_rows
         fast = not (a.gradient or b.gradient)
         # What functional.scaled_mm calls, which torch 2.11 cannot compile. Lists: scales, their kinds, no swizzles.
         found: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
         return in_dtype(found, dtype)
+
+
+class WideScaledArithmetic(ScaledArithmetic):
+    """The same where products with a scale a row give float32 too."""
+
+    of_rows = None

@@ -12,6 +12,7 @@ from typing import ClassVar
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
+from fp8bench.formats.product_rules import rows_give_float32
 from fp8bench.formats.recipe_support import on_device, recipe_support
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Accumulator, Delayed, Recipe, Treatment
 from fp8bench.formats.scalings import ScaleRounding, Scaling
@@ -129,7 +130,7 @@ class RecipePrecision(Precision):
 
     def native(self, facts: DeviceFacts) -> Arithmetic:
         """That of torch's own kernels, on devices without the hardware too."""
-        return native_arithmetic(on_device(self.recipe, facts))
+        return native_arithmetic(self.recipe, facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""
@@ -152,12 +153,15 @@ class RecipePrecision(Precision):
         return ScaleRounding(str(self.chosen["scale"]))
 
 
-def native_arithmetic(recipe: Recipe) -> Arithmetic:
-    """By torch's scaled products."""
+def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
+    """By torch's scaled products, in the device's own formats."""
     from fp8bench.nn.block_arithmetic import BlockArithmetic
-    from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+    from fp8bench.nn.recipe_arithmetic import ScaledArithmetic, WideScaledArithmetic
 
-    return BlockArithmetic(recipe) if recipe.in_blocks else ScaledArithmetic(recipe)
+    own = on_device(recipe, facts)
+    if own.in_blocks:
+        return BlockArithmetic(own)
+    return (WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic)(own)
 
 
 def recipe_of(precision: Precision) -> Recipe:

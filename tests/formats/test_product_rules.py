@@ -19,10 +19,11 @@ from fp8bench.formats.hardware import (
     DeviceClass,
     device_class,
 )
-from fp8bench.formats.product_rules import conditions, missing, objections, te_objections
+from fp8bench.formats.product_rules import conditions, missing, objections, rows_give_float32, te_objections
 from fp8bench.formats.recipes import Treatment
 from fp8bench.formats.scaled_products import Product, RuleSource, Scheme
 from fp8bench.formats.scalings import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
+from fp8bench.model import DeviceFacts
 
 
 def product(
@@ -187,6 +188,24 @@ def test_transformer_engine_has_rules_of_its_own() -> None:
     assert te_objections(product(64, 64, 64), MI350X) is None and te_objections(product(64, 64, 64), CPU) is None
     assert "E5M2 in every role" in (te_objections(product(64, 64, 64, E5M2), H100) or ())[0].why
     assert te_objections(product(64, 64, 64, E4M3, BLOCK), L40S) != ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "hip", "wide"),
+    [
+        ((9, 0), "13.0", None, True),
+        ((9, 0), "12.9", None, True),
+        ((9, 0), "12.8", None, False),
+        ((8, 9), "13.0", None, False),
+        ((10, 0), "13.0", None, False),
+        ((9, 4), None, "7.0", False),
+    ],
+)
+def test_where_products_by_rows_give_float32(
+    capability: tuple[int, int], cuda: str | None, hip: str | None, wide: bool
+) -> None:
+    """cuBLAS's do, on Hopper since CUDA 12.9."""
+    assert rows_give_float32(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", capability, cuda, hip)) is wide
 
 
 def test_conditions_name_versions_and_outputs() -> None:
