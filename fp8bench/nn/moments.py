@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import FP16
-from fp8bench.formats.scaled import factor
-from fp8bench.formats.scalings import TENSOR
+from fp8bench.formats.native_codes import codes, current_scale
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import MemoryRole
 from fp8bench.protocols import Arithmetic, Operand, Role
 
@@ -169,8 +169,8 @@ def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def _half(moment: Tensor) -> Operand:
-    scale, inverse = factor(moment, FP16, TENSOR)
-    return Operand(torch_codes(moment, FP16, scale), inverse)
+    scale, inverse = current_scale(largest_magnitude(moment), FP16, ScaleRounding.EXACT)
+    return Operand(codes(moment, FP16, scale), inverse)
 
 
 def _unscaled(operand: Operand) -> Tensor:

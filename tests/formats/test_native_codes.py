@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.codes import DTYPES
-from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
 from fp8bench.formats.native_codes import (
     codes,
     codes_both,
@@ -30,7 +30,8 @@ from fp8bench.formats.scalings import ScaleRounding, Scaling
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
 
 EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
-NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, FP16: np.float16}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Cast(NamedTuple):
@@ -49,6 +50,7 @@ CASTS = [
     Cast(E4M3, BF16, EXACT),
     Cast(E5M2, F32, POWER_OF_TWO),
     Cast(E4M3, F16, EXACT),
+    Cast(FP16, F32, EXACT),
     Cast(E4M3, BF16, POWER_OF_TWO, by_row=True),
     Cast(E5M2, F32, EXACT, by_row=True),
 ]
@@ -68,7 +70,8 @@ def cast(x: Tensor, how: Cast) -> list[Tensor]:
         return [*row_codes(x, how.fmt, how.rounding), *row_codes(x.t(), how.fmt, how.rounding)]
     scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
     both = codes_both(x, how.fmt, scale)
-    return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), codes_turned(both[0])]
+    turned = codes_turned(both[0]) if both[0].element_size() == 1 else both[1]
+    return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), turned]
 
 
 BLOCKS = [(E4M3, BF16, POWER_OF_TWO), (E4M3, F32, EXACT)]
@@ -114,7 +117,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or not one.is_contiguous():
         return False
     number = ~(one.float().isnan() & other.float().isnan())
-    bits = torch.uint8 if one.element_size() == 1 else torch.int32
+    bits = BITS[one.element_size()]
     return torch.equal(one.view(bits)[number], other.contiguous().view(bits)[number])
 
 
@@ -252,6 +255,24 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     others = {name for name in seen.names if not name.startswith("fp8bench")}
     allowed = ("empty", "detach", "aten.t.", "view", "_to_copy", "as_strided", "slice", "alias")
     assert all(any(one in name for one in allowed) for name in others), others
+
+
+def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
+    """They fuse there with what stands around them; the same bits."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x: Tensor) -> list[Tensor]:
+        return [*cast(x, CASTS[0]), *cast(x, CASTS[4]), *in_blocks(x, E4M3, EXACT)]
+
+    x = AWKWARD[:48, :64].bfloat16()
+    found = torch.compile(step, backend=backend, fullgraph=True)(x)
+    torch.compiler.reset()
+    assert all(same(one.contiguous(), other.contiguous()) for one, other in zip(found, step(x), strict=True))
+    assert not any("fp8bench" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("call", [codes, lambda x, fmt: row_codes(x, fmt, EXACT)], ids=["codes", "row_codes"])
