@@ -20,6 +20,7 @@ from fp8bench.model import (
 from fp8bench.protocols import (
     Arithmetic,
     Backend,
+    CannotCapture,
     CannotLimit,
     Device,
     Grid,
@@ -39,8 +40,8 @@ from fp8bench.protocols.axes import Axis, Option, one_of, whole_number
 from fp8bench.registry import backends, devices, precisions, workloads
 
 __all__ = [
-    "Arithmetic", "Axis", "Backend", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer", "Level",
-    "MemoryCourse", "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision", "Role",
-    "Scalar", "Setup", "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics", "Work",
-    "Workload", "backends", "devices", "one_of", "precisions", "whole_number", "workloads",
+    "Arithmetic", "Axis", "Backend", "CannotCapture", "CannotLimit", "Case", "Device", "DeviceFacts", "Grid", "Layer",
+    "Level", "MemoryCourse", "MemoryMeter", "MemoryRole", "Operand", "Option", "Params", "Phases", "Precision",
+    "Role", "Scalar", "Setup", "SilentPhases", "Stamper", "StaticScales", "Support", "TensorScale", "TensorStatistics",
+    "Work", "Workload", "backends", "devices", "one_of", "precisions", "whole_number", "workloads",
 ]  # fmt: skip

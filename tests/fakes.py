@@ -85,6 +85,7 @@ class Script:
     uncompilable: str = ""
     effect: StepEffect | None = None
     wrong_product: str = ""
+    uncapturable: str = ""
 
 
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
@@ -231,6 +232,21 @@ class FakeWorker(Worker):
         nanoseconds = steps * sum(self._script(label).step(0)[1])
         self.now_ns += nanoseconds
         return nanoseconds / 1e9
+
+    def _capture(self, key: str) -> str:
+        label = self._labels[key]
+        self.log.append(("capture", label))
+        self._strike("capture", label)
+        return self._script(label).uncapturable
+
+    def _replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+        """A replay takes half of a step."""
+        label = self._labels[key]
+        self.log.append(("replay", label, calls, discard))
+        self._strike("replay", label)
+        steps = [self._script(label).step(call)[1] for call in range(calls)]
+        raw = tuple(RawStep((UNATTRIBUTED,), (sum(intervals) // 2,)) for intervals in steps)
+        return RawSlot(raw, 1.0, 1.0, 2e-5)
 
     def _rotation(self, key: str) -> Rotation:
         return Rotation(12, 5 << 20)

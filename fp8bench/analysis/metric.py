@@ -14,6 +14,8 @@ from fp8bench.model.metric_names import OwnMetric
 STEP = metric_names.STEP
 TIME, ENERGY, MEMORY = OwnMetric.TIME, OwnMetric.ENERGY, OwnMetric.PEAK_MEMORY
 # Of all calls, where the others are of the fastest ones.
+# Of the device alone, without the host's launches.
+REPLAY = OwnMetric.REPLAY_TIME
 MEAN, RELATIVE_MEAN = OwnMetric.MEAN_TIME, OwnMetric.RELATIVE_MEAN_TIME
 RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
 # Counts of Work that a time can be told per: the metric's name, and how many of them.

@@ -17,6 +17,7 @@ from fp8bench.analysis.metric import (
     MEMORY,
     PER,
     RELATIVE_MEAN,
+    REPLAY,
     STEP,
     TIME,
     Better,
@@ -36,6 +37,7 @@ from fp8bench.analysis.samples import (
     step_samples,
 )
 from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
+from fp8bench.analysis.verdicts import best_phases, totals
 from fp8bench.model import (
     RELATIVE,
     UNATTRIBUTED,
@@ -64,6 +66,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     # Once for all that rests on it, and only where somebody asks.
     steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
     yield _step_time(record, finding, steps)
+    yield from _replays(record)
     yield from _means(record, reference)
     yield from _sustained(record, finding, reference)
     yield from _relative(record, finding, reference)
@@ -102,6 +105,23 @@ def _step_time(record: Record, finding: Finding | None, steps: _Samples) -> Metr
         why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")),
     )  # fmt: skip
     return _clocked(record, metric)
+
+
+def _replays(record: Record) -> Iterator[Metric]:
+    """The device's time of a step that was done again as one launch; where that was tried and failed, why."""
+    found = record.replays
+    if found is None:
+        return
+    blank = Metric(REPLAY, "s", provenance=Provenance.MEASURED, why=found.why)
+    if found.timing is None:
+        yield blank
+        return
+    best = sum(seconds for _, seconds in best_phases(found.timing))
+    middle = statistics.median(totals(found.timing).tolist())
+    rounds, calls = found.timing.num_rounds, found.timing.num_calls
+    yield replace(
+        blank, value=middle, best=best, rounds=rounds, count=calls, samples=partial(step_samples, found.timing)
+    )
 
 
 def _means(record: Record, reference: Reference | None) -> Iterator[Metric]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from fp8bench.model import DeviceFacts
 from fp8bench.profiler.gpu_events import EventStamper
 from fp8bench.profiler.gpu_memory import AllocatorMeter, fraction_limited
-from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
+from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
 # Libraries and the driver ask for memory by themselves, and say in their own words that there is none.
@@ -28,6 +28,8 @@ _LEFT = 1 << 30
 _MOST_CYCLES = 3e9
 # These have a last cache behind L2, of which torch says nothing.
 _BEHIND_L2 = {"gfx942": 256 << 20, "gfx950": 256 << 20}
+# As torch's own documentation has it.
+_BEFORE_CAPTURE = 3
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
@@ -157,6 +159,27 @@ class Cuda(Device):
         import torch
 
         torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
+
+    def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        """By a graph, whose memory is a pool of its own."""
+        import torch
+
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+        try:
+            # Libraries make their workspaces, and autograd its nodes, on the stream that they are first used on.
+            stream.wait_stream(torch.cuda.current_stream(index))
+            with torch.cuda.stream(stream):
+                for _ in range(_BEFORE_CAPTURE):
+                    step()
+            torch.cuda.synchronize(index)
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+            graph.replay()
+            torch.cuda.synchronize(index)
+        except Exception as error:
+            words = next(iter(str(error).strip().splitlines()), "")
+            raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
+        return graph.replay
 
     def empty_cache(self) -> None:
         import torch

@@ -21,6 +21,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
+from fp8bench.measure.replays import ReplayPass
 from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
@@ -207,6 +208,17 @@ class GroupMeasurement:
         if chosen is not None:
             self._of(chosen[0]).note(fresh=chosen[1])
         self._look_beside(session, watch)
+        self._replay(session)
+
+    def _replay(self, session: Session) -> None:
+        """The device's time of steps without their launches, last of all: states are not as they were afterwards."""
+        arms = [arm for arm in session.arms if arm is not session.control]
+        due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
+        found = ReplayPass(
+            self._seed, lambda arm, share: self._observer.working(arm.planned.case, "replaying steps", share)
+        ).measure(due, self._worker)
+        for arm in due:
+            self._of(arm).note(replays=found[arm.key])
 
     def _fastest_again(self, session: Session, watch: Watch | None) -> tuple[Arm, Fresh] | None:
         assert self._method.choose is not None

@@ -66,6 +66,7 @@ class CaseOutcome:
             stopped="",
             energy=None,
             watch=None,
+            replays=None,
             sustained=(),
             fresh=None,
         )
@@ -81,7 +82,7 @@ class CaseOutcome:
         draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
         if status is Status.OK:
             return draft
-        return replace(draft, timing=None, scales=(), energy=None, watch=None, sustained=(), fresh=None)
+        return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
 
     def refuse(self, why: str) -> None:
         """What the plan believed of its device is not so: it does not run."""

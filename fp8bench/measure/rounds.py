@@ -92,7 +92,7 @@ class Arm:
         return str(CACHE.of(dict(self.planned.case.params)))
 
     @property
-    def _queues(self) -> bool:
+    def queues(self) -> bool:
         """Whether calls are enqueued on a device, whose time is the question: an emulated case's time is no speed."""
         return self.facts.accelerated and not self.emulated
 
@@ -116,7 +116,7 @@ class Arm:
         self.step_seconds = max(best.seconds, 1e-7)
         self.calibrated = best
         self.segmentation = segment(best.codes, best.intervals_ns)
-        shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self._queues)
+        shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self.queues)
         self.calls, self.discard, self.filling = shape.calls, shape.discard, shape.filling
         if self.cache == ROTATING:
             self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
@@ -165,7 +165,7 @@ class Arm:
         again = first
         if first.steps[0].seconds < LONG_SECONDS:
             limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
-            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self._queues else None
+            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
             again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
         self.host_seconds = again.host_seconds
         return min(again.steps, key=lambda step: step.seconds)

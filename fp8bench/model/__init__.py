@@ -26,6 +26,7 @@ from fp8bench.model.measured import (
     OperatorTime,
     Overheads,
     Record,
+    Replays,
     Resumption,
     Rotation,
     Run,
@@ -85,7 +86,7 @@ __all__ = [
     "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "Group", "HeldBlock", "Interval", "Label",
     "LayerScale", "Level", "Measurement", "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorTime",
     "Overheads", "Params", "Phase", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Record",
-    "Request", "Resumption", "Rotation", "Run", "Scalar",
+    "Replays", "Request", "Resumption", "Rotation", "Run", "Scalar",
     "Segments", "Series", "SlotSample", "StaticScales", "Status", "StepEffect", "Support", "SustainedTurn",
     "TensorStatistics", "Timing", "Trend", "Verdict", "Work", "trend_name",
 ]  # fmt: skip

@@ -170,6 +170,14 @@ class Fresh:
 
 
 @dataclass(frozen=True)
+class Replays:
+    """Steps that a device did again as one launch each: their times, in one cell, or why there are none."""
+
+    timing: Timing | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
     """What became of one case.
 
@@ -185,7 +193,7 @@ class Record:
     steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
     in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
     ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
-    same state.
+    same state, `replays` where a device might do a step again in one launch.
     """
 
     case: Case
@@ -216,6 +224,7 @@ class Record:
     sustained: tuple[SustainedTurn, ...] = ()
     fresh: Fresh | None = None
     rotation: Rotation | None = None
+    replays: Replays | None = None
 
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""

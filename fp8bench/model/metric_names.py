@@ -17,6 +17,7 @@ class OwnMetric(StrEnum):
     """Figures of a case."""
 
     TIME = "time"
+    REPLAY_TIME = "replay_time"
     MEAN_TIME = "mean_time"
     RELATIVE_TIME = "relative_time"
     RELATIVE_MEAN_TIME = "relative_mean_time"

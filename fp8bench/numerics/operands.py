@@ -30,9 +30,8 @@ _SIGNIFICANT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.b
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
-class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run in its body, and names the kernels of attention; `looks` is given the operands of
-    each product."""
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operators that run in its body, and leaves them as they are."""
 
     supports_higher_order_operators = True
 
@@ -49,8 +48,16 @@ class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return True
 
-    def __init__(self, looks: Callable[[Sequence[Tensor]], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+
+class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Counts the operators that run in its body, and names the kernels of attention; `looks` is given the operands of
+    each product."""
+
+    def __init__(self, looks: Callable[[Sequence[Tensor]], None]) -> None:
+        super().__init__()
         self._looks = looks
         self.operators = 0
         self.attention: dict[str, None] = {}

@@ -55,6 +55,10 @@ class MemoryMeter(ABC):
         """What lies at these addresses now is for that; where single allocations are not seen, nobody listens."""
 
 
+class CannotCapture(RuntimeError):
+    """A step cannot be done again as one launch."""
+
+
 class CannotLimit(RuntimeError):
     """Nothing here makes a device's memory end earlier than it does."""
 
@@ -86,6 +90,14 @@ class Device(ABC):
     def occupy(self, index: int, seconds: float) -> None:
         """Give the device nothing to do for about so long, without waiting for it: what is enqueued meanwhile runs
         as fast as the device can. Nothing where work is not enqueued."""
+
+    def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        """What does the device's work of a step again, in one launch, where the current stream is; the host's part is
+        done now and not again. Runs the step a few times. Its memory is its own, until nobody has it any more.
+
+        Raises CannotCapture with the reason.
+        """
+        raise CannotCapture(f"nothing replays the steps of a device of the kind {self.kind}")
 
     def empty_cache(self) -> None:
         """Give memory that nobody uses back."""

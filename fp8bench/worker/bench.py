@@ -193,6 +193,14 @@ class Bench:
         """Run `discard` calls and then `calls` timed ones, back to back."""
         return self._prepared_as(key).slot(calls, discard, filling)
 
+    def capture(self, key: str) -> str:
+        """Why a step of a state cannot be done again in one launch; '' where it can from here on."""
+        return self._prepared_as(key).capture()
+
+    def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+        """As `slot`, of steps that are done again in one launch each."""
+        return self._prepared_as(key).replayed(calls, discard, filling)
+
     def loop(self, key: str, steps: int) -> float:
         """Run so many steps back to back; the seconds of all. Somebody else looks at the device meanwhile."""
         return self._prepared_as(key).loop(steps)

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
-from fp8bench.protocols import Arithmetic, Device, Precision, ScaleBook, SilentPhases, Stamper, Workload
+from fp8bench.protocols import (
+    Arithmetic,
+    CannotCapture,
+    Device,
+    Phases,
+    Precision,
+    ScaleBook,
+    SilentPhases,
+    Stamper,
+    Workload,
+)
 from fp8bench.worker import fusing
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import wrong_of
@@ -20,6 +30,7 @@ from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.second_clock import agreeing
+from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
 
@@ -48,6 +59,7 @@ class Prepared:
     stamper: Stamper
     started: Beside
     flush: Callable[[], Any] | None = None
+    replay: Callable[[], object] | None = None
     _next: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +89,34 @@ class Prepared:
         own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
+    def capture(self) -> str:
+        """Why a step cannot be done again in one launch; '' where `replay` does."""
+        from fp8bench.numerics.host_parts import needs_host
+
+        again = partial(step, self.workload, self.state, self.scales, SilentPhases())
+        with under(self.precision), unchanged(), silent_step():
+            if why := needs_host(again):
+                return why
+            try:
+                self.replay = self.device.captured(self.index, again)
+            except CannotCapture as error:
+                return str(error)
+        return ""
+
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         """Run `discard` calls and then `calls` timed ones, back to back."""
-        clock, begin, timed, ready = self.clock, self.clock.begin, self.workload.step, self._ready
+        return self._slot(self.workload.step, calls, discard, filling)
+
+    def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+        """The same of replays; a step has one stretch then."""
+        assert self.replay is not None, "nothing was captured"
+        replay = self.replay
+        return self._slot(lambda state, phase: replay(), calls, discard, filling)
+
+    def _slot(
+        self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
+    ) -> RawSlot:
+        clock, begin, ready = self.clock, self.clock.begin, self._ready
         marks, host = [], math.inf
         eager, fused = fusing.calls()
         with under(self.precision), collected_by_hand(), unchanged(), silent_step(), agreeing(self._clocks):

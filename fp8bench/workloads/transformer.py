@@ -200,7 +200,8 @@ class Transformer(Workload):
             forward,
             not marked,
             attention,
-            torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True),
+            # A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there.
+            torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.1, fused=True, capturable=setup.facts.accelerated),
             parameters,
             [torch.zeros_like(parameter) for parameter in parameters],
             _loader(setup),

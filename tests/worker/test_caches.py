@@ -14,6 +14,7 @@ from fp8bench.analysis.labels import hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
 from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
+from fp8bench.numerics.host_parts import moved
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, workloads
@@ -221,6 +222,39 @@ def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
     assert filled.host_seconds >= 200e-6
     (label,) = hard_labels(timing(filled), None, None, "queue:0")
     assert label.label is Label.LAUNCH_BOUND and label.hard
+
+
+def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the device gave for the step, behind the same queue and beside the same guards."""
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    assert bench.capture("key") == "nothing replays the steps of a device of the kind queue"
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return lambda: setattr(self, "free", self.free + 7_000)
+
+    monkeypatch.setattr(Queue, "captured", captured)
+    assert bench.capture("key") == ""
+    Watched.steps.clear()
+    slot = bench.replay("key", 3, 1, Filling(3, 60.0))
+    assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3 and Watched.steps == []
+    assert stepped(bench, 2) == [0, 0]  # and steps are still steps
+
+
+def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes from there would be the same in every replay."""
+    monkeypatch.setattr(Watched, "step", lambda self, state, phase: state.tensor.to("meta"))
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    assert bench.capture("key").startswith("its step takes data from the host (aten._to_copy")
+
+
+def test_what_moves_between_host_and_device() -> None:
+    """By where operands and results are; a number that a kernel is called with moves nothing."""
+    host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
+    assert moved("aten.add.Tensor", [device, number], [device]) == moved("aten.add.Tensor", [host], [host]) == ""
+    assert "takes data from the host" in moved("aten.copy_.default", [device, number], [device])
+    assert "waits for a value" in moved("aten._local_scalar_dense.default", [device], [])
+    assert "waits for a value" in moved("aten._to_copy.default", [device], [host])
 
 
 def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

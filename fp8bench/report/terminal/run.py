@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from fp8bench.model import Finding, Label, Run, Status, Verdict
+from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
 from fp8bench.report.break_evens import swept, table
 from fp8bench.report.case_status import emulated
 from fp8bench.report.elements import Element, Facts, Page, Part, Text, Tone
@@ -87,6 +87,16 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
     return lines
 
 
+def _conditions(record: Record, run: Run) -> Iterator[str]:
+    """What a case was measured with, and what nobody could."""
+    if kernel := attention_of(record):
+        yield f"attention by torch's kernel {kernel}"
+    if words := cache_of(record, run.devices):
+        yield words
+    if record.replays is not None and record.replays.why:
+        yield f"not replayed: {record.replays.why}"
+
+
 def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
     """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
     for group in panel.groups:
@@ -106,12 +116,9 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
             yield modes, doubt, place
-        for kernel, names in together((attention_of(one.record), one.mode) for one in group.results).items():
-            if kernel:
-                yield ", ".join(names), f"attention by torch's kernel {kernel}", place
-        for words, names in together((cache_of(one.record, run.devices), one.mode) for one in group.results).items():
-            if words:
-                yield ", ".join(names), words, place
+        told = [(words, one.mode) for one in group.results for words in _conditions(one.record, run)]
+        for words, names in together(told).items():
+            yield ", ".join(names), words, place
 
 
 def _legend(panels: Sequence[Panel]) -> list[str]:
@@ -127,6 +134,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
     occurs = {
         legend.BELOW_FLOOR: any(finding.below_floor for finding in found),
         legend.HARD: any(finding.hard for finding in found),
+        legend.REPLAYED: any(one.record.replays and one.record.replays.timing for one in results),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
     lines = [

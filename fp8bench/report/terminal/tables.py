@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.metric import TIME
+from fp8bench.analysis.metric import REPLAY, TIME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, Measurement, Status
 from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Field, Table, Tone
@@ -40,6 +40,7 @@ def main_table(panel: Panel) -> Table:
     columns = {
         "group": Column("group", shared=True), "case": Column("case"), "verdict": Column("verdict"),
         "speed-up": Column("speed-up"), "best": Column("best", number=True), "median": Column("median", number=True),
+        "replayed": Column("replayed", number=True),
         "error": Column("error", number=True), "spread": Column("spread", number=True),
         "throughput": Column("throughput", number=True), "labels": Column("labels", below=True),
     }  # fmt: skip
@@ -49,7 +50,7 @@ def main_table(panel: Panel) -> Table:
         | {"group": Field(f"{panel.place(group)}  noise floor (A/A): {noise_floor(group)}" if floors else "")}
         for group, one in panel.members
     ]
-    silent = {"speed-up", "throughput", "error"} & {
+    silent = {"speed-up", "throughput", "error", "replayed"} & {
         name for name in columns if all(row[name].text == units.NONE for row in rows)
     }
     shown = [name for name in columns if name not in silent]
@@ -96,6 +97,7 @@ def _main_fields(result: Result, figures: Figures, error: str) -> dict[str, Fiel
         "speed-up": Field(case_status.show_speed_up(result) or units.NONE, tone=tone),
         "best": Field(units.seconds(figures[TIME].best if known else None)),
         "median": Field(units.seconds(figures[TIME].value if known else None)),
+        "replayed": Field(units.seconds(figures[REPLAY].best if known else None)),
         "error": Field(units.relative_error(figures[error].value)),
         "spread": Field(units.percent(finding.spread if finding and known else None)),
         "throughput": Field(figures.shown(figures.rate) if known else units.NONE),

@@ -107,6 +107,10 @@ CACHE = (
     "cache: what the last cache holds when a call begins; hot, what the call before left, where nothing is said; cold: "
     "written over between calls; rotating: each call takes another state"
 )
+REPLAYED = (
+    "replayed: the best case of the device alone, without the host's launches: each step done again as one launch; "
+    "verdicts and all else are of steps as they are launched"
+)
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
     f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"

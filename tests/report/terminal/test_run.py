@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import (
     Finding,
     Interval,
@@ -17,10 +18,14 @@ from fp8bench.model import (
     Level,
     Products,
     Record,
+    Replays,
     Rotation,
     Run,
+    Segments,
+    SlotSample,
     Status,
     Support,
+    Timing,
     Verdict,
     Work,
 )
@@ -189,6 +194,26 @@ def test_what_was_done_to_the_cache_is_told(cache: str, rotation: Rotation | Non
     assert f"cache={cache}" in text and text.count(words) == 1
     plain = render(*transformer(), width=300)
     assert "took turns" not in plain and "hot, what the call before left, where nothing is said" in plain
+
+
+def test_replays_have_a_column_where_there_are_any() -> None:
+    """And a note where a step could not be replayed; the page and the tables of other programs have the figure too."""
+    run, findings = transformer()
+    timing = Timing(
+        Segments(("unattributed",), (0,)), tuple(SlotSample(n, ((7_000_000,),), 1.0, 1.0) for n in range(9))
+    )
+    given = {"bf16": Replays(timing), "fp16": Replays(None, "its step waits for a value of the device")}
+    records = tuple(replace(one, replays=given.get(one.case.mode)) for one in run.records)
+    made = replace(run, records=records), findings
+    text = render(*made, width=250)
+    assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
+    assert "- fp16: not replayed: its step waits for a value of the device\n" in text
+    (table,) = of_kind(part("results", made), Table)
+    (column,) = [number for number, one in enumerate(table.columns) if one.title == "replayed"]
+    assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
+    figures = [one for one in metrics_of(records[0], None) if one.name == "replay_time"]
+    assert [(one.value, one.best, one.rounds, one.count) for one in figures] == [(7e-3, pytest.approx(7e-3), 9, 9)]
+    assert "replayed" not in render(run, findings, width=250)
 
 
 def test_the_kernel_that_attention_took_is_told() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fp8bench import units
-from fp8bench.analysis.metric import ENERGY, MEMORY, TIME
+from fp8bench.analysis.metric import ENERGY, MEMORY, REPLAY, TIME
 from fp8bench.model import Params, Status
 from fp8bench.report import case_status
 from fp8bench.report.elements import Column, Element, Field, Table, Text, Tone
@@ -125,6 +125,8 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
         (Column("best", number=True, unit="s", hint=legend.BEST.partition(";")[0].partition(": ")[2]),
          lambda row: row.figure(TIME, best=True)),
         (Column("median", number=True, unit="s", hint="of a step, over all calls"), lambda row: row.figure(TIME)),
+        (Column("replayed", number=True, unit="s", hint=legend.REPLAYED.partition(": ")[2]),
+         lambda row: row.figure(REPLAY, best=True)),
         (Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
          lambda row: number(row.result.finding.spread if row.result.finding else None, units.percent)),
         (Column("throughput", number=True, unit=rates.pop() if len(rates) == 1 else "", hint="at the median"),

@@ -1,0 +1,109 @@
+"""Replays on a virtual clock: who is captured, who takes turns, and what becomes of those who are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fp8bench.analysis.verdicts import decided
+from fp8bench.errors import WorkerFault, WorkerLost
+from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.replays import ROUNDS, ReplayPass
+from fp8bench.measure.rounds import Arm
+from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
+from fp8bench.model.stopping import StoppingRule
+from fp8bench.protocols import SilentObserver
+from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
+
+GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+
+
+STATIC = replace(planned("fp8").case, static=StaticScales(8, refresh=4))
+RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=STATIC))
+
+
+def steps(milliseconds: int, **options: object) -> Script:
+    return Script(gemm_steps(milliseconds * MS), **options)  # type: ignore[arg-type]
+
+
+def replayed(scripts: dict[str, Script], *arms: Arm) -> tuple[dict[str, Replays], FakeWorker]:
+    """By mode, of arms that are ready; and the worker that was asked."""
+    worker = FakeWorker(scripts)
+    chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
+    for one in chosen:
+        one.prepare(worker)
+    found = ReplayPass(0, lambda arm, share: None).measure(chosen, worker)
+    return {one.planned.case.mode: found[one.key] for one in chosen}, worker
+
+
+def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:
+    worker = FakeWorker(scripts)
+    cases = [planned(mode, Level.EMULATED if mode == "fp8" else Level.NATIVE) for mode in modes]
+    method = Method(rule=StoppingRule(fixed=3, ceiling=1e9), judge=decided, seed=0)
+    records = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method).run()
+    return by_mode(records), worker
+
+
+def test_cases_take_turns_in_replays() -> None:
+    """Each once a round, behind a discarded one; a step is one cell."""
+    found, worker = replayed({"fp32": steps(2), "bf16": steps(1)})
+    for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
+        timing = found[mode].timing
+        assert timing is not None and found[mode].why == "" and timing.segments.phases == ("unattributed",)
+        assert [slot.calls_ns for slot in timing.slots] == [((milliseconds * MS // 2,),) * calls] * ROUNDS
+    asked = [entry[1] for entry in worker.log if entry[0] == "replay"]
+    assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * ROUNDS, 2))
+    assert worker.restarts == 0
+
+
+def test_who_cannot_be_captured_says_why() -> None:
+    """The others go on; afterwards the worker is another one, since nobody knows what is left in it."""
+    found, worker = replayed({"fp32": steps(1), "bf16": steps(1, uncapturable="it waits for a value of the device")})
+    assert found["bf16"] == Replays(None, "it waits for a value of the device")
+    assert found["fp32"].timing is not None and worker.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
+        (RENEWED, "its scales are renewed every so many steps, which the host counts"),
+    ],
+)
+def test_some_are_not_even_tried(one: Arm, why: str) -> None:
+    found, worker = replayed({one.planned.case.mode: steps(1)}, one)
+    assert [*found.values()] == [Replays(None, why)] and not [entry for entry in worker.log if entry[0] == "capture"]
+
+
+@pytest.mark.parametrize("name", ["capture", "replay", "check"])
+@pytest.mark.parametrize("error", [WorkerFault("RuntimeError", "an illegal access"), WorkerLost("it crashed")])
+def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
+    """Times stand, and the record says why there are no replays."""
+    script = steps(1, faults=[Fault(name, error, at=2 if name == "check" else 1)])
+    records, _ = measured({"fp32": script, "bf16": steps(1)}, "fp32", "bf16")
+    assert {record.status.value for record in records.values()} == {"ok"}
+    assert all(record.timing is not None for record in records.values())
+    kept = records["fp32"].replays
+    assert kept is not None and kept.timing is None and str(error) in kept.why
+
+
+def test_a_state_that_replays_spoil_has_no_figure() -> None:
+    """A graph that does its steps on memory that is somebody else's."""
+    one = arm("fp32", facts=GPU)
+    worker = FakeWorker({"fp32": steps(1)})
+    one.prepare(worker)
+    worker.scripts = {"fp32": steps(1, wrong="its state is not finite")}
+    (found,) = ReplayPass(0, lambda arm, share: None).measure([one], worker).values()
+    assert found == Replays(None, "after replays: its state is not finite")
+
+
+def test_a_group_replays_what_is_native_on_a_device() -> None:
+    """After all else that needs the states; neither the control, nor an emulated case, nor anything on a processor."""
+    records, worker = measured({}, "fp32", "bf16", "fp8")
+    assert [records[mode].replays is not None for mode in ("fp32", "bf16", "fp8")] == [True, True, False]
+    assert {entry[1] for entry in worker.log if entry[0] == "capture"} == {"fp32", "bf16"}
+    last = max(at for at, entry in enumerate(worker.log) if entry[0] == "slot")
+    assert min(at for at, entry in enumerate(worker.log) if entry[0] == "capture") > last
+    records, worker = measured({}, "fp32", "bf16", facts=CPU)
+    assert all(record.replays is None for record in records.values())
