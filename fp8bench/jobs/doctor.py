@@ -29,7 +29,7 @@ from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
-from fp8bench.registry import backends, devices, precisions, workloads
+from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.run_facts import shortened
 from fp8bench.units import percent, seconds, size
 
@@ -184,6 +184,9 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
             yield f"{one.key:<8} {one.name}, {size(one.memory_bytes)}"
         missing = [kind for kind in devices.names() if all(one.kind != kind for one in facts)]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
+    elif what == "backends":
+        yield from (f"{one:<8} {backends.get(one).summary}" for one in backends.names())
+        yield "what each takes on this machine: fp8bench doctor"
     elif what == "dtypes":
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
     else:
@@ -239,6 +242,8 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
     for word, option in zip(words, precision.options, strict=True):
         also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
         yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"
+    if precision.takes_backend:
+        yield f"    :backend={AUTO}  who multiplies: {', '.join((AUTO, *backends.names()))}"
     if precision.options:
         yield "options stand behind a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 

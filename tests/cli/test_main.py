@@ -132,9 +132,11 @@ def test_a_bare_list_names_everything(fp8bench: Say) -> None:
     """A line for each kind."""
     code, out, _ = fp8bench("list")
     lines = out.splitlines()
-    assert code == 0 and [line.partition(":")[0] for line in lines] == ["suites", "dtypes", "devices"]
+    assert code == 0 and [line.partition(":")[0] for line in lines] == [
+        "suites", "dtypes", "backends", "devices",
+    ]  # fmt: skip
     assert "gemm" in lines[0] and "transformer" in lines[0] and "_planted" not in lines[0]
-    assert "nvfp4" in lines[1] and "cuda" in lines[2]
+    assert "nvfp4" in lines[1] and "torchao" in lines[2] and "cuda" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,7 @@ def test_a_bare_list_names_everything(fp8bench: Say) -> None:
         ("gemm", ["shape", "operands", "--set AXIS=A,B"]),
         ("transformer", ["micro_batches", "nano"]),
         ("devices", ["cpu"]),
+        ("backends", ["torchao", "te ", "fp8bench doctor"]),
         ("suites", ["gemm", "transformer"]),
     ],
 )

@@ -8,13 +8,13 @@ from importlib import metadata
 import pytest
 import torch
 
-from fp8bench.errors import WorkerLost
+from fp8bench.errors import BackendMissing, WorkerLost
 from fp8bench.jobs import doctor
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts
 from fp8bench.model.raw import Settings
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import backends, precisions, workloads
 from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
@@ -125,7 +125,9 @@ def test_every_device_says_where_its_energy_comes_from(
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """And describes those that are there."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
-    assert list(listing("devices", ())) == ["cpu      a processor, 16.0 GiB", "cuda     none on this machine"]
+    assert list(listing("devices", ())) == [
+        "cpu      a processor, 16.0 GiB", "cuda     none on this machine", "xpu      none on this machine",
+    ]  # fmt: skip
 
 
 def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,3 +166,27 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     assert "(also amax_history_len, fp8_amax_history_len)" in text
     assert "fp8-delayed:history=16:margin=1" in text
     assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())
+
+
+def test_backends_are_listed_and_examined() -> None:
+    """A line for each: what it is; and on this machine its version and what it takes, or why it is of no use."""
+    listed = list(listing("backends", ()))
+    assert [line.split()[0] for line in listed[:-1]] == backends.names()
+    assert any(":backend=auto  who multiplies: auto, " in line for line in listing("dtypes", (), "fp8"))
+    assert not any("backend" in line for line in listing("dtypes", (), "bf16"))
+    lines = [line for line in examine(False) if line.startswith("  backend ")]
+    assert [line.split()[1] for line in lines] == backends.names()
+    told = {line.split()[1]: line for line in lines}
+    assert "mxfp6" in told["emulated"] and "nothing here: torch multiplies no such thing here" in told["torch"]
+
+
+def test_a_backend_that_is_installed_and_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(CPU, packages=(("torchao", "0.18.0"),))
+    with LocalWorker(Settings()) as worker:
+        monkeypatch.setattr(type(backends.get("torchao")), "imported", _broken)
+        (line,) = (line for line in doctor.backend_lines(worker, facts) if line.startswith("torchao "))
+    assert line.endswith("torchao is installed and cannot be imported (OSError: libcudart.so.13)")
+
+
+def _broken(self: object) -> None:
+    raise BackendMissing("torchao", OSError("libcudart.so.13"))

@@ -10,12 +10,14 @@ from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
 from fp8bench.jobs import doctor
 from fp8bench.plan.asked_suites import files_of
-from fp8bench.registry import devices, precisions, workloads
+from fp8bench.registry import backends, devices, precisions, workloads
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("what", nargs="?", metavar="WHAT", help="suites, dtypes, devices, or a suite (its axes)")
+    parser.add_argument(
+        "what", nargs="?", metavar="WHAT", help="suites, dtypes, backends, devices, or a suite (its axes)"
+    )
     words = "one of the dtypes: all that there is to say of it, its options too"
     parser.add_argument("name", nargs="?", metavar="NAME", help=words)
     shared(parser, "--import", help="as in suite")
@@ -24,7 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """All names, or what this machine makes of some."""
     files = files_of(arguments.what or "")
-    kinds = {"suites": workloads.names(), "dtypes": precisions.names(), "devices": devices.names()}
+    kinds = {"suites": workloads.names(), "dtypes": precisions.names()}
+    kinds |= {"backends": backends.names(), "devices": devices.names()}
     if arguments.what is None:
         say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in kinds.items()))
         return EXIT_OK
