@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.model.conformity import ModeConformity
+from fp8bench.model.conformity import Conformity, ModeConformity
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
@@ -32,6 +32,11 @@ def conformity(
         with observer.counting() as tell:
             for name, support in able.items():
                 tell(len(found), len(able), "precisions", name)
-                conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
-                found.append(ModeConformity(precisions.get(name).mode, support, conformed))
+                mode = precisions.get(name).mode
+                try:
+                    conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
+                except WorkerError as error:  # another precision may do all the same
+                    conformed = (Conformity(mode, "all of it", "", why=str(error)),)
+                    worker.restart()
+                found.append(ModeConformity(mode, support, conformed))
     return facts, found

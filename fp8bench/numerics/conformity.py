@@ -140,6 +140,8 @@ class Sums:
 def explain_product(found: Tensor, sums: Sums) -> Explained:
     """Why a product is not bit by bit another one of the same operands; `found` has the result's dtype."""
     wide = found.to(torch.float64)
+    if not bool(sums.exact.isfinite().all()) or not bool(wide.any()):
+        return Difference.UNEXPLAINED, "all results are 0" if sums.exact.isfinite().all() else "operands are no numbers"
     gone = ~wide.isfinite()
     if bool(gone.any()):
         beyond = sums.exact.abs() > torch.finfo(sums.dtype).max
@@ -170,8 +172,6 @@ def kept_bits(found: Tensor, sums: Sums) -> int:
     What is cut off makes all of them smaller, and a model of 14 bits shows how much that is for these operands, and how
     far single results are off then.
     """
-    if sums.is_unbiased(found):
-        return FLOAT32_BITS
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     lost, expected = sums.lost(found), sums.lost(model)
     if lost <= 0 or expected <= 0:
@@ -272,6 +272,8 @@ def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> 
         first = tuple(int(place) for place in differ.nonzero()[0])
         became = f"{float(found[first]):g}, not {float(wanted[first]):g}"
         return Difference.OVERFLOW, f"what lies beyond the largest becomes {became}"
+    if not bool(found.any()):
+        return Difference.UNEXPLAINED, "all values are 0"
     own, theirs, given = (one.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for one in (found, wanted, source))
     moved = [("the values are transposed", theirs.t())] if theirs.shape[0] == theirs.shape[1] else []
     for words, other in (*moved, *permutations(own, theirs)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8bench.numerics.conformity import Sums, kept_bits
+from fp8bench.numerics.conformity import FLOAT32_BITS, Sums, kept_bits
 
 # The values of both operands, by what they would be called if the product were computed of them.
 Guesses = Mapping[str, tuple[Tensor, Tensor]]
@@ -42,7 +42,8 @@ def fingerprint(product: Tensor, guesses: Guesses) -> Fingerprint:
     sums = _sums_of(product, guesses)
     errors = _errors(product, sums)
     nearest = min(errors, key=lambda name: errors[name])
-    bits = kept_bits(product.detach().to(torch.float64), sums[nearest])
+    found = product.detach().to(torch.float64)
+    bits = FLOAT32_BITS if sums[nearest].is_unbiased(found) else kept_bits(found, sums[nearest])
     return Fingerprint(nearest, errors, bits, _result_bits(product))
 
 

@@ -74,7 +74,10 @@ def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmet
 
 
 class _Compared:
-    """Both arithmetics of one precision, and what they make of the same tensors."""
+    """Both arithmetics of one precision, and what they make of the same tensors.
+
+    The emulation runs on the processor, and so does what compares them: no device may be its own judge.
+    """
 
     def __init__(
         self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic], device: str,
@@ -84,8 +87,8 @@ class _Compared:
         self._device, self._seed = device, seed
         recipe = getattr(precision, "recipe", None)
         treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-        plain = FORMATS.get(precision.name)
-        self._formats: dict[Role, Format | None] = dict.fromkeys(Role, plain)
+        plain = FORMATS.get(precision.name, FORMATS["tf32"])  # of what has no format of its own nothing is cast
+        self._formats: dict[Role, Format] = dict.fromkeys(Role, plain)
         self._formats.update(
             zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (one.fmt for one in treatments), strict=False)
         )
@@ -116,7 +119,7 @@ class _Compared:
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
         drawn = torch.randn(rows, columns, generator=generator) * sizes
-        return drawn.to(self._native().carrier).to(self._device)
+        return drawn.to(self._native().carrier)
 
     def _cast(self, words: str, role: Role, x: Tensor, how: str) -> Conformity:
         import torch
@@ -127,12 +130,13 @@ class _Compared:
         native, emulated = self._native(), self._emulated()
         try:
             made, wanted = (
-                one.restore(getattr(one, how)(x, role), torch.float32).contiguous() for one in (native, emulated)
+                one.restore(getattr(one, how)(x.to(device), role), torch.float32).cpu().contiguous()
+                for one, device in ((native, self._device), (emulated, "cpu"))
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, what, shape, why=_refusal(error))
         differ = differing(made, wanted)
-        if fmt is None or not bool(differ.any()):
+        if not bool(differ.any()):
             return Conformity(self.mode, what, shape, Difference.NONE, total=x.numel())
         difference, why = explain_cast(made, wanted, x.to(torch.float32), fmt)
         largest = float(wanted.abs().nan_to_num(0.0, 0.0).max())
@@ -145,29 +149,29 @@ class _Compared:
         native, emulated = self._native(), self._emulated()
         what, shape = f"{product} product", f"{m}x{n}x{k}"
         try:
-            operands = self._operands(native, product, m, n, k)
+            operands = self._operands(native, self._device, product, m, n, k)
             # What a device rounds as it reads it is what the emulation rounds before.
-            known = operands if native.casts else self._operands(emulated, product, m, n, k)
+            known = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
             holder = native if native.casts else emulated
-            values = [holder.restore(one, torch.float32) for one in known]
+            values = [holder.restore(one, torch.float32).cpu() for one in known]
             a, b = (Operand(value, gradient=one.gradient) for value, one in zip(values, operands, strict=True))
             results = [
-                (dtype, native.product(operands[0], operands[1], dtype)) for dtype in (native.carrier, torch.float32)
+                (dtype, native.product(operands[0], operands[1], dtype).cpu(), emulated.product(a, b, dtype))
+                for dtype in (native.carrier, torch.float32)
             ]
         except Exception as error:  # noqa: BLE001 - as above
             yield Conformity(self.mode, what, shape, why=_refusal(error))
             return
-        for number, (dtype, made) in enumerate(results):
+        for number, (dtype, made, wanted) in enumerate(results):
             if number and torch.equal(made, made.to(native.carrier).to(dtype)):
                 continue  # it gives no more than the carrier
-            wanted = emulated.product(a, b, dtype)
             yield self._held(f"{what}, {str(dtype).removeprefix('torch.')} out", shape, made, wanted, values)
 
-    def _operands(self, arithmetic: Arithmetic, product: str, m: int, n: int, k: int) -> list[Operand]:
+    def _operands(self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int) -> list[Operand]:
         roles, found = PRODUCTS[product], []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
             cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
-            found.append(cast(self._drawn(f"{product} {name}", rows, k), role))
+            found.append(cast(self._drawn(f"{product} {name}", rows, k).to(device), role))
         return found
 
     def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:

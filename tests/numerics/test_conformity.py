@@ -195,3 +195,18 @@ def test_steps_are_counted_across_zero() -> None:
     one = torch.tensor([1.0, -(2.0**-149), torch.nan, torch.nan])
     other = torch.tensor([1.0 + 2.0**-22, 2.0**-149, torch.nan, 1.0])
     assert steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
+
+
+def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
+    """All zeros, or operands that are no numbers, are explained by nothing."""
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    nothing = torch.zeros(SIZE, SIZE)
+    assert explain_product(nothing, Sums(a.double(), b.double(), torch.float32)) == (
+        Difference.UNEXPLAINED, "all results are 0",
+    )  # fmt: skip
+    wrong = Sums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
+    assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands are no numbers")
+    assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
+        Difference.UNEXPLAINED,
+        "all values are 0",
+    )

@@ -11,8 +11,9 @@ from fp8bench.analysis.findings import findings
 from fp8bench.model import Case, Label, Products, Request, Run, Verdict
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
+from fp8bench.worker import products
 from fp8bench.worker.bench import Bench
-from tests.facts import CPU
+from tests.facts import CPU, H200
 from tests.own_suites import forgotten
 
 # All claim to be fp8 with a scale a tensor. The native ones say that torch's kernels on this processor are hardware.
@@ -120,15 +121,30 @@ def test_each_fallback_is_told_with_what_it_ran(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "products"),
+    ("mode", "wanted"),
     [
         ("honest-native", Products(1, True, ("float8_e4m3fn",), 3)),
         ("copies-native", Products(1, True, ("bfloat16",), 11, wide=True, looks_like="bfloat16 copies of {}'s values")),
     ],
 )
-def test_what_is_kept_of_it(mode: str, products: Products, run: Run, bench: Bench) -> None:
+def test_what_is_kept_of_it(mode: str, wanted: Products, run: Run, bench: Bench) -> None:
     """All that was seen, of which the label names the first."""
     params = (("m", 128), ("n", 128), ("k", 128), ("product", "forward"), ("operands", "ready"))
     found = bench.products(Case("gemm", params, mode, "cpu"), CPU)
-    assert found.wide == products.wide and found.looks_like == products.looks_like.format(mode)
-    assert found.low and found.operands == products.operands and found.kernels == ()
+    assert found.wide == wanted.wide and found.looks_like == wanted.looks_like.format(mode)
+    assert found.low and found.operands == wanted.operands and found.kernels == ()
+
+
+def test_kernels_of_a_profiled_step_are_those_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and none where the profiler records nothing; a processor is not asked."""
+    names = ("nvjet_tst_128x256", "vectorized_elementwise_kernel", "nvjet_tst_128x256", "nvjet_qqtst_64x8")
+    events = [{"cat": "kernel", "name": name} for name in names] + [{"cat": "cpu_op", "name": "aten::mm gemm bf16"}]
+    monkeypatch.setattr(products, "record", lambda run, kind: {"traceEvents": events})
+    assert products._kernels(lambda phases: None, H200) == ("nvjet_tst_128x256", "nvjet_qqtst_64x8")
+    assert products._kernels(lambda phases: None, CPU) == ()
+
+    def silent(run: object, kind: str) -> None:
+        raise RuntimeError("torch's profiler recorded nothing")
+
+    monkeypatch.setattr(products, "record", silent)
+    assert products._kernels(lambda phases: None, H200) == ()

@@ -47,7 +47,7 @@ def rows(self, a, b, dtype):
 
 
 def scales(self, a, b, dtype):
-    return honest(self, replace(a, scale=a.scale.flip(0)), b, dtype)
+    return honest(self, replace(a, scale=a.scale.flatten().flip(0).view(-1, 1)), b, dtype)
 
 
 def short(self, a, b, dtype):
