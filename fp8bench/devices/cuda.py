@@ -164,8 +164,8 @@ class Cuda(Device):
         """By a graph, whose memory is a pool of its own."""
         import torch
 
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
         try:
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             # Libraries make their workspaces, and autograd its nodes, on the stream that they are first used on.
             stream.wait_stream(torch.cuda.current_stream(index))
             with torch.cuda.stream(stream):

@@ -21,7 +21,7 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
 from fp8bench.profiler.gpu_events import EventStamper
 from fp8bench.profiler.gpu_memory import AllocatorMeter, Backward
-from fp8bench.protocols import CannotLimit, Device, MemoryMeter
+from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock
 
@@ -103,6 +103,14 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_module.platform, "processor", lambda: "")
     monkeypatch.setattr(cpu_module.platform, "machine", lambda: "")
     assert processor_name() == "unknown processor"
+
+
+def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
+    """Here it has no graphs at all."""
+    with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
+        Cuda().captured(0, lambda: None)
+    with pytest.raises(CannotCapture, match="nothing replays the steps of a device of the kind cpu"):
+        Cpu().captured(0, lambda: None)
 
 
 def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -229,9 +230,16 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     bench.prepare("key", case(device="queue:0"), QUEUE)
     assert bench.capture("key") == "nothing replays the steps of a device of the kind queue"
 
+    graphs = weakref.WeakSet[Any]()
+
     def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
         step()
-        return lambda: setattr(self, "free", self.free + 7_000)
+
+        def replay() -> None:
+            self.free += 7_000
+
+        graphs.add(replay)
+        return replay
 
     monkeypatch.setattr(Queue, "captured", captured)
     assert bench.capture("key") == ""
@@ -239,6 +247,9 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     slot = bench.replay("key", 3, 1, Filling(3, 60.0))
     assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3 and Watched.steps == []
     assert stepped(bench, 2) == [0, 0]  # and steps are still steps
+    assert len(graphs) == 1
+    bench.release("key")
+    assert not graphs  # what was captured goes with the state, and its memory with it
 
 
 def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Replays, a full queue and a cold cache, as only a GPU shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fp8bench.devices.cuda import Cuda
+from fp8bench.measure.slots import filling_of
+from fp8bench.model import Case, DeviceFacts, Level
+from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.registry import precisions
+from fp8bench.worker.bench import Bench
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def facts() -> DeviceFacts:
+    return Cuda().available()[0]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    one = Bench(Settings())
+    yield one
+    one.close()
+
+
+def best(slot: RawSlot) -> float:
+    return float(np.median([step.seconds for step in slot.steps]))
+
+
+def product(side: int, facts: DeviceFacts, precision: str = "bf16", cache: str = "hot") -> Case:
+    params = (("m", side), ("n", side), ("k", side), ("product", "forward"), ("operands", "cast"))
+    return Case("gemm", params if cache == "hot" else (*params, ("cache", cache)), precision, facts.key)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, precision: str) -> None:
+    """Its memory is given back with the state."""
+    if precisions.get(precision).support(facts).level is not Level.NATIVE:
+        pytest.skip(f"{precision} is not native on {facts.name}")
+    before = torch.cuda.memory_reserved()
+    bench.prepare("key", product(2048, facts, precision), facts)
+    assert bench.capture("key") == ""
+    steps = bench.slot("key", 20, 2)
+    replays = bench.replay("key", 20, 2, filling_of(20e-6, 20))
+    assert best(replays) <= 1.1 * best(steps) and bench.check("key").wrong == ""
+    bench.release("key")
+    assert torch.cuda.memory_reserved() <= before + (64 << 20)
+
+
+def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> None:
+    """Of a product so small that launching it takes longer."""
+    bench.prepare("key", product(128, facts), facts)
+    empty = bench.slot("key", 20, 2)
+    full = bench.slot("key", 20, 2, filling_of(empty.host_seconds, 20))
+    assert best(full) <= best(empty) and full.host_seconds > 0
+
+
+def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: DeviceFacts) -> None:
+    """A cast reads little and computes less: by a quarter or more."""
+    params = (
+        ("rows", 1024), ("columns", 2048), ("source", "fp32"), ("direction", "to"), ("scaling", "on"), ("role", "input")
+    )  # fmt: skip
+    times = {}
+    for cache in ("hot", "rotating", "cold"):
+        own = params if cache == "hot" else (*params, ("cache", cache))
+        bench.prepare(cache, Case("cast", own, "bf16", facts.key), facts)
+        host = bench.slot(cache, 1, 1).host_seconds
+        times[cache] = best(bench.slot(cache, 20, 2, filling_of(host, 20)))
+        bench.release(cache)
+    assert times["cold"] > 1.25 * times["hot"] and times["rotating"] > times["hot"]
+
+
+def test_a_step_that_reads_its_data_is_not_captured(bench: Bench, facts: DeviceFacts) -> None:
+    """And goes on as before."""
+    params = (("kind", "transfer"), ("batch", 16), ("record", 4096))
+    bench.prepare("key", Case("data", params, "fp32", facts.key), facts)
+    assert "takes data from the host" in bench.capture("key")
+    assert len(bench.slot("key", 2, 1).steps) == 2
