@@ -35,8 +35,14 @@ _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 
 
 def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
-    """The recipe in the formats that a device's units have: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
-    if not is_amd(facts) or amd_class(facts.arch) is not MI300X or recipe.in_blocks:
+    """The recipe in the formats that a device's units have."""
+    device = amd_class(facts.arch) if is_amd(facts) else None
+    return recipe if device is None else in_formats_of(device, recipe)
+
+
+def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
+    """The same for a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
+    if device is not MI300X or recipe.in_blocks:
         return recipe
     made = [replace(one, fmt=_FNUZ.get(one.fmt, one.fmt)) for one in recipe.treatments]
     return replace(recipe, input=made[0], weight=made[1], gradient=made[2])

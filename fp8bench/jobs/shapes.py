@@ -14,6 +14,8 @@ from fp8bench.analysis.shape_findings import Finding, Judgement, LinearShape, Ou
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
 from fp8bench.formats.product_rules import missing, objections, te_objections
+from fp8bench.formats.recipe_support import in_formats_of
+from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scaled_products import OUTPUTS, Objection, Product
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
@@ -235,10 +237,13 @@ def examine(
 ) -> list[Finding]:
     """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
     return [
-        Finding(shape, kind, mode, device, product, judge(product, device), judge_by_te(product, device))
+        Finding(shape, kind, mode.mode, device, product, judge(product, device), judge_by_te(product, device))
         for shape in shapes
-        for kind, mode, product in _products(shape, kinds, modes)
+        for kind in kinds
+        for mode in modes
+        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient
         for device in devices
+        for product in (_product(shape, kind, in_formats_of(device, mode.recipe)),)
     ]
 
 
@@ -256,18 +261,11 @@ def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
     return None if found is None else _judged(product, found)
 
 
-def _products(
-    shape: LinearShape, kinds: Sequence[str], modes: Sequence[RecipePrecision]
-) -> Iterator[tuple[str, str, Product]]:
-    for kind in kinds:
-        m, n, k = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
-        for mode in modes:
-            recipe = mode.recipe
-            if kind == "weight-gradient" and recipe.high_weight_gradient:
-                continue
-            treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
-            a, b = (treatments[role] for role in PRODUCTS[kind])
-            yield kind, mode.mode, Product(m, n, k, a, b, shape.output, shape.row_major)
+def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
+    m, n, k = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
+    treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+    a, b = (treatments[role] for role in PRODUCTS[kind])
+    return Product(m, n, k, a, b, shape.output, shape.row_major)
 
 
 def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
@@ -292,5 +290,5 @@ def _scaled(word: str) -> RecipePrecision:
 
 
 def _is_there(mode: RecipePrecision, device: DeviceClass) -> bool:
-    a, b = mode.recipe.input, mode.recipe.weight
-    return missing(Product(512, 512, 512, a, b), device) is None
+    recipe = in_formats_of(device, mode.recipe)
+    return missing(Product(512, 512, 512, recipe.input, recipe.weight), device) is None

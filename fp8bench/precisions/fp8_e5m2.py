@@ -13,8 +13,12 @@ class Fp8E5M2(RecipePrecision):
     """What two bits of mantissa cost: no product of two E5M2 tensors exists on NVIDIA's devices."""
 
     name = "fp8-e5m2"
-    summary = "E5M2 for every tensor, one current float32 scale a tensor, elements to nearest even; emulated only."
+    summary = (
+        "E5M2 for every tensor, one current float32 scale a tensor, elements to nearest even; native on AMD's and "
+        "Intel's GPUs alone."
+    )
     rank = 45
     words = "FP8"
     element = E5M2
+    multiples = (16, 16)
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)

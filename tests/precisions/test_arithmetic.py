@@ -28,7 +28,7 @@ from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
-from tests.facts import CPU, H200
+from tests.facts import CPU, H200, MI350X
 from tests.formats.scaling_definitions import gaussian
 
 CARRIERS = {
@@ -150,7 +150,8 @@ def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
     for name in CARRIERS:
         wanted = (32, 16) if name in ("mxfp8", "nvfp4") else (1, 1)
-        if isinstance(precisions.get(name).arithmetic(H200), ScaledArithmetic | BlockArithmetic):
+        made = [precisions.get(name).arithmetic(facts) for facts in (H200, MI350X)]
+        if any(isinstance(one, ScaledArithmetic | BlockArithmetic) for one in made):
             wanted = 16, 16
         assert precisions.get(name).multiples == wanted
     assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
