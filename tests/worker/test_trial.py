@@ -14,8 +14,10 @@ from torch import Tensor
 from fp8bench import pipeline
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request, Status
+from fp8bench.nn.linear import linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic, ScaledArithmetic
-from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver
+from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import backends, precisions
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
@@ -130,6 +132,21 @@ def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> 
     found = wrong(kind)
     assert words in found and bool(found) == bool(words)
     assert not found or "FP8BENCH_PRODUCTS=unchecked" in found
+
+
+@pytest.mark.parametrize("left_out", [0, 128])
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp4:stochastic=on", "fp8-block"])
+def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, left_out: int) -> None:
+    """Another library draws other numbers and rotates otherwise: four bits are right all the same."""
+    precision = precisions.get(mode)
+    other = RecipeArithmetic(precision.recipe, name="another library's")  # type: ignore[attr-defined]
+
+    def build(weight: torch.nn.Parameter) -> WholeLayer:
+        kept = weight.shape[1] - left_out
+        return WholeLayer(lambda x: linear(x[:, :kept], weight[:, :kept], other, SilentPhases()))
+
+    found = wrong_product(WholeLayers("other", torch.bfloat16, build), precision, CPU)
+    assert ("product is wrong" in found) == bool(left_out) and ("emulation of it" in found) == bool(left_out)
 
 
 @NEEDS_PRODUCTS
