@@ -202,8 +202,9 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-# What the host takes to enqueue a step, over what the device takes for it. Above the lower one the queue is not far
-# ahead and runs empty where kernels are short, so that some of the time is the host's; above the other all of it is.
+# What the host takes to enqueue a step, over what the device takes for it behind a full queue. Above the lower one a
+# queue that could not be filled far enough runs empty, so that some of the time is the host's; above the other such
+# steps take the host's time, one after another, whatever the device does.
 HOST_PARTLY = 0.5
 HOST_WHOLLY = 0.95
 
