@@ -51,6 +51,7 @@ class TransformerEngine(Backend):
     name = "te"
     summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
     package = "transformer_engine"
+    install = "transformer-engine[pytorch]"  # the package by itself is empty, and raises when it is imported
     least = "2.0"
     whole_layers = True
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {

@@ -32,6 +32,7 @@ class Torchao(Backend):
     name = "torchao"
     summary = "torchao's float8 layers (tensorwise, rowwise, rowwise_with_gw_hp), native or in its own emulation"
     package = "torchao"
+    install = "torchao"
     least = "0.13"
     whole_layers = True
 

@@ -100,7 +100,7 @@ class Precision(ABC):
 
 
 class Backend(ABC):
-    """`package` is the distribution that it comes with, and `least` the first version that will do.
+    """`package` is the distribution that it comes with, `least` the first version that will do; `install` brings it.
 
     `whole_layers` says that it has no casts and products by themselves, but layers that do both; `refuses` are values
     of axes that these cannot be with, and why.
@@ -110,6 +110,7 @@ class Backend(ABC):
     summary: ClassVar[str]
     package: ClassVar[str] = "torch"
     least: ClassVar[str] = "0"
+    install: ClassVar[str] = "torch"
     whole_layers: ClassVar[bool] = False
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {}
 
@@ -127,7 +128,7 @@ class Backend(ABC):
     def missing(self, version: str | None) -> str:
         """Why the installed version of its package (None: there is none) will not do; '' if it will."""
         if version is None:
-            return f"{self.package} is not installed here: pip install {self.package}"
+            return f"{self.package} is not installed here: pip install '{self.install}'"
         if _numbers(version) < _numbers(self.least):
             return f"{self.package} {version} is too old: {self.least} or later is needed"
         return ""

@@ -58,7 +58,7 @@ def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> N
         ("mxfp8:backend=torch", H200, Level.REFUSED, "choose backend=emulated, or auto"),
         ("fp8:backend=emulated", H200, Level.EMULATED, "backend=emulated"),
         ("mxfp6:backend=emulated", CPU, Level.EMULATED, "backend=emulated"),
-        ("fp8:backend=torchao", H200, Level.REFUSED, "torchao is not installed here: pip install torchao"),
+        ("fp8:backend=torchao", H200, Level.REFUSED, "torchao is not installed here: pip install 'torchao'"),
     ],
 )
 def test_what_is_taken_and_why_not(word: str, facts: DeviceFacts, level: Level, words: str) -> None:

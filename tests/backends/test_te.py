@@ -74,7 +74,7 @@ def test_what_it_takes_by_facts(word: str, facts: DeviceFacts, level: Level, wor
 
 
 def test_without_it_what_to_install_is_said() -> None:
-    assert "pip install transformer_engine" in precisions.get("fp8:backend=te").support(H200).reason
+    assert "pip install 'transformer-engine[pytorch]'" in precisions.get("fp8:backend=te").support(H200).reason
 
 
 @pytest.mark.parametrize(("axis", "value"), [("compile", "yes"), ("checkpointing", "blocks")])
