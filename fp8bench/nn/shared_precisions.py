@@ -81,6 +81,8 @@ class RecipePrecision(Precision):
 
     carried_by = "bf16"
     takes_backend = True
+    # Of every scaled product; those of blocks ask for more.
+    multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
     kept: ClassVar[Format | None] = None

@@ -24,5 +24,4 @@ class Fp8(RecipePrecision):
     )
     rank = 40
     words = "FP8"
-    multiples = (16, 16)
     options = (formats_option("hybrid"), float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)

@@ -20,7 +20,6 @@ class Fp8Block(RecipePrecision):
     )
     rank = 43
     words = "block-scaled FP8"
-    multiples = (16, 16)
     options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT)
 
     def made(self) -> Recipe:

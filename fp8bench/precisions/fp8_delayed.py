@@ -20,7 +20,6 @@ class Fp8Delayed(RecipePrecision):
     )
     rank = 41
     words = "FP8"
-    multiples = (16, 16)
     options = (
         Option("history", "amaxes that a scale comes from", "1024", whole_number(1, LONGEST_HISTORY),
                ("amax_history_len", "fp8_amax_history_len")),

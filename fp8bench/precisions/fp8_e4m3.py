@@ -17,5 +17,4 @@ class Fp8E4M3(RecipePrecision):
     rank = 44
     words = "FP8"
     element = E4M3
-    multiples = (16, 16)
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)

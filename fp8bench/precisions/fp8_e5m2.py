@@ -20,5 +20,4 @@ class Fp8E5M2(RecipePrecision):
     rank = 45
     words = "FP8"
     element = E5M2
-    multiples = (16, 16)
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)

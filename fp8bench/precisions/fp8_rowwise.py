@@ -19,5 +19,4 @@ class Fp8Rowwise(RecipePrecision):
     rank = 42
     words = "row-wise FP8"
     block = (1, 0)
-    multiples = (16, 16)
     options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT)

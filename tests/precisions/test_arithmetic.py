@@ -23,12 +23,11 @@ from fp8bench.formats.scalings import (
 )
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.block_arithmetic import BlockArithmetic
-from fp8bench.nn.recipe_arithmetic import ScaledArithmetic
+from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
-from tests.facts import CPU, H200, MI350X
+from tests.facts import CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
 CARRIERS = {
@@ -149,11 +148,9 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
     for name in CARRIERS:
-        wanted = (32, 16) if name in ("mxfp8", "nvfp4") else (1, 1)
-        made = [precisions.get(name).arithmetic(facts) for facts in (H200, MI350X)]
-        if any(isinstance(one, ScaledArithmetic | BlockArithmetic) for one in made):
-            wanted = 16, 16
-        assert precisions.get(name).multiples == wanted
+        precision = precisions.get(name)
+        wanted = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
+        assert precision.multiples == ((32, 16) if name in ("mxfp8", "nvfp4") else wanted)
     assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
         (name for name in CARRIERS if name != "fp16"), 1.0
     )

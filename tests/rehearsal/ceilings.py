@@ -1,6 +1,6 @@
-"""How many launches the casts of a step may take, counted by hand from what is cast.
+"""How many launches a step may take, by phase, counted by hand.
 
-Of native precisions with a scale a tensor or a row. Those with scales of blocks are not fused yet.
+Of casts only for native precisions with a scale a tensor or a row: those with scales of blocks are not fused yet.
 """
 
 from __future__ import annotations
@@ -74,3 +74,37 @@ def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
         return inputs_and_gradients + converted + micro_batches * (layers * cast.both + CONVERTED)
     known = ALL_AMAXES if cast.known < cast.both else 0
     return inputs_and_gradients + converted + layers * cast.known + known + CONVERTED
+
+
+# Of a block forward: two norms by way of float32, two sums, an activation. Backward: of a norm two kernels more than
+# its conversions, the sums' gradients, the activation's, and queries, keys and values put together.
+BLOCK_FORWARD, BLOCK_BACKWARD = 2 * 3 + 2 + 1, 2 * 4 + 2 + 1 + 1
+# The embedding's sum of gradients sorts tokens first; beside it the last norm, positions, and the loss in float32.
+EMBEDDING, REST = 25, 7 + 6 + 10
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 3
+
+
+def of_phases(case: Case) -> dict[str, int]:
+    """By phase; of one that is not named nothing is promised."""
+    params, casts = dict(case.params), of_casts(case)
+    found = {} if casts is None else {"cast": casts}
+    attention = ATTENTION_FORWARD + ATTENTION_BACKWARD
+    match case.workload:
+        case "gemm":
+            found["gemm"] = 1
+        case "mlp":  # SiLU and the gate, their gradients, and both halves put together
+            found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
+        case "attention":  # heads put together; keys and values repeated for those that share them
+            found |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
+        case "transformer":
+            blocks, times = SIZES[str(params["size"])].layers, int(params["micro_batches"])
+            again = int(params["checkpointing"] == "blocks")
+            found |= {
+                "data_load": times * 3,  # the copy, and tokens and targets out of it
+                "gemm": times * (4 * blocks * (3 + again) + 3),
+                "elementwise": times * (blocks * (BLOCK_FORWARD * (1 + again) + BLOCK_BACKWARD) + EMBEDDING + REST),
+                "attention": times * blocks * (attention + ATTENTION_FORWARD * again),
+                "accumulate": 1 + times,
+                "optimizer_step": 2,
+            }
+    return found

@@ -13,7 +13,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, F
 from fp8bench.formats.hardware import CLASSES, DeviceClass
 from fp8bench.formats.product_rules import missing, objections
 from fp8bench.formats.recipes import Treatment
-from fp8bench.formats.scaled_products import Product
+from fp8bench.formats.scaled_products import Product, Scheme
 from fp8bench.formats.scalings import ScaleRounding, Scaling
 from fp8bench.model import DeviceFacts
 
@@ -64,6 +64,9 @@ def broken_rule(
     product = product_of(name, args)
     if product is None:
         return ""
+    fast = args[11:] == (True,)  # torch leaves out what is its default
+    if fast and product.scheme not in (Scheme.TENSOR, Scheme.ROW):
+        return f"sums of {product.scheme} are never fast"
     device = class_of(facts)
     lacking = missing(product, device)
     return "; ".join(one.why for one in ([lacking] if lacking else objections(product, device)))

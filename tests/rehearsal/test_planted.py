@@ -92,6 +92,18 @@ def test_products_that_a_device_has_not(
         product(a, b, kind, output)
 
 
+def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
+    """What cuBLAS does not take, and torch refuses on a GPU."""
+    x, y = (torch.empty(128, 128, dtype=E4M3, device="meta") for _ in range(2))
+    scale = torch.ones(1, 128, device="meta").t()
+    kind = [ScalingType.BlockWise1x128.value]
+    given = x, y.t(), [scale], kind, [], [scale], kind, [], None, torch.bfloat16, []
+    with stage.ledger(H200):
+        torch.ops.aten._scaled_mm_v2.default(*given, False)
+        with pytest.raises(AssertionError, match="never fast"):
+            torch.ops.aten._scaled_mm_v2.default(*given, True)
+
+
 @pytest.mark.parametrize(
     "wait",
     [
