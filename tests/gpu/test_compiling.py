@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ import torch
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.native_codes import codes_both, current_scale, delayed_scale, row_codes, square_codes
 from fp8bench.formats.recipes import Delayed
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.formats.scalings import ScaleRounding
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench
@@ -91,3 +94,38 @@ def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypa
     assert operators.KERNELS.fused.total() == len(compiled)
     for one, other, here in zip(eager, compiled, course(delayed, E4M3), strict=True):
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, here, strict=True))
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The kernels that a call starts, by their names; memory that is filled or copied is not among them."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [one.name for one in profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in names if not name.startswith(("Memset", "Memcpy"))]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "turned"])
+def test_compiled_casts_start_as_many_kernels_as_they_say(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    x = x.t() if turned else x
+    amax, scale = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    history, casts = torch.zeros(1024, device="cuda"), torch.zeros((), dtype=torch.int32, device="cuda")
+    calls: dict[str, tuple[int, Callable[[], object]]] = {
+        "amax": (1, lambda: largest_magnitude(x)),
+        "scale": (1, lambda: current_scale(amax, E4M3, ScaleRounding.EXACT)),
+        "both": (1, lambda: codes_both(x, E4M3, scale)),
+        "row": (1, lambda: row_codes(x, E4M3, ScaleRounding.EXACT)),
+        "blocks": (1, lambda: row_codes(x, E4M3, ScaleRounding.EXACT, 128)),
+        "squares": (2, lambda: square_codes(x, E4M3, ScaleRounding.EXACT, both=True)),
+        "delayed": (1, lambda: delayed_scale(amax, history, casts, scale, E4M3, Delayed(1024))),
+    }
+    for _, call in calls.values():
+        call()
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    for _, call in calls.values():
+        call()  # the first call of a kernel may choose among several
+    found = {name: kernels_of(call) for name, (_, call) in calls.items()}
+    assert {name: len(one) for name, one in found.items()} == {name: count for name, (count, _) in calls.items()}, found
