@@ -217,6 +217,7 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")

@@ -13,6 +13,7 @@ import pytest
 from fp8bench.api import load
 from fp8bench.measure.passes import OUT_OF_MEMORY
 from fp8bench.model import Record, Run, Status
+from fp8bench.model.raw import PRODUCTS_VARIABLE
 from tests.commands import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
@@ -33,7 +34,7 @@ def run_with(fault: str, library: Path, folder: Path) -> Run:
     preloaded = [str(library), *os.environ.get("LD_PRELOAD", "").split()]
     environment = {
         **os.environ, "LD_PRELOAD": ":".join(preloaded), "FAULT": fault, "FAULT_ONCE": str(folder / "struck"),
-        "PYTHONPATH": str(ROOT),
+        PRODUCTS_VARIABLE: "unchecked", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "fp8bench", *SUITE, *AXES, "--store", "store"], cwd=folder, env=environment,
