@@ -1,6 +1,6 @@
 """How many launches a step may take, by phase, counted by hand.
 
-Of casts only for native precisions with a scale a tensor or a row: those with scales of blocks are not fused yet.
+Of casts only for native FP8 with float32 scales: casts to MX and NVFP4 are not fused.
 """
 
 from __future__ import annotations
@@ -12,25 +12,36 @@ from fp8bench.model import Case
 from fp8bench.nn.sizes import SIZES
 from fp8bench.registry import precisions
 
-# Values and a weight's gradient come back by two operations: into float32, and times the scale; or by one.
-RESTORED, CONVERTED = 2, 1
+# A weight's gradient goes into float32, and the head's weights into bf16.
+CONVERTED = 1
 # The largest magnitudes of all weights, in one call.
 ALL_AMAXES = 3
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Of one cast: in one orientation, in both, and in both where the largest magnitude is known."""
+    """Of one cast of an input or a gradient, in one orientation and in both; of a weight; of one whose largest
+    magnitude is known; and of the way back into float32."""
 
     one: int
     both: int
+    weight: int
+    weight_both: int
     known: int
+    restored: int = 2
 
 
 # The largest magnitude, the scale and its inverse, the codes: those of both orientations are written by one kernel.
-A_TENSOR = Launches(one=3, both=3, known=2)
+A_TENSOR = Launches(one=3, both=3, weight=3, weight_both=3, known=2)
 # Each orientation has scales of its own, and one kernel finds and applies them.
-A_ROW = Launches(one=1, both=2, known=2)
+A_ROW = Launches(one=1, both=2, weight=1, weight_both=2, known=2)
+# The same of 128 elements; of a weight's squares the scales, the codes, and memory that is filled up with zeros.
+A_BLOCK = Launches(one=1, both=2, weight=3, weight_both=3, known=3, restored=3)
+BY_EXTENTS = {
+    frozenset({(0, 0, None)}): A_TENSOR,
+    frozenset({(1, 0, None)}): A_ROW,
+    frozenset({(1, 128, None), (128, 128, None)}): A_BLOCK,
+}
 
 
 def of_cast(mode: str) -> Launches | None:
@@ -38,8 +49,8 @@ def of_cast(mode: str) -> Launches | None:
     recipe = getattr(precisions.get(mode), "recipe", None)
     if not isinstance(recipe, Recipe) or recipe.high_weight_gradient:
         return None
-    extents = {one.scaling and (one.scaling.rows, one.scaling.columns, one.scaling.scale) for one in recipe.treatments}
-    return {(0, 0, None): A_TENSOR, (1, 0, None): A_ROW}.get(extents.pop() or ()) if len(extents) == 1 else None
+    scalings = [one.scaling for one in recipe.treatments if one.scaling is not None]
+    return BY_EXTENTS.get(frozenset((one.rows, one.columns, one.scale) for one in scalings))
 
 
 def of_casts(case: Case) -> int | None:
@@ -50,15 +61,16 @@ def of_casts(case: Case) -> int | None:
     tensors, micro_batches = int(params.get("tensors", 0)), int(params.get("micro_batches", 0))
     match case.workload:
         case "gemm":
-            return 2 * cast.one
+            weights = params["product"] != "weight-gradient"
+            return cast.one + (cast.weight if weights else cast.one)
         case "cast" if params["direction"] == "from":
-            return RESTORED + (params["source"] != "fp32")
+            return cast.restored + (params["source"] != "fp32")
         case "cast" | "numerics" | "data":
             return cast.one
         case "accumulate":
-            return tensors * (micro_batches * cast.one + (micro_batches - 1) * RESTORED)
+            return tensors * (micro_batches * cast.one + (micro_batches - 1) * cast.restored)
         case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted
-            return 2 * (3 * cast.both + CONVERTED)
+            return 2 * (2 * cast.both + cast.weight_both + CONVERTED)
         case "transformer" if params["checkpointing"] == "no":
             return _of_model(case, cast, micro_batches)
     return None
@@ -71,8 +83,8 @@ def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
     converted = (layers + 1) * CONVERTED * micro_batches
     inputs_and_gradients = 2 * layers * cast.both * micro_batches
     if params["weights"] == "recast":
-        return inputs_and_gradients + converted + micro_batches * (layers * cast.both + CONVERTED)
-    known = ALL_AMAXES if cast.known < cast.both else 0
+        return inputs_and_gradients + converted + micro_batches * (layers * cast.weight_both + CONVERTED)
+    known = ALL_AMAXES if cast.known < cast.weight_both else 0
     return inputs_and_gradients + converted + layers * cast.known + known + CONVERTED
 
 
