@@ -5,6 +5,7 @@
     |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
     |   |-- RecipeRefused         2   a low-precision recipe that cannot be
     |   `-- ImportFailed          2   a module given to --import does not import
+    |-- BackendMissing            2   a backend that is installed, and does not import all the same
     |-- NotPrinted                2   stdout takes nothing
     |-- StoreError                2   the store cannot be read or written
     |   |-- NotKept               2   the store failed while measuring (carries the run)

@@ -45,6 +45,9 @@ class Probed(FakeWorker):
     def _software(self) -> dict[str, Scalar | None]:
         return {"torch": "2.13.0+cpu", "torch_threads": 1}
 
+    def _backend(self, name: str) -> str:
+        return ""
+
     def _losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
         return (3.0 + 0.01 * draw,) * steps
 

@@ -53,8 +53,10 @@ from fp8bench.model import (
     Products,
     Provenance,
     Record,
+    Replays,
     Request,
     Resumption,
+    Rotation,
     Run,
     Segments,
     Series,
@@ -114,10 +116,11 @@ RECORD = Record(
     (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0, 2),), ENERGY, WATCH, MEMORY, CAPACITY, 0.125,
     Ceiling(1e12, 2e11), Products(3, False, ("bfloat16",), 7, ("flash",)), StepEffect(False, "what was seen"),
     (SustainedTurn(25, (0.5, 0.25), SETTLING, 1.7e9, 650.0),), Fresh(TIMING, TIMING, TIMING, 3),
+    Rotation(4, 1 << 20), Replays(TIMING, "why"),
 )  # fmt: skip
 FACTS = DeviceFacts(
     "cuda", 1, "H200", 1 << 37, "2.13.0", (9, 0), "13.0", None, "sm_90", "GPU-0", "0:1:0", "",
-    (("torchao", "0.18.0"),),
+    (("torchao", "0.18.0"),), True, 60 << 20, 1,
 )  # fmt: skip
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
@@ -159,7 +162,7 @@ VALUES: list[Any] = [
     RECORD.operators[0], RECORD.scales[0], CASE.static, ENERGY, ENERGY.windows[1], WATCH, MEMORY, MEMORY.phases[0],
     CAPACITY, COURSE_OF_MEMORY, COURSE_OF_MEMORY.held[0], RECORD.ceiling, RECORD.products,
     Ceilings((("fp32", 1e11),), 2e11), RECORD.effect, Noise(0.01, 3, 2, 1), RECORD.sustained[0], RECORD.fresh,
-    SETTLING, SETTLING.looks[0],
+    RECORD.rotation, RECORD.replays, SETTLING, SETTLING.looks[0],
 ]  # fmt: skip
 
 
