@@ -134,9 +134,11 @@ def _effect(steps: _Steps) -> StepEffect:
     prepared = steps.seen()
     steps.take()
     before = steps.seen()
+    held = steps.memories()  # or what the next step makes anew might lie where this was, and look like it
     if steps.seconds() > LONGEST_SECONDS:
         raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
     after = steps.seen()
+    del held
     going_on = {place for place, (old, new) in enumerate(zip(before, after, strict=False)) if old.digest != new.digest}
     if len(before) != len(after) or any(after[place].elements > 1 for place in going_on):
         return StepEffect(True)  # what is a single number may count steps
