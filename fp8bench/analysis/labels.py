@@ -25,7 +25,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED, Label.THROTTLED,
-        Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET,
+        Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET, Label.EAGER_QUANTISER,
     }
 )  # fmt: skip
 
@@ -150,7 +150,9 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
-        yield Labelled(Label.EAGER_QUANTISER, timing.eager)
+        # On a device of its own casts of native formats are part of what is compared; elsewhere they are emulations.
+        native = record.support.level is Level.NATIVE and record.case.device != "cpu"
+        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
     yield from _implausible(record)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from fp8bench.formats import operators
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes_turned, row_codes, square_codes
@@ -38,6 +39,8 @@ class BlockArithmetic(RecipeArithmetic):
             )
             return Operand(*made, role is Role.GRADIENT)
         seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
+        if not torch.compiler.is_compiling():
+            operators.KERNELS.lacks(f"native casts to {one.fmt.name} under {one.scaling.name} scales")
         stored = quantise(tensor, one.fmt, one.scaling, seed=seed, checked=False)
         return Operand(stored.codes.view(_DTYPES[one.fmt]), _laid(stored), role is Role.GRADIENT)
 

@@ -14,7 +14,9 @@ from fp8bench.cli.main import main
 from fp8bench.formats import compiling, operators, vector_width
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.model import Case, Record, Status
-from fp8bench.protocols import SilentPhases
+from fp8bench.nn.block_arithmetic import BlockArithmetic
+from fp8bench.protocols import Role, SilentPhases
+from fp8bench.registry import precisions
 from fp8bench.worker import fusing
 from fp8bench.worker.bench import Bench
 from tests.facts import CPU
@@ -77,6 +79,20 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     assert (slot.eager_quantisers, slot.fused_quantisers) == (2, 0)
     prepare(bench, "another")
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
+
+
+def test_casts_that_nobody_has_written_a_kernel_for_say_so(bench: Bench) -> None:
+    """They ran as many operations, and no compiler would change that; the next state begins anew."""
+    made = BlockArithmetic(precisions.get("mxfp8").recipe)  # type: ignore[attr-defined]
+    before = fusing.calls()[0]
+    made.cast(torch.randn(32, 64), Role.WEIGHT)
+    assert fusing.calls()[0] == before + 1
+    assert bench.quantisers() == (
+        0,
+        "no kernel has been written for native casts to e4m3fn under 1x32 e8m0 rceil scales",
+    )
+    fusing.forget_waiting()
+    assert fusing.why_eager() == ""
 
 
 def test_the_untimed_step_runs_again_after_compiling(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
