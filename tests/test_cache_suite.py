@@ -37,6 +37,7 @@ class Summing(Workload):
 ASKED = ("--set", "cache=hot,cold,rotating", "--rounds", "3", "--dtypes", "fp32", "--no-energy")
 
 
+@pytest.mark.slow
 def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine: who says how large its cache is measures, who does not says so in the row."""
     monkeypatch.chdir(tmp_path)

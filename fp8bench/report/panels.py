@@ -106,11 +106,14 @@ class Panel:
         A quiet axis that others have set is said of it, too: 'cache=hot'.
         """
         own = [pair for pair in group.case.params if pair not in self.shared]
-        quiet = [(name, usual) for name, usual in QUIET.items() if self._varies(name) and name not in dict(own)]
+        quiet = [pair for pair in self._quiet if pair[0] not in dict(own)]
         return show_params([*own, *quiet]) or ("as usual" if len(self.groups) > 1 else "")
 
-    def _varies(self, name: str) -> bool:
-        return any(name in dict(group.case.params) for group in self.groups) and name not in dict(self.shared)
+    @cached_property
+    def _quiet(self) -> Params:
+        """Quiet axes that some group has set and that tell groups apart, each with its usual value."""
+        named = {name for group in self.groups for name, _ in group.case.params} - {name for name, _ in self.shared}
+        return tuple((name, usual) for name, usual in QUIET.items() if name in named)
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:

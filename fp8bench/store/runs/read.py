@@ -84,7 +84,9 @@ def _unsound(timing: Timing) -> str:
         least, most = min(map(min, slot.calls_ns)), max(map(max, slot.calls_ns))
         if least < 0 or most >= _MOST or not all(map(any, slot.calls_ns)):
             return "a step took no time, or more than any clock counts"
-        if not all(map(_is_time, (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds))):
+        known = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
+        clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, *(one for one in known if one is not None))
+        if not all(map(_is_time, clocks)):
             return "a slot's clocks have no times"
     return ""
 

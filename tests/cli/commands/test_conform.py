@@ -124,6 +124,7 @@ def test_every_lie_is_found_and_named(fp8bench: Say, store: Path, names: tuple[s
     assert {mode["mode"] for mode in document["modes"] if mode["conforms"]} == {"honest"}
 
 
+@pytest.mark.slow
 def test_on_a_processor_all_conforms(fp8bench: Say, store: Path) -> None:
     """torch's kernels for bf16 and fp8 there, and what has none says so; a mode that nothing does is no success."""
     code, out, _ = fp8bench("conform", "--device", "cpu", "--dtypes", "bf16,fp8,fp8-rowwise,fp8-e5m2")

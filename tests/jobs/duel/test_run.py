@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fp8bench.cli.main import main
+from fp8bench.model.raw import PROTOCOL
 from tests.commands import git, unfolded
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,7 +200,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
     assert memory["after"] - memory["before"] == 256 * 128 * 4
     for side, python in zip(("before", "after"), pythons, strict=True):
         facts = document[side]["environment"]["facts"]
-        assert facts["prefix"] == str(Path(python.removesuffix("/bin/python"))) and facts["protocol"] == 3
+        assert facts["prefix"] == str(Path(python.removesuffix("/bin/python"))) and facts["protocol"] == PROTOCOL
     assert document["before"]["commit"] == document["after"]["commit"] and "v1" in document["before"]["title"]
     assert "with uncommitted changes" in document["after"]["title"]
     shown(project / "kept", document["id"])

@@ -59,7 +59,8 @@ class Results(Section):
             yield _table([_row(*case, shared[case[1].case.workload]) for case in cases], material.alone)
             words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
             yield from [Text(f"The same in every row: {words}.")] if words else []
-            for panel in dict.fromkeys(panel for _, panel, _, _ in cases):
+            panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
+            for panel in panels.values():
                 yield from (Text(f"{panel.case.workload}: {one}.") for one in over_values(panel))
         elif not any(_cases(material)):
             yield Text("There are no cases.", Tone.DOUBT)
