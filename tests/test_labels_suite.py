@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ def findings(simulation: Simulation, folder: Path) -> dict[str, dict[str, Any]]:
     """By precision."""
     printed = json.loads(ran(simulation, folder, *WORDS, "--json")[1])
     return {record["case"]["precision"]: record["finding"] for record in printed["records"]}
+
+
+# 1,755 MHz lie halfway between two figures: a mean of looks may fall to either side in its last bit.
+CLOCK = re.compile(r"SM clock 1\.7[56] GHz")
 
 
 def hot(simulation: Simulation) -> Device:
@@ -41,7 +46,7 @@ def test_a_device_slowed_down_by_its_hardware_leaves_no_verdict(simulation: Simu
         assert {"throttled", "power-capped"} <= set(finding["labels"])
         reasons = dict(finding["label_reasons"])
         share = reasons["throttled"].removeprefix("hw-thermal ").removesuffix("% of the time")
-        assert float(share) == pytest.approx(12.5, abs=1) and reasons["power-capped"] == "SM clock 1.75 GHz"
+        assert float(share) == pytest.approx(12.5, abs=1) and CLOCK.fullmatch(reasons["power-capped"])
 
 
 @pytest.mark.slow
@@ -49,7 +54,7 @@ def test_table_and_csv_say_so(simulation: Simulation, tmp_path: Path) -> None:
     """As words beside the label, and as a column."""
     hot(simulation)
     text = " ".join(ran(simulation, tmp_path, *WORDS, "--csv", "rows.csv")[1].split())
-    assert "throttled (hw-thermal 1" in text and "power-capped (SM clock 1.75 GHz)" in text
+    assert "throttled (hw-thermal 1" in text and CLOCK.search(text)
     assert "- bf16 unsure: labelled" in text
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
