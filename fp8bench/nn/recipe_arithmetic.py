@@ -31,6 +31,9 @@ class RecipeArithmetic(Arithmetic):
     its own. `name` is the layer's: seeds and rotations come from it, so that a run can be had again.
     """
 
+    # Whether casts of whole tensors begin with their largest magnitude, which somebody may have found already.
+    looks_at_amax: ClassVar[bool] = False
+
     def __init__(
         self,
         recipe: Recipe,
@@ -42,6 +45,7 @@ class RecipeArithmetic(Arithmetic):
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
+        self.takes_amax = self.looks_at_amax and recipe.per_tensor and scales is None
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
@@ -146,16 +150,7 @@ class ScaledArithmetic(RecipeArithmetic):
 
     # What products with a scale a row give, whatever is asked for.
     of_rows: ClassVar[torch.dtype | None] = torch.bfloat16
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        carrier: torch.dtype = torch.bfloat16,
-        name: str = "",
-        scales: Mapping[Role, NextScale] | None = None,
-    ) -> None:
-        super().__init__(recipe, carrier, name, scales)
-        self.takes_amax = recipe.per_tensor and scales is None
+    looks_at_amax = True
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
