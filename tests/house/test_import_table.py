@@ -43,11 +43,14 @@ TABLE: dict[str, frozenset[str]] = {
     "analysis": FLOOR | NAMES | {"formats"},
     "plan": FLOOR | NAMES | {"user_code"},
     "worker": FLOOR | NAMES | TENSORS | {"profiler", "user_code"},
+    "training": FLOOR | NAMES | TENSORS | {"profiler", "user_code", "worker", "plan"},
     "store": FLOOR | NAMES | {"analysis", "plan"},
     "measure": FLOOR | NAMES | {"store", "user_code", "worker"},
     "report": FLOOR | NAMES | {"analysis", "formats"},
     "pipeline": PARENT,
-    "jobs": PARENT | TENSORS | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads"},
+    "jobs": PARENT
+    | TENSORS
+    | {"pipeline", "profiler", "worker", "backends", "devices", "precisions", "workloads", "training"},
     "cli": ANYONE,
     "api": ANYONE,
     "asv_bridge": ANYONE,
@@ -74,7 +77,7 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "process_switches", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "pipeline", "registry", "suites", "user_code"}
-MOST_ROOMS = 18
+MOST_ROOMS = 19
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.

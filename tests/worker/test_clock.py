@@ -192,7 +192,7 @@ def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
 # Autograd's device thread without a GPU: a pretended accelerator whose tensors wrap CPU tensors. Registration is
 # global, so it happens in a process of its own; the API is private and may vanish, which ends with status 77.
 DEVICE_THREAD = """
-import sys, threading, torch
+import os, sys, threading, torch
 from torch.utils._pytree import tree_map
 try:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
@@ -257,6 +257,10 @@ for _ in range(2):
     assert stamps == sorted(stamps) and len(stamps) == len(codes) + 1
     assert threads["forward"] == (threading.get_ident(), True)
     print(threads["backward"][0] != threading.get_ident(), threads["backward"][1], *codes)
+
+# The engine's thread may still be on its way out of Python: an interpreter that ends under it aborts the process.
+sys.stdout.flush()
+os._exit(0)
 """
 
 

@@ -1,0 +1,254 @@
+"""A training in several precisions: what is asked, its arms, and what was seen of them step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fp8bench.model.measured import Environment
+from fp8bench.model.planned import DeviceFacts, Params
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names.
+
+    `batch` and `sequence` of 0 are the model's own. The rate rises over the share `warmup` of all steps and then falls
+    along a cosine to the share `floor` of itself; `rates` multiplies it by kinds of parameters ('embedding', 'norm',
+    'head'). `loss_scale` is 'auto' (the precision's own), 'dynamic', or a number. `gradients`, `master` and
+    `optimizer_states` are what these are kept in. `on_nan` is what is done about a step that is not finite. `nudge`
+    disturbs an arm as rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one
+    unit in the last place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
+    """
+
+    model: str = "nano"
+    arch: str = "gpt"
+    batch: int = 0
+    sequence: int = 0
+    micro_batches: int = 1
+    rate: float = 1e-3
+    rates: tuple[tuple[str, float], ...] = ()
+    warmup: float = 0.1
+    floor: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dropout: float = 0.0
+    loss_scale: str = "auto"
+    optimizer_states: str = "fp32"
+    master: str = "fp32"
+    gradients: str = "fp32"
+    checkpointing: str = "no"
+    compile: str = "no"
+    on_nan: str = "stop"
+    nudge: str = ""
+    handicap: float = 1.0
+    precision_map: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What a person asks of `fp8bench train`, as given. `margin` is a share; `sweep` maps settings, or options of a
+    precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes' or 'bpe'.
+
+    `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
+    `keep` between two checkpoints.
+    """
+
+    dtypes: tuple[str, ...] = ("bf16", "fp8")
+    reference: str | None = None
+    settings: TrainerSettings = TrainerSettings()
+    steps: int = 300
+    seeds: int = 5
+    seed: int = 0
+    margin: float = 0.01
+    sweep: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    device: str | None = None
+    threads: int = 1
+    data: str | None = None
+    other_data: str | None = None
+    tokens: str = "bytes"
+    stride: int = 10
+    evaluate: int = 50
+    keep: int = 50
+    quick: bool = False
+    energy: bool = True
+    imports: tuple[str, ...] = ()
+    isolation: bool = True
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Token files (16-bit tokens) to train on, to validate on, and of another kind; made ahead of a training.
+
+    `bytes_per_token` is that of the held-out and of the other text. `identity` says which text, by its digest.
+    """
+
+    train: str
+    held_out: str
+    other: str
+    vocabulary: int
+    bytes_per_token: tuple[float, float]
+    identity: str
+
+
+class ArmRole(StrEnum):
+    """What an arm is there for.
+
+    A `repeat` is the reference once more under the same seed: what differs is not deterministic. An `other-seed` is the
+    reference with other initial weights and batches: what differs is what seeds do.
+    """
+
+    REFERENCE = "reference"
+    CANDIDATE = "candidate"
+    REPEAT = "repeat"
+    OTHER_SEED = "other-seed"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the model: a precision, and settings that differ from the training's own.
+
+    `name` is unique in a training. `native` says that the device multiplies in it; where it does not, its speed means
+    nothing.
+    """
+
+    name: str
+    precision: str
+    role: ArmRole = ArmRole.CANDIDATE
+    settings: Params = ()
+    native: bool = True
+
+
+@dataclass(frozen=True)
+class SeedTask:
+    """What a worker needs to train all arms of one seed beside each other."""
+
+    seed: int
+    arms: tuple[Arm, ...]
+    settings: TrainerSettings
+    steps: int
+    stride: int
+    text: TrainingText
+    facts: DeviceFacts
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training before its first step: the head of what is kept of it. Seeds are `seed`, `seed` + 1 and so on."""
+
+    id: str
+    started: str
+    command: str
+    request: TrainingRequest
+    arms: tuple[Arm, ...]
+    device: DeviceFacts
+    environment: Environment
+    text: TrainingText
+    parameters: int
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What every step says. Norms are of all parameters together.
+
+    `gradient_norm` is before clipping, `clipped` the share of it that clipping took away. `update_ratio` is the norm of
+    the update over that of the weights. `seconds` is the step's own time, 0 in a step that was watched, whose time is
+    not the step's alone. `skipped` says that the weights stayed as they were, because something was not finite.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    loss: float
+    rate: float
+    gradient_norm: float
+    clipped: float
+    parameter_norm: float
+    update_ratio: float
+    loss_scale: float
+    tokens: int
+    seconds: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """What a watched step says of one tensor of one layer: shares are of all its elements.
+
+    `role` is one of Role (input, weight, gradient), or 'update' (of the weights) and 'output'. `scale` multiplies
+    values before they are rounded, the least and the largest of its blocks in `least_scale` and `largest_scale`; of a
+    tensor without one they are 1. `lag` is log2 of the share of the format's range that the largest magnitude takes up
+    (above 0: it was clipped), `drift` how many octaves the scale moved since the reading before. `signal_to_noise` is
+    in decibels, against the same tensor unrounded, None where nothing was rounded.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    layer: str
+    role: str
+    amax: float
+    smallest: float
+    mean: float
+    deviation: float
+    zeros: float
+    scale: float = 1.0
+    least_scale: float = 1.0
+    largest_scale: float = 1.0
+    lag: float | None = None
+    drift: float | None = None
+    underflow: float = 0.0
+    saturated: float = 0.0
+    signal_to_noise: float | None = None
+    not_finite: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """A further figure of a watched step by its name: 'gradient_snr', 'noise_scale', 'memory', 'energy',
+    'attention_score', 'embedding_spread', 'update_ratio' of a layer."""
+
+    arm: str
+    seed: int
+    step: int
+    name: str
+    value: float
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The loss on text that was never trained on, per token; `of` says which text and how it was read.
+
+    'held-out', 'other-text', 'position:0-127', 'quantised:fp8'.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    of: str
+    loss: float
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TrainingEvent:
+    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed'.
+
+    `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
+    """
+
+    arm: str
+    seed: int
+    step: int
+    kind: str
+    words: str
+    layer: str = ""
+    tensor: str = ""
+    values: Params = ()
+    remedy: str = ""
+
+
+# A line of the stream of a training, whatever it says.
+Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent
