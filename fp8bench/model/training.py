@@ -48,7 +48,7 @@ class TrainerSettings:
 @dataclass(frozen=True)
 class TrainingRequest:
     """What a person asks of `fp8bench train`, as given. `margin` is a share; `sweep` maps settings, or options of a
-    precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes' or 'bpe'.
+    precision, to values. `data` and `other_data` are texts; `tokens` is 'bytes', or 'bpe:1024' by so many merges.
 
     `stride` is how many steps lie between two that are watched, `evaluate` between two looks at the held-out text,
     `keep` between two checkpoints.
@@ -77,18 +77,29 @@ class TrainingRequest:
 
 
 @dataclass(frozen=True)
-class TrainingText:
-    """Token files (16-bit tokens) to train on, to validate on, and of another kind; made ahead of a training.
+class TokenSpan:
+    """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`."""
 
-    `bytes_per_token` is that of the held-out and of the other text. `identity` says which text, by its digest.
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Tokens to train on, to validate on (held out), and of another kind if there are any; made ahead of a training.
+
+    `tokens` is 'bytes' (a token a byte), 'bpe' (those from 256 on are `merges` of two tokens each), or 'given' (a token
+    file: nobody knows how many bytes its tokens stand for). `identity` says which text, by its digest.
     """
 
-    train: str
-    held_out: str
-    other: str
+    train: TokenSpan
+    held_out: TokenSpan
+    other: TokenSpan | None
     vocabulary: int
-    bytes_per_token: tuple[float, float]
+    tokens: str
     identity: str
+    merges: tuple[tuple[int, int], ...] = ()
 
 
 class ArmRole(StrEnum):
@@ -220,7 +231,7 @@ class StepFigure:
 class Validation:
     """The loss on text that was never trained on, per token; `of` says which text and how it was read.
 
-    'held-out', 'other-text', 'position:0-127', 'quantised:fp8'.
+    'held-out', 'other-text', 'position:0-127', 'quantised:fp8'. `bytes` is what the tokens stand for, if that is known.
     """
 
     arm: str
@@ -229,7 +240,7 @@ class Validation:
     of: str
     loss: float
     tokens: int
-    bytes: int
+    bytes: int | None
 
 
 @dataclass(frozen=True)
