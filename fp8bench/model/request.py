@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.units import size
@@ -46,7 +48,8 @@ def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
     )
 
 
-def _number(words: str, holds: Callable[[float], bool]) -> Rule:
+def number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """A number that something holds for; True is none."""
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 
@@ -64,8 +67,8 @@ def _is_axis(value: object) -> bool:
 
 
 _MOST_BYTES = 100 << 40
-_SECONDS = _number("a number of seconds above 0", lambda value: 0 < value < 1e7)
-PERCENT = _number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
+_SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
+PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _NAMES = _texts("a list of names")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
@@ -92,13 +95,26 @@ REQUEST_RULES: Mapping[str, Rule] = {
     "refresh_scales": whole_number(1),
     "saturation_bound": PERCENT,
     "energy": _FLAG,
-    "sustained": _number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
+    "sustained": number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
     "max_batch": _FLAG,
     "backend": Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
     "memory_limit": whole_number(
         1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"
     ),
 }
+
+
+def check_fields(asked: Any, rules: Mapping[str, Rule], called: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise UsageError for the first field that is not what its rule says; None may stand where it is the default.
+
+    `called` is what a person calls a field by another name.
+    """
+    defaults = {field.name: field.default for field in fields(asked)}
+    for name, rule in rules.items():
+        value = getattr(asked, name)
+        left_out = value is None and defaults[name] is None
+        if not left_out and not rule.holds(value):
+            raise UsageError(f"{called.get(name, name)} must be {rule.words}, got {value!r:.80}.")
 
 
 # What a person calls a field by another name.
@@ -147,11 +163,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
-        for name, rule in REQUEST_RULES.items():
-            value = getattr(self, name)
-            left_out = value is None and _DEFAULTS[name] is None
-            if not left_out and not rule.holds(value):
-                raise UsageError(f"{_CALLED.get(name, name)} must be {rule.words}, got {value!r:.80}.")
+        check_fields(self, REQUEST_RULES, _CALLED)
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(
                 "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be "
@@ -176,6 +188,3 @@ class Request:
             return None
         bound = None if self.saturation_bound is None else self.saturation_bound / 100
         return StaticScales(self.static_scales, self.refresh_scales or 0, bound)
-
-
-_DEFAULTS = {field.name: field.default for field in fields(Request)}

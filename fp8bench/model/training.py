@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, TypeVar
 
+from fp8bench.errors import UsageError
 from fp8bench.model.measured import Environment
 from fp8bench.model.planned import DeviceFacts, Params
+from fp8bench.model.request import check_fields
+from fp8bench.model.training_rules import SETTINGS_RULES, TRAINING_RULES
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class TrainerSettings:
     handicap: float = 1.0
     precision_map: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, whoever asks."""
+        check_fields(self, SETTINGS_RULES)
+
 
 @dataclass(frozen=True)
 class TrainingRequest:
@@ -74,6 +82,12 @@ class TrainingRequest:
     energy: bool = True
     imports: tuple[str, ...] = ()
     isolation: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, whoever asks: the command line, or a stored training."""
+        check_fields(self, TRAINING_RULES)
+        if not self.dtypes:
+            raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class Arm:
     """One way to train the model: a precision, and settings that differ from the training's own.
 
     `name` is unique in a training. `native` says that the device multiplies in it; where it does not, its speed means
-    nothing.
+    nothing. `skip` says why it is not trained.
     """
 
     name: str
@@ -128,6 +142,13 @@ class Arm:
     role: ArmRole = ArmRole.CANDIDATE
     settings: Params = ()
     native: bool = True
+    skip: str = ""
+
+    def taken(self, settings: TrainerSettings) -> TrainerSettings:
+        """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""
+        own: dict[str, Any] = dict(self.settings)
+        mapped = settings.precision_map if self.role is ArmRole.CANDIDATE else ()
+        return replace(settings, **{"precision_map": mapped, **own})
 
 
 @dataclass(frozen=True)
@@ -263,3 +284,19 @@ class TrainingEvent:
 
 # A line of the stream of a training, whatever it says.
 Line = StepRow | LayerReading | StepFigure | Validation | TrainingEvent
+L = TypeVar("L", StepRow, LayerReading, StepFigure, Validation, TrainingEvent)
+
+
+@dataclass(frozen=True)
+class KeptTraining:
+    """A training as it was read from a store: its lines as far as they go. `troubles` name what could not be read."""
+
+    training: Training
+    lines: tuple[Line, ...]
+    finished: bool
+    path: str
+    troubles: tuple[str, ...] = ()
+
+    def of(self, kind: type[L]) -> tuple[L, ...]:
+        """The lines of one kind, in their order."""
+        return tuple(line for line in self.lines if isinstance(line, kind))
