@@ -1,0 +1,99 @@
+"""Rules over further figures of layers: embedding, attention scores, statistics of batch norms."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from typing import ClassVar
+
+from fp8bench.analysis.health.remedies import Remedy
+from fp8bench.analysis.health.rule import Alarm, Rule, WatchedArm
+from fp8bench.model.training import StepFigure
+
+
+class FigureRule(Rule[StepFigure]):
+    """A rule over one figure, of every layer by itself; `keep` of them are kept."""
+
+    reads = StepFigure
+    figure: ClassVar[str]
+    keep: ClassVar[int] = 1
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
+
+    def see(self, line: StepFigure) -> Alarm | None:
+        if line.name != self.figure:
+            return None
+        last = self._last[line.layer]
+        last.append(line.value)
+        words = self.judge(line, last)
+        return Alarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        """The sentence if this is not well; `last` ends with it."""
+        raise NotImplementedError
+
+
+class EmbeddingCollapse(FigureRule):
+    """The rows of the embedding become alike: tokens cannot be told from each other."""
+
+    name = "embedding-collapse"
+    figure = "embedding_spread"
+    share = 0.5
+    window = "all readings"
+    threshold = f"below {share:g} of the largest spread that it has had"
+    reason = "an embedding spreads as it learns; weight decay takes a hundredth of it in a thousand steps"
+    remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._largest: dict[str, float] = {}
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        largest = max(self._largest.get(line.layer, 0.0), line.value)
+        self._largest[line.layer] = largest
+        if not line.value < self.share * largest:
+            return ""
+        return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
+
+
+class AttentionOverflow(FigureRule):
+    """Attention scores so large that softmax picks one key and lets no gradient through."""
+
+    name = "attention-score-overflow"
+    figure = "attention_score"
+    largest = 88.0
+    window = "every reading"
+    threshold = f"a score of {largest:g}"
+    reason = "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        if line.value < self.largest:
+            return ""
+        return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
+
+
+class BatchNormDrift(FigureRule):
+    """Running statistics of a batch norm are far from those of its batches: it will not validate as it trains."""
+
+    name = "batch-norm-drift"
+    figure = "batch_norm_drift"
+    keep = 3
+    far = 1.0
+    window = f"{keep} readings, from the 6th on: running statistics begin anywhere"
+    threshold = f"all of them above {far:g} standard deviations of the batch"
+    reason = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._seen: dict[str, int] = defaultdict(int)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        self._seen[line.layer] += 1
+        if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(one) > self.far for one in last):
+            return ""
+        far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
+        return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"

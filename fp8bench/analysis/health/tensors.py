@@ -1,0 +1,192 @@
+"""Rules over the tensors of layers: their scales, and what of them gets lost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from itertools import pairwise
+
+from fp8bench.analysis.health.remedies import Remedy
+from fp8bench.analysis.health.rule import TensorRule, WatchedArm, middle, octaves
+from fp8bench.model import Params
+from fp8bench.model.training import LayerReading
+
+Found = tuple[str, Params] | None
+Before = deque[LayerReading]
+
+# What E8M0 scales of blocks can be: 2^-127 to 2^127.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
+
+
+class _Jump(TensorRule):
+    """A scale that leaves the median of those before it; `sign` says which way."""
+
+    keep = 6
+    fewest = 4
+    far = 4.0
+    sign: int
+    window = f"the last {keep} readings of the tensor, from the {fewest}th on"
+    threshold = f"{far:g} octaves from their median, and 2 beyond all of them"
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        now = octaves(reading.scale)
+        known = [one for one in (octaves(old.scale) for old in before) if one is not None]
+        if now is None or len(known) < self.fewest:
+            return None
+        moved = self.sign * (now - middle(known))
+        if moved < self.far or min(self.sign * (now - old) for old in known) < 2:
+            return None
+        way = "rose" if self.sign > 0 else "fell"
+        words = f"the scale of {_of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
+        return words, (("octaves", moved), ("scale", reading.scale))
+
+
+class ScaleFall(_Jump):
+    """A scale falls suddenly: the tensor has grown outliers."""
+
+    name = "scale-falls"
+    sign = -1
+    reason = "the largest magnitude of a tensor moves by an octave or two between readings, not by four"
+    remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
+
+
+class ScaleRise(_Jump):
+    """A scale rises suddenly: hardly anything is left of the tensor."""
+
+    name = "scale-rises"
+    sign = 1
+    reason = "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
+    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
+
+
+class ScaleUnsettled(TensorRule):
+    """A scale keeps swinging up and down."""
+
+    name = "scale-never-settles"
+    keep = 9
+    swing = 2.0
+    turns = 6
+    window = f"{keep + 1} readings of the tensor"
+    threshold = f"{turns} turns of at least {swing:g} octaves each way"
+    reason = "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        scales = [octaves(one.scale) for one in (*before, reading)]
+        known = [one for one in scales if one is not None]
+        if len(known) <= self.keep:
+            return None
+        moves = [after - old for old, after in pairwise(known)]
+        turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
+        if turns < self.turns:
+            return None
+        far = middle(abs(one) for one in moves)
+        words = (
+            f"the scale of {_of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
+        )
+        return words, (("turns", turns), ("octaves", far))
+
+
+class ScaleAtEdge(TensorRule):
+    """A scale is infinite, no number, zero, or as far as scales of blocks go."""
+
+    name = "scale-at-edge"
+    keep = 1
+    window = "every reading"
+    threshold = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
+    reason = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        for value in (reading.scale, reading.least_scale, reading.largest_scale):
+            if not _LEAST_SCALE < value < _LARGEST_SCALE:
+                return f"a scale of {_of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
+        return None
+
+
+class Lag(TensorRule):
+    """The scale lags behind its tensor: the largest magnitudes are cut off."""
+
+    name = "lag"
+    keep = 2
+    far = 0.5
+    window = f"{keep + 1} readings of the tensor"
+    threshold = f"above {far:g} octaves in all of them"
+    reason = "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a jump"
+    remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        lags = [one.lag for one in (*before, reading) if one.lag is not None]
+        if len(lags) <= self.keep or min(lags) <= self.far:
+            return None
+        words = f"{_of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
+        return words, (("lag", lags[-1]), ("amax", reading.amax), ("scale", reading.scale))
+
+
+class OverflowBurst(TensorRule):
+    """Many elements of a tensor lie beyond its format at once."""
+
+    name = "overflow-burst"
+    keep = 6
+    share = 0.03
+    times = 5.0
+    window = f"a reading, and the {keep} before it"
+    threshold = f"{share:.0%} of all elements, and {times:g} times their median"
+    reason = "scales of blocks that are rounded down cut off 0.6% of normal values, always; current scales cut off none"
+    remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        usual = middle(one.saturated for one in before) if before else 0.0
+        if reading.saturated < self.share or reading.saturated < self.times * usual:
+            return None
+        words = f"{reading.saturated:.1%} of {_of(reading)} is beyond its format; {usual:.2%} was usual"
+        return words, (("saturated", reading.saturated), ("median", usual))
+
+
+class UnderflowCreep(TensorRule):
+    """More and more of a tensor is rounded to zero."""
+
+    name = "underflow-creep"
+    keep = 8
+    rise = 0.25
+    window = f"the first {keep} readings of the tensor, and the last 3"
+    threshold = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
+    reason = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
+    remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
+
+    def __init__(self, arm: WatchedArm) -> None:
+        super().__init__(arm)
+        self._first: dict[tuple[str, str], list[float]] = {}
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        first = self._first.setdefault((reading.layer, reading.role), [])
+        if len(first) < self.keep:
+            first.append(reading.underflow)
+            return None
+        usual = middle(first)
+        last = [one.underflow for one in (*list(before)[-2:], reading)]
+        if min(last) < usual + self.rise:
+            return None
+        words = f"{reading.underflow:.0%} of {_of(reading)} is rounded to zero; at first it was {usual:.0%}"
+        return words, (("underflow", reading.underflow), ("first", usual))
+
+
+class NotFiniteTensor(TensorRule):
+    """A tensor of a layer holds infinities or NaN."""
+
+    name = "tensor-not-finite"
+    keep = 1
+    window = "every reading"
+    threshold = "a single element"
+    reason = "they spread to every element of every tensor behind; the first layer that has some is where to look"
+    remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
+
+    def judge(self, reading: LayerReading, before: Before) -> Found:
+        if not reading.not_finite and math.isfinite(reading.amax):
+            return None
+        words = f"{reading.not_finite:.2%} of {_of(reading)} is infinite or no number"
+        return words, (("not_finite", reading.not_finite), ("amax", str(reading.amax)))
+
+
+def _of(reading: LayerReading) -> str:
+    return f"{reading.layer}'s {reading.role}"
