@@ -1,0 +1,1 @@
+"""What a training in several precisions says of how well each of them learns."""
