@@ -22,7 +22,18 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_nan": ("stop", "skip", "lower-rate"),
     "nudge": ("", "ulp", "order"),
 }
-TOKENS = ("bytes", "bpe")
+USUAL_MERGES = 1024
+# With the bytes themselves they are all that 16 bits can tell apart.
+MOST_MERGES = (1 << 16) - 256
+
+
+def merges_of(tokens: str) -> int | None:
+    """How many merges 'bytes', 'bpe' or 'bpe:512' ask for; None where it is none of these."""
+    word, _, number = tokens.partition(":")
+    if tokens in ("bytes", "bpe"):
+        return 0 if tokens == "bytes" else USUAL_MERGES
+    right = word == "bpe" and number.isascii() and number.isdigit() and 1 <= int(number) <= MOST_MERGES
+    return int(number) if right else None
 
 
 def _one_of(names: tuple[str, ...]) -> Rule:
@@ -78,7 +89,10 @@ TRAINING_RULES: Mapping[str, Rule] = {
     ),
     "device": Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
     "other_data": REQUEST_RULES["data"],
-    "tokens": _one_of(TOKENS),
+    "tokens": Rule(
+        f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
+        lambda value: isinstance(value, str) and merges_of(value) is not None,
+    ),
     "stride": whole_number(1, MOST_STEPS),
     "evaluate": whole_number(1, MOST_STEPS),
     "keep": whole_number(1, MOST_STEPS),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import write_whole
+from fp8bench.plan.bpe import encoded
 
 MOST_BYTES = 8 << 20
 LEAST_BYTES = 64 << 10
@@ -50,21 +51,36 @@ def standard_library_text() -> bytes:
     return b"".join(parts)[:MOST_BYTES]
 
 
-def given_text(path: Path) -> bytes:
-    """The text of a user's file; what cannot be trained on is refused with a sentence."""
+def given_text(path: Path, option: str = "--data", most: int | None = None) -> bytes:
+    """The text of a user's file, `most` bytes of it; what cannot be trained on is refused with a sentence."""
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES)
+            text = file.read(most or MOST_BYTES)
     except OSError as error:
-        raise UsageError(f"--data {path} cannot be read ({error.strerror}). Give a text file.") from None
+        raise UsageError(f"{option} {path} cannot be read ({error.strerror}). Give a text file.") from None
     if len(text) < LEAST_BYTES:
-        raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
+        raise UsageError(f"{option} {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
     if b"\0" in text:
-        raise UsageError(f"--data {path} has zero bytes, so it is no text. Give a text file.")
+        raise UsageError(f"{option} {path} has zero bytes, so it is no text. Give a text file.")
     why = _no_text(text)
     if why:
-        raise UsageError(f"--data {path} is no text: {why}. Give a text file, best in UTF-8.")
+        raise UsageError(f"{option} {path} is no text: {why}. Give a text file, best in UTF-8.")
     return text
+
+
+def named_text(data: str | None, most: int | None = None) -> tuple[bytes, str]:
+    """The text of a run and its name: the user's, or Python's own sources."""
+    if data is not None:
+        return given_text(Path(data), most=most), name_of(data)
+    text = standard_library_text()
+    if len(text) < LEAST_BYTES:
+        raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
+    return text, f"python-{platform.python_version()}"
+
+
+def name_of(data: str) -> str:
+    """A file by its name, which need not be text, and stands in case ids."""
+    return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
 
 
 def _no_text(text: bytes) -> str:
@@ -80,18 +96,11 @@ def _no_text(text: bytes) -> str:
 
 def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:
     """The corpus for a run; its token file is made in `folder` once for each text, if it is to be written."""
-    if data is None:
-        text, name = standard_library_text(), f"python-{platform.python_version()}"
-    else:
-        text = given_text(Path(data))
-        # A file's name need not be text, and stands in case ids.
-        name = "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
-    if len(text) < LEAST_BYTES:
-        raise UsageError(f"Python's own sources were not found ({len(text)} bytes). Name a text with --data FILE.")
+    text, name = named_text(data)
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
-    if write and (not path.is_file() or path.stat().st_size != 2 * len(text)):
-        _write(path, text)
+    if write:
+        write_tokens(path, 2 * len(text), lambda: encoded(text, ()))
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
@@ -100,15 +109,11 @@ def default_identity() -> str:
     return prepare_corpus(None, Path(), write=False).identity
 
 
-def _tokens(text: bytes) -> bytes:
-    """Each byte as 16 bits in the machine's own order."""
-    tokens = bytearray(2 * len(text))
-    tokens[0 if sys.byteorder == "little" else 1 :: 2] = text
-    return bytes(tokens)
-
-
-def _write(path: Path, text: bytes) -> None:
+def write_tokens(path: Path, size: int | None, tokens: Callable[[], bytes]) -> None:
+    """Make a token file where there is none of that size; None: of any."""
+    if path.is_file() and (size is None or path.stat().st_size == size):
+        return
     try:
-        write_whole(path, _tokens(text), sync=False)  # another run may be reading or making the same file
+        write_whole(path, tokens(), sync=False)  # another run may be reading or making the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

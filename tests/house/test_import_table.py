@@ -81,7 +81,17 @@ MOST_ROOMS = 19
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
-LAZY = HEAVY | {"asv_runner", "pynvml", "amdsmi", "ctypes", "tensorboard", "torchao", "transformer_engine", "wandb"}
+LAZY = HEAVY | {
+    "asv_runner",
+    "pynvml",
+    "amdsmi",
+    "ctypes",
+    "pyarrow",
+    "tensorboard",
+    "torchao",
+    "transformer_engine",
+    "wandb",
+}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
@@ -94,6 +104,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
+    ("fp8bench.training.", frozenset({"numpy", "torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.
@@ -104,6 +115,8 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     "fp8bench.user_code": frozenset({"hashlib"}),
     "fp8bench.store.asv.identity": frozenset({"hashlib"}),
     "fp8bench.files": frozenset({"hashlib"}),
+    # Some distributions leave it out.
+    "fp8bench.plan.texts": frozenset({"pydoc_data.topics"}),
     # An interrupt may strike while the door is being imported.
     "fp8bench.__main__": frozenset({"fp8bench.cli.main"}),
 }
