@@ -120,13 +120,14 @@ class LocalWorker(Worker):
     is seen only where that is a file, and environment variables are as the caller has them.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] = Bench) -> None:
         self._settings = settings
+        self._opened = opened
         self._bench: Bench | None = None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._bench is None:
-            self._bench = Bench(self._settings)  # what refuses this process is no fault of a worker's
+            self._bench = self._opened(self._settings)  # what refuses this process is no fault of a worker's
         try:
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:
@@ -146,11 +147,12 @@ class LocalWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """The bench in a child process, started on the first request."""
+    """The bench in a child process, started on the first request: `module` is run there, and opens it."""
 
-    def __init__(self, settings: Settings, python: str = sys.executable) -> None:
+    def __init__(self, settings: Settings, python: str = sys.executable, module: str = "fp8bench.worker.main") -> None:
         self._settings = settings
         self._python = python
+        self._module = module
         self._process: WorkerProcess | None = None
         self._number = 0
 
@@ -162,7 +164,7 @@ class ProcessWorker(Worker):
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
             try:
-                self._process = WorkerProcess(self._python, self._environment())
+                self._process = WorkerProcess(self._python, self._module, self._environment())
             except OSError as error:
                 raise WorkerLost(
                     f"the worker could not be started ({error.strerror}): the system lets this process start no other, "

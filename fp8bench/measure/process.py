@@ -30,7 +30,7 @@ class Unreadable(Exception):
 class WorkerProcess:
     """The child, the socket to it, the lifeline that tells it that we live, and the file it prints into."""
 
-    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HALF_WAY_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
@@ -38,7 +38,7 @@ class WorkerProcess:
         self._connection = Connection(ours.detach())
         try:
             self._popen = subprocess.Popen(
-                [python, "-P", "-m", "fp8bench.worker.main", str(theirs.fileno()), str(lifeline_read)],
+                [python, "-P", "-m", module, str(theirs.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
                 pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
             )  # fmt: skip

@@ -19,7 +19,8 @@ class TrainerSettings:
 
     `batch` and `sequence` of 0 are the model's own. The rate rises over the share `warmup` of all steps and then falls
     along a cosine to the share `floor` of itself; `rates` multiplies it by kinds of parameters ('embedding', 'norm',
-    'head'). `loss_scale` is 'auto' (the precision's own), 'dynamic', or a number. `gradients`, `master` and
+    'head'; 'layer' are the other matrices). `loss_scale` is 'auto' (the precision's own), 'dynamic' (halved when
+    gradients overflow, doubled after `scale_growth` steps in which none did), or a number. `gradients`, `master` and
     `optimizer_states` are what these are kept in. `on_nan` is what is done about a step that is not finite. `nudge`
     disturbs an arm as rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one
     unit in the last place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
@@ -38,6 +39,7 @@ class TrainerSettings:
     clip: float = 1.0
     dropout: float = 0.0
     loss_scale: str = "auto"
+    scale_growth: int = 200
     optimizer_states: str = "fp32"
     master: str = "fp32"
     gradients: str = "fp32"
@@ -162,6 +164,20 @@ class SeedTask:
     stride: int
     text: TrainingText
     facts: DeviceFacts
+
+
+@dataclass(frozen=True)
+class ArmState:
+    """An arm as it stands before its first step.
+
+    `tokens` are those of one of its steps. `bytes_per_parameter` are kept between two steps, by what they are for, as
+    counted from the tensors that exist.
+    """
+
+    arm: str
+    parameters: int
+    tokens: int
+    bytes_per_parameter: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)

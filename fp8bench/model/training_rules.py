@@ -74,6 +74,7 @@ SETTINGS_RULES: Mapping[str, Rule] = {
     "clip": number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
     "dropout": number("a share from 0 to below 1", lambda value: 0 <= value < 1),
     "loss_scale": Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
+    "scale_growth": whole_number(1, MOST_STEPS),
     "handicap": _above_nothing("a number above 0 and up to 1000", 1000.0),
     "precision_map": REQUEST_RULES["precision_map"],
     **{name: _one_of(names) for name, names in CHOICES.items()},

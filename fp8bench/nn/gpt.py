@@ -59,8 +59,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward, each with its residual."""
 
-    def __init__(self, config: GPTConfig, choose: Choose, core: Core) -> None:
+    def __init__(self, config: GPTConfig, choose: Choose, core: Core, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
         attn, mlp = within(choose, "attn"), within(choose, "mlp")
@@ -68,16 +69,17 @@ class Block(nn.Module):
         self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
+        share = self.dropout if self.training else 0.0
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        x = x + self.attn(self.norm_attn(x), phase, rotation).to(x.dtype)
-        y: Tensor = x + self.mlp(self.norm_mlp(x), phase).to(x.dtype)
-        return y
+        x = x + dropped(self.attn(self.norm_attn(x), phase, rotation).to(x.dtype), share)
+        return x + dropped(self.mlp(self.norm_mlp(x), phase).to(x.dtype), share)
 
 
 class GPT(nn.Module):
     """Tokens and targets in, mean loss out.
 
-    With `checkpointing` each block keeps its input only, and is computed again in backward, phases and all.
+    With `checkpointing` each block keeps its input only, and is computed again in backward, phases and all. While
+    training the share `dropout` of what embedding and layers add to the stream is left out, by torch's generator.
     """
 
     rotation: Tensor | None
@@ -89,15 +91,17 @@ class GPT(nn.Module):
         carrier: torch.dtype,
         checkpointing: bool = False,
         core: Core | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         core = core or FusedCore()
+        self.dropout = dropout
         self.carrier = carrier
         self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(Block(config, one, core) for one in blocks)
+        self.blocks = nn.ModuleList(Block(config, one, core, dropout) for one in blocks)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
@@ -106,17 +110,22 @@ class GPT(nn.Module):
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
-        x = x.to(self.carrier)
+        x = dropped(x.to(self.carrier), self.dropout if self.training else 0.0)
         rotation = None if self.rotation is None else self.rotation[: tokens.shape[1]].to(self.carrier)
         for block in self.blocks:
             if self.checkpointing:
-                # Nothing in a block is random, so no random state need be kept.
-                x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=False)
+                # Where nothing in a block is random no random state need be kept.
+                x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x = block(x, phase, rotation)
         logits = self.head(self.norm(x), phase)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))
+
+
+def dropped(x: Tensor, share: float) -> Tensor:
+    """With so large a share left out, at random."""
+    return F.dropout(x, share) if share else x
 
 
 class Between(nn.Module):

@@ -1,6 +1,7 @@
 """The worker process: answers one request at a time until its parent is gone.
 
-Started by process.WorkerProcess as `python -m fp8bench.worker.main FD LIFELINE`, the first of a session of its own.
+Started by process.WorkerProcess as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does
+more), the first of a session of its own.
 FD is one end of a socket pair on which requests arrive; LIFELINE is a pipe whose other end only the parent holds, so
 that its end-of-file means that the parent is dead, however it died.
 
@@ -18,13 +19,14 @@ import platform
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fp8bench import __version__
 from fp8bench.model import Scalar
-from fp8bench.model.raw import PROTOCOL
+from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.beside import everything_is_the_workloads
 from fp8bench.worker.faults import described
@@ -91,13 +93,19 @@ def _leave(*arguments: object) -> NoReturn:
     os._exit(0)
 
 
-def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[Bench | None, tuple[Any, ...]]:
+# Opens what answers: a bench, or one that does more.
+Open = Callable[[Settings], Bench]
+
+
+def answer(
+    bench: Bench | None, name: str, arguments: tuple[Any, ...], opened: Open = Bench
+) -> tuple[Bench | None, tuple[Any, ...]]:
     """Serve one request; the single barrier where any exception becomes an answer."""
     try:
         if name == "greet":
             return bench, ("ok", handshake())
         if name == "open":
-            return Bench(*arguments), ("ok", None)
+            return opened(*arguments), ("ok", None)
         if bench is None:
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
@@ -107,7 +115,7 @@ def answer(bench: Bench | None, name: str, arguments: tuple[Any, ...]) -> tuple[
     return bench, ("fault", *(fault if bench is None else bench.recovered(fault)))
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, opened: Open) -> None:
     """Answer until the other end closes."""
     bench: Bench | None = None
     ourselves = os.getpid()
@@ -116,7 +124,7 @@ def serve(connection: Connection) -> None:
             number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        bench, reply = answer(bench, name, arguments)
+        bench, reply = answer(bench, name, arguments, opened)
         if os.getpid() != ourselves:
             _leave()  # a workload has forked, and this is the child
         if name == "open":
@@ -126,7 +134,7 @@ def serve(connection: Connection) -> None:
         connection.send((number, reply))
 
 
-def main() -> None:
+def main(opened: Open = Bench) -> None:
     """Take the two descriptors off the command line and serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
@@ -137,7 +145,7 @@ def main() -> None:
     # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
-        serve(connection)
+        serve(connection, opened)
 
 
 if __name__ == "__main__":

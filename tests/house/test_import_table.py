@@ -104,6 +104,10 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),
     ("fp8bench.numerics.", frozenset({"numpy", "torch"})),
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
+    *(
+        (f"fp8bench.training.{light}", frozenset[str]())
+        for light in ("lab", "main", "schedule", "seeds", "loss_scaling")
+    ),
     ("fp8bench.training.", frozenset({"numpy", "torch"})),
     ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
 )

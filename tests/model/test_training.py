@@ -17,7 +17,7 @@ REFUSED: dict[str, list[Any]] = {
     "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "on_nan": ["ignore"], "nudge": ["bit"],
-    "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
+    "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],

@@ -1,0 +1,123 @@
+"""The state of all arms of a seed in a folder: whole or not there, and known again by its digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from fp8bench.errors import StoreError
+from fp8bench.files import PARTIAL
+from fp8bench.model.training import SeedTask
+from fp8bench.training.trainer import Trainer
+
+_HEAD = "checkpoint.json"
+_VERSION = 1
+
+
+class _Digesting:
+    """A file that says what was written into it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> tuple[str, ...]:
+    """Keep the state of the arms that are finite; the names of those that are not. Raises StoreError."""
+    memories = {name: one.memory() for name, one in trainers.items()}
+    poisoned = tuple(name for name, memory in memories.items() if not _finite(memory))
+    target = Path(folder)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        partial.mkdir(parents=True)
+        files = {}
+        for number, (name, memory) in enumerate(memories.items()):
+            if name not in poisoned:
+                files[name] = _written(partial / f"{number}.pt", memory)
+        head = {"version": _VERSION, "task": _plan(task), "torch": str(torch.__version__), "arms": files}
+        (partial / _HEAD).write_text(json.dumps(head, indent=1))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    except (OSError, RuntimeError) as error:  # torch's writer hides what the disk said
+        why = getattr(error, "strerror", None) or error
+        raise StoreError(f"the checkpoint {target} cannot be written ({why}). Make room, and resume.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return poisoned
+
+
+def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
+    with path.open("xb") as file:
+        digesting = _Digesting(file)
+        torch.save(memory, cast(IO[bytes], digesting))
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "sha256": digesting.digest}
+
+
+def read(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> None:
+    """Give every arm its state back. Raises StoreError, and then no arm has changed, for whatever is not as written."""
+    place = Path(folder)
+    try:
+        head = json.loads((place / _HEAD).read_text())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
+    if head.get("version") != _VERSION or head.get("task") != _plan(task):
+        raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
+    memories = {name: _loaded(place / said["file"], said["sha256"]) for name, said in head["arms"].items()}
+    for name, trainer in trainers.items():
+        if name in memories:
+            trainer.recall(memories[name])
+        else:
+            trainer.stopped = True
+
+
+def _loaded(path: Path, digest: str) -> dict[str, Any]:
+    """Tensors and plain values alone: nothing in a file is run."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != digest:
+                raise StoreError(
+                    f"the checkpoint's file {path} is damaged: its SHA-256 is not the one it was kept under."
+                )
+            file.seek(0)
+            memory: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
+    return memory
+
+
+def _plan(task: SeedTask) -> str:
+    """What a checkpoint is good for: the same seed, settings, text and device."""
+    return hashlib.sha256(
+        repr((task.seed, task.arms, task.settings, task.steps, task.text.identity)).encode()
+    ).hexdigest()
+
+
+def _finite(memory: Any) -> bool:
+    if isinstance(memory, Tensor):
+        return not memory.is_floating_point() or bool(memory.isfinite().all())
+    if isinstance(memory, dict):
+        return all(map(_finite, memory.values()))
+    return all(map(_finite, memory)) if isinstance(memory, list) else True

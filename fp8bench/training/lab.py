@@ -1,0 +1,96 @@
+"""The worker's side of a training: all arms of one seed, which live beside each other.
+
+It answers all that a bench does, and is asked in this order: `begin`; `restore`, if the seed was begun before; then
+`advance`, `validate` and `save` as the parent likes, until the next `begin`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fp8bench.model.training import ArmState, Line, SeedTask, Validation
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged, under
+
+if TYPE_CHECKING:
+    from fp8bench.training.trainer import Trainer
+
+# What a ProcessWorker runs to have one.
+MODULE = "fp8bench.training.main"
+
+
+class Lab(Bench):
+    """The trainers of a seed by the names of their arms."""
+
+    _task: SeedTask | None = None
+
+    def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
+        """Forget the seed before, and build every arm of this one."""
+        from fp8bench.training.trainer import Trainer
+
+        self._trainers: dict[str, Trainer] = {}
+        gc.collect()
+        self._task = task
+        self._selected(task.facts).empty_cache()
+        for arm in task.arms:
+            with self._running():
+                self._trainers[arm.name] = Trainer(task, arm)
+        return tuple(one.state() for one in self._trainers.values())
+
+    def advance(self, arm: str, steps: int) -> tuple[Line, ...]:
+        """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
+        trainer = self._trainers[arm]
+        with self._running(trainer):
+            return tuple(line for _ in range(steps) for line in trainer.advance())
+
+    def validate(self, arm: str) -> tuple[Validation, ...]:
+        """The losses on text that is never trained on."""
+        trainer = self._trainers[arm]
+        with self._running(trainer):
+            return trainer.validate()
+
+    def drop(self, arm: str) -> None:
+        """Forget an arm."""
+        del self._trainers[arm]
+        gc.collect()
+
+    def save(self, folder: str) -> tuple[str, ...]:
+        """Keep every arm's state in a new folder, whole or not at all. Names the arms that are not finite: nothing is
+        kept of them."""
+        from fp8bench.training.checkpoint import write
+
+        assert self._task is not None
+        return write(folder, self._task, self._trainers)
+
+    def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
+        """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""
+        from fp8bench.training.checkpoint import read
+
+        assert self._task is not None
+        read(folder, self._task, self._trainers)
+        return tuple((name, one.step) for name, one in self._trainers.items())
+
+    def close(self) -> None:
+        self._trainers = {}
+        super().close()
+
+    @contextmanager
+    def _running(self, trainer: Trainer | None = None) -> Iterator[None]:
+        """Under a trainer's precision, with the process's switches and random state as they were afterwards."""
+        import torch
+
+        assert self._task is not None
+        facts = self._task.facts
+        self._selected(facts)
+        gpus = [facts.index] if facts.accelerated else []
+        scope = under(trainer.precision) if trainer is not None else None
+        with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside():
+            if scope is None:
+                yield
+                return
+            with scope:
+                yield

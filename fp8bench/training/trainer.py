@@ -1,0 +1,170 @@
+"""One arm of a training: its model in its precision, and its steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.model import DeviceFacts
+from fp8bench.model.training import Arm, ArmState, Line, SeedTask, StepRow, TrainingEvent, Validation
+from fp8bench.nn.cached_weights import CachedWeights
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.sizes import SIZES
+from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.training.batches import Windows
+from fp8bench.training.loss_scaling import loss_scale_of
+from fp8bench.training.optimizer import AdamW
+from fp8bench.training.schedule import share_of_rate
+from fp8bench.training.seeds import own_seed, seed_of
+
+_SILENT = SilentPhases()
+# A product's sides are multiples of this on every device that has a low precision.
+_ROUND = 64
+# Windows of the held-out text: even parts of it.
+_HELD_OUT = 16
+
+
+class Trainer:
+    """An arm of one seed: `step` is the next step."""
+
+    def __init__(self, task: SeedTask, arm: Arm) -> None:
+        self.arm = arm
+        self.precision = precisions.get(arm.precision)
+        self.step = 0
+        self.stopped = False
+        self._task = task
+        self._settings = settings = arm.taken(task.settings)
+        self._seed = own_seed(task.seed, arm)
+        size = SIZES[settings.model]
+        self._config = replace(
+            size, vocabulary=-(-task.text.vocabulary // _ROUND) * _ROUND, batch=settings.batch or size.batch,
+            sequence=settings.sequence or size.sequence,
+        )  # fmt: skip
+        self._arithmetics: dict[str, Arithmetic] = {}
+        self._model = self._made(task.facts)
+        self._parameters = dict(self._model.named_parameters())
+        self._weights = CachedWeights(self._model)
+        self._windows, self._held_out = (
+            Windows(span, self._config.sequence, task.facts.key, self._config.vocabulary)
+            for span in (task.text.train, task.text.held_out)
+        )
+        self._optimizer = AdamW(self._parameters, settings)
+        self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
+
+    def _made(self, facts: DeviceFacts) -> GPT:
+        """The model, its weights drawn from the seed in float32 whatever the precision."""
+        kinds = dict(self._settings.precision_map)
+
+        def choose(name: str) -> Arithmetic:
+            kind = "head" if name == "head" else name.split(".")[-2]
+            mode = kinds.get(kind) or (self.precision.carried_by if kind == "head" else "") or self.arm.precision
+            found = precisions.get(mode).arithmetic(facts).layer(f"{self._seed}/{name}")
+            self._arithmetics[name] = found
+            return found
+
+        carrier = self.precision.arithmetic(facts).carrier
+        torch.manual_seed(seed_of("weights", self._seed))
+        with torch.device(facts.key):
+            return GPT(
+                self._config, choose, carrier, self._settings.checkpointing == "blocks",
+                dropout=self._settings.dropout,
+            )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Those of one step."""
+        return self._config.batch * self._config.sequence * self._settings.micro_batches
+
+    def state(self) -> ArmState:
+        count = sum(one.numel() for one in self._parameters.values())
+        kept = {"weights": list(self._parameters.values()), "gradients": list(self._parameters.values())}
+        sizes = {name: sum(one.nbytes for one in some) for name, some in (kept | self._optimizer.kept()).items()}
+        return ArmState(self.arm.name, count, self.tokens, tuple((name, size / count) for name, size in sizes.items()))
+
+    def advance(self) -> Iterator[Line]:
+        """One step; nothing where the arm has stopped or is done."""
+        if self.stopped or self.step == self._task.steps:
+            return
+        started = time.perf_counter()
+        settings, scale = self._settings, self._loss_scale.scale
+        rate = settings.rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
+        with self._weights.cast(_SILENT):
+            losses = [self._micro_batch(number, scale) for number in range(settings.micro_batches)]
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        loss, norm = torch.stack(losses).mean(), _joint(torch._foreach_norm(gradients)) / scale
+        skip = (~(loss + norm).isfinite()).to(torch.float32)
+        clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+        self._optimizer.step(rate, clipping * scale, skip)
+        moved, size = _joint(self._optimizer.update_norms), _joint(self._optimizer.weight_norms)
+        numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
+        for one in self._parameters.values():
+            one.grad = None
+        yield from self._told(numbers, rate, scale, time.perf_counter() - started)
+        self.step += 1
+
+    def _micro_batch(self, number: int, scale: float) -> Tensor:
+        """Gradients of one are added to those there are; its loss."""
+        torch.manual_seed(seed_of("step", self._seed, self.step, number))
+        batch = self._windows.drawn(self._seed, self.step, number, self._config.batch)
+        loss: Tensor = self._model(*batch, _SILENT)
+        (loss * (scale / self._settings.micro_batches)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _told(self, numbers: list[float], rate: float, scale: float, seconds: float) -> Iterator[Line]:
+        loss, norm, clipping, moved, size = numbers
+        name, seed, finite = self.arm.name, self._task.seed, math.isfinite(loss + norm)
+        clipped = 1 - 1 / clipping if finite else 0.0
+        yield StepRow(
+            name, seed, self.step, loss, rate, norm, clipped, size, moved / size, scale, self.tokens, seconds,
+            skipped=not finite,
+        )  # fmt: skip
+        self._loss_scale.seen(finite)
+        if not finite:
+            yield TrainingEvent(name, seed, self.step, "not-finite", f"loss {loss}, norm of the gradients {norm}")
+            if not self._loss_scale.may_fall and self._settings.on_nan == "stop":
+                self.stopped = True
+                yield TrainingEvent(name, seed, self.step, "stopped", "its loss or gradients are not finite")
+
+    @torch.no_grad()
+    def validate(self) -> tuple[Validation, ...]:
+        """The loss on the held-out text, from its beginning."""
+        self._model.eval()
+        with self._weights.cast(_SILENT):
+            losses = [self._model(*batch, _SILENT) for batch in self._held_out.in_order(self._config.batch, _HELD_OUT)]
+        loss, seen = float(torch.stack(losses).mean()), len(losses) * self._config.batch * self._config.sequence
+        self._model.train()
+        size = seen if self._task.text.tokens == "bytes" else 0
+        return (Validation(self.arm.name, self._task.seed, self.step, "held-out", loss, seen, size),)
+
+    def memory(self) -> dict[str, Any]:
+        """All that the steps to come depend on."""
+        return {
+            "step": self.step,
+            "stopped": self.stopped,
+            "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
+            "weights": {name: one.detach() for name, one in self._parameters.items()},
+            "optimizer": self._optimizer.kept(),
+        }
+
+    def recall(self, memory: dict[str, Any]) -> None:
+        """Go on from what was in memory."""
+        self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
+        self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
+        with torch.no_grad():
+            for name, one in self._parameters.items():
+                one.copy_(memory["weights"][name])
+            for name, tensors in self._optimizer.kept().items():
+                torch._foreach_copy_(tensors, memory["optimizer"][name])
+
+
+def _joint(norms: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """The norm of all of them together."""
+    joint: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return joint

@@ -1,0 +1,52 @@
+"""What a lab answers, its arms beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.model.raw import Settings
+from fp8bench.model.training import Arm, ArmRole
+from fp8bench.plan.corpus import Corpus
+from fp8bench.training.lab import MODULE
+from tests.training.labs import lab_of, rows, task_of
+
+
+def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
+    """The repeat is the reference bit for bit, however their steps are interleaved; another seed is another start."""
+    arms = (Arm("bf16", "bf16", ArmRole.REFERENCE), Arm("again", "bf16", ArmRole.REPEAT))
+    lab = lab_of(task_of(corpus, *arms, Arm("other", "bf16", ArmRole.OTHER_SEED), "fp32"))
+    first = [*lab.advance("bf16", 2), *lab.advance("fp32", 1), *lab.advance("bf16", 1)]
+    losses = {name: [row.loss for row in rows(lab.advance(name, 3))] for name in ("again", "other")}
+    bf16 = [row.loss for row in rows(first) if row.arm == "bf16"]
+    fp32 = next(row.loss for row in rows(first) if row.arm == "fp32")
+    assert losses["again"] == bf16 and losses["other"][0] != bf16[0]
+    assert fp32 == pytest.approx(bf16[0], rel=5e-3) and fp32 != bf16[0]
+
+
+def test_it_goes_on_from_a_checkpoint_with_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
+    """In a lab that has begun anew."""
+    task = task_of(corpus, "bf16", "fp8", steps=5)
+    lab = lab_of(task)
+    for name in ("bf16", "fp8"):
+        lab.advance(name, 2)
+    assert lab.save(str(tmp_path / "kept")) == ()
+    wanted = [rows(lab.advance(name, 5)) for name in ("bf16", "fp8")]
+    assert [len(one) for one in wanted] == [3, 3], "no more steps than the task has"
+    other = lab_of(task)
+    assert other.restore(str(tmp_path / "kept")) == (("bf16", 2), ("fp8", 2))
+    assert [rows(other.advance(name, 3)) for name in ("bf16", "fp8")] == wanted
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own(corpus: Corpus) -> None:
+    """Asked as a worker is, and it knows the devices."""
+    task = task_of(corpus, "bf16")
+    with ProcessWorker(Settings(), module=MODULE) as worker:
+        assert worker.probe()[0].kind == "cpu"
+        (state,) = worker.ask(60, "begin", task)
+        assert state.parameters > 900_000 and state.tokens == 16
+        assert dict(state.bytes_per_parameter)["weights"] == 4
+        assert [row.step for row in rows(worker.ask(60, "advance", "bf16", 2))] == [0, 1]
