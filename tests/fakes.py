@@ -242,7 +242,7 @@ class FakeWorker(Worker):
     def _replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         """A replay takes half of a step."""
         label = self._labels[key]
-        self.log.append(("replay", label, calls, discard))
+        self.log.append(("replay", label, calls, discard, filling))
         self._strike("replay", label)
         steps = [self._script(label).step(call)[1] for call in range(calls)]
         raw = tuple(RawStep((UNATTRIBUTED,), (sum(intervals) // 2,)) for intervals in steps)

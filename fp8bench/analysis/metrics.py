@@ -120,7 +120,13 @@ def _replays(record: Record) -> Iterator[Metric]:
     middle = statistics.median(totals(found.timing).tolist())
     rounds, calls = found.timing.num_rounds, found.timing.num_calls
     yield replace(
-        blank, value=middle, best=best, rounds=rounds, count=calls, samples=partial(step_samples, found.timing)
+        blank,
+        value=middle,
+        best=best,
+        rounds=rounds,
+        count=calls,
+        samples=partial(step_samples, found.timing),
+        why=found.loaded and f"without loading {found.loaded}",
     )
 
 

@@ -88,9 +88,15 @@ class Study:
     path: str = ""
 
     def gap(self, trial: Trial) -> float | None:
-        """How much larger its loss is than the reference's, as a share; None without a loss."""
+        """How much larger its loss is than the reference's, as a share; infinite beside a loss of 0 that it has not.
+
+        None without a loss.
+        """
         wanted, found = self.baseline.loss, trial.loss
-        return None if wanted is None or found is None else found / wanted - 1
+        if wanted is None or found is None:
+            return None
+        more = found - wanted
+        return more / abs(wanted) if wanted else math.copysign(math.inf, more) if more else 0.0
 
     @property
     def noise(self) -> float | None:

@@ -17,6 +17,7 @@ from fp8bench.measure.rounds import Arm
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import UNATTRIBUTED, Replays, Segments, SlotSample, Timing
 from fp8bench.protocols.axes import ROTATING
+from fp8bench.registry import workloads
 
 ROUNDS = 10
 # What the host takes to launch a whole step: 10 to 20 us.
@@ -73,11 +74,18 @@ class ReplayPass:
             wrong = str(cause)
         if wrong:
             return Replays(why=f"after replays: {wrong}")
-        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)))
+        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_loads(arm))
+
+
+def _loads(arm: Arm) -> str:
+    """What comes ahead of each of its replays."""
+    return workloads.get(arm.planned.case.workload).loads
 
 
 def _slot(arm: Arm, worker: Worker, number: int, place: int) -> SlotSample:
     limit = arm.limits.slot(arm.step_seconds, arm.calls + _DISCARD)
-    raw = worker.within(limit).replay(arm.key, arm.calls, _DISCARD, filling_of(_LAUNCH_SECONDS, arm.calls))
+    # A host that loads in between may fall behind: then each call has its own filling.
+    filling = filling_of(_LAUNCH_SECONDS, 1 if _loads(arm) else arm.calls)
+    raw = worker.within(limit).replay(arm.key, arm.calls, _DISCARD, filling)
     calls = tuple((sum(step.intervals_ns),) for step in raw.steps)
     return SlotSample(number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, place=place)

@@ -171,10 +171,15 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Replays:
-    """Steps that a device did again as one launch each: their times, in one cell, or why there are none."""
+    """Steps that a device did again as one launch each: their times, in one cell, or why there are none.
+
+    `loaded` is what was brought to the device ahead of each, and is not in its time; '' where steps take nothing from
+    their host.
+    """
 
     timing: Timing | None = None
     why: str = ""
+    loaded: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import zlib
+from collections.abc import Iterator
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -37,18 +39,35 @@ class TokenLoader:
         self._random = np.random.default_rng(seed)
         self._vocabulary = vocabulary
         self._pin = device != "cpu"
+        self._ahead: list[Tensor] = []
+        self._turns: Iterator[Tensor] = iter(())
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow them, (batch, length) each, on the device."""
+        """Tokens and the tokens that follow them, (batch, length) each, on the device: of a batch that was loaded
+        ahead, once there are any."""
+        ids = next(self._turns) if self._ahead else self._moved(self._drawn())
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def load_ahead(self, batches: int) -> None:
+        """Load so many, each to where the one before it lay: `next` gives these in turn from now on."""
+        for place in range(batches):
+            host = self._drawn()
+            if place == len(self._ahead):
+                self._ahead.append(torch.empty_like(host, device=self._device))
+            self._ahead[place].copy_(host.pin_memory() if self._pin else host, non_blocking=self._pin)
+        self._turns = cycle(self._ahead)
+
+    def _moved(self, host: Tensor) -> Tensor:
+        return host.pin_memory().to(self._device, non_blocking=True) if self._pin else host
+
+    def _drawn(self) -> Tensor:
+        """Ids of the next batch and of the token after it, on the host."""
         size = self._length + self._span
         starts = self._random.integers(0, len(self._tokens) - size + 1, self._batch)
         ids = np.stack([self._tokens[start : start + size] for start in starts]).astype(np.int64)
         if self._span == 2:
             ids = ids[:, :-1] * BYTES + ids[:, 1:]
-        host = torch.from_numpy(ids % self._vocabulary)
-        if self._pin:
-            host = host.pin_memory().to(self._device, non_blocking=True)
-        return host[:, :-1].contiguous(), host[:, 1:].contiguous()
+        return torch.from_numpy(ids % self._vocabulary)
 
 
 # What PNG writers choose unless told otherwise.

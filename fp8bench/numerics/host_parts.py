@@ -35,12 +35,13 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
-    """What an operator moved between host and device, if anything. A number that a kernel is called with is none."""
+    """What an operator moved between host and device, if anything. A number that a kernel is called with is none, nor
+    is one that it gives beside results on the device: the seed of attention's dropout."""
     places = {one.device.type for one in given if one.dim() or "copy" in operator}
     after = {one.device.type for one in results}
     if "cpu" in places and after - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would take the same again"
-    if places - {"cpu"} and ("cpu" in after or "_local_scalar_dense" in operator):
+    if places - {"cpu"} and (after == {"cpu"} or "_local_scalar_dense" in operator):
         return f"its step waits for a value of the device ({operator})"
     return ""
 

@@ -46,9 +46,18 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
     for value, reference in zip(values, references, strict=True):
         noise, signal = _squares(value, reference)
         difference, size = difference + noise, size + signal
+    return math.sqrt(_share(difference, size))
+
+
+def relative_error(value: float, reference: float) -> float:
+    """|value - reference| / |reference|, of numbers; against zero as `relative_frobenius`."""
+    return _share(abs(value - reference), abs(reference))
+
+
+def _share(difference: float, size: float) -> float:
     if size == 0:
         return math.nan if math.isnan(difference) else (math.inf if difference else 0.0)
-    return math.sqrt(difference / size)
+    return difference / size
 
 
 def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:

@@ -104,8 +104,8 @@ class Workload(ABC):
     before they are timed: not where numbers are all that it is about. `batch_axis` is the axis that --max-batch
     varies, which says how much a step takes in at once; '' if there is none. `may_diverge` says that numbers of the
     state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
-    products in low precision are those of linear layers, which a backend may make its own. `error`, `statistics` and
-    `check` run apart from any timing.
+    products in low precision are those of linear layers, which a backend may make its own. `loads` says what `load`
+    brings. `error`, `statistics` and `check` run apart from any timing.
     """
 
     name: ClassVar[str]
@@ -119,6 +119,7 @@ class Workload(ABC):
     batch_axis: ClassVar[str] = ""
     may_diverge: ClassVar[bool] = False
     linear_layers: ClassVar[bool] = False
+    loads: ClassVar[str] = ""
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -135,6 +136,14 @@ class Workload(ABC):
     @abstractmethod
     def step(self, state: Any, phase: Phases) -> None:
         """One step, its parts under their phases."""
+
+    def load(self, state: Any) -> None:
+        """Bring what the next step takes from its host to the device, always to the same place: steps take it from
+        there from now on.
+
+        Asked only where `loads` says what it is, and before each step that is done again without its host.
+        """
+        raise NotImplementedError
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """The cases one combination of axis values stands for."""

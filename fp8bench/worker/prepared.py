@@ -48,7 +48,7 @@ class State(NamedTuple):
 @dataclass
 class Prepared:
     """`started` is what preparing it has left running. Calls take the `states` in turn, if there are several; `flush`
-    comes before each of them and is not timed."""
+    comes before each of them and is not timed, nor is what is `loaded` ahead of replays."""
 
     workload: Workload
     precision: Precision
@@ -60,6 +60,7 @@ class Prepared:
     started: Beside
     flush: Callable[[], Any] | None = None
     replay: Callable[[], object] | None = None
+    loaded: bool = False
     _next: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,8 @@ class Prepared:
             self.flush()
         if state.scales is not None:
             state.scales.begin_step()
+        if self.loaded:
+            self.workload.load(state.held)
         return state.held
 
     @property
@@ -95,6 +98,9 @@ class Prepared:
 
         again = partial(step, self.workload, self.state, self.scales, SilentPhases())
         with under(self.precision), unchanged(), silent_step():
+            self.loaded = bool(self.workload.loads)
+            if self.loaded:
+                self.workload.load(self.state)
             if why := needs_host(again):
                 return why
             try:
@@ -129,9 +135,9 @@ class Prepared:
             self.device.synchronise(self.index)
             cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
             for number in range(calls):
+                state = ready()
                 if filling is not None and number % filling.calls == 0:
                     self.device.occupy(self.index, filling.seconds)
-                state = ready()
                 started = time.perf_counter()
                 begin()
                 timed(state, clock)

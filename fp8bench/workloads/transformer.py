@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import (
     DeviceFacts,
     Level,
-    MemoryRole,
     Params,
     Scalar,
     StaticScales,
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.batches import TokenLoader
     from fp8bench.nn.gpt import GPT, Forward
     from fp8bench.nn.linear import Choose
-
-# What goes on while it is open takes weights that were cast once.
-Cast = Callable[[Phases], AbstractContextManager[None]]
+    from fp8bench.nn.training_step import Cast, TrainingState
 
 # What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
 # leave these out.
@@ -44,29 +41,6 @@ USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights":
 COMPILE_SECONDS = 600.0
 # Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
-
-
-@dataclass
-class TrainingState:
-    """Everything one arm trains: model, optimiser, fp32 gradient buffers, data.
-
-    `forward` gives the loss: the model, or what torch.compile made of it; inside `weights`, once a step.
-    """
-
-    model: GPT
-    forward: Forward
-    compiled: bool
-    attention: str
-    optimizer: torch.optim.Optimizer
-    parameters: list[torch.nn.Parameter]
-    buffers: list[Tensor]
-    loader: TokenLoader
-    micro_batches: int
-    loss_scale: float
-    weights: Cast
-
-    def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.GRADIENTS: self.buffers}
 
 
 @workloads.register("transformer")
@@ -84,6 +58,7 @@ class Transformer(Workload):
     summary = "a GPT training step with every phase, from data loading to the optimizer"
     uses_corpus = True
     linear_layers = True
+    loads = "its batches"
     layer_kinds = ("attn", "mlp", "head")
     batch_axis = "batch"
     history = Grid(
@@ -187,6 +162,7 @@ class Transformer(Workload):
         import torch
 
         from fp8bench.nn.fused_layers import blocks_are_taken
+        from fp8bench.nn.training_step import TrainingState
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
@@ -210,16 +186,11 @@ class Transformer(Workload):
             _weights(setup, model),
         )
 
+    def load(self, state: TrainingState) -> None:
+        state.loader.load_ahead(state.micro_batches)
+
     def step(self, state: TrainingState, phase: Phases) -> None:
-        with attention_by(state.attention), state.weights(phase):
-            for micro_batch in range(state.micro_batches):
-                _micro_batch(state, phase, first=micro_batch == 0)
-        with phase.optimizer_step:
-            for parameter, buffer in zip(state.parameters, state.buffers, strict=True):
-                parameter.grad = buffer
-            state.optimizer.step()
-            for parameter in state.parameters:
-                parameter.grad = None
+        state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Loss and all gradients of one step against the same step in fp64 throughout, from identical state."""
@@ -227,7 +198,7 @@ class Transformer(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.attention import FusedCore, HeadwiseCore
-        from fp8bench.numerics.norms import joint_relative_frobenius
+        from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 
         exact = PlainArithmetic(torch.float64)
         # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
@@ -236,7 +207,7 @@ class Transformer(Workload):
         reference_loss, reference = _gradients(setup, model, model, 1.0)
         loss, gradients = self._first_gradients(setup)
         return {
-            "loss_error": abs(loss - reference_loss) / abs(reference_loss),
+            "loss_error": relative_error(loss, reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
         }
 
@@ -292,30 +263,6 @@ class Transformer(Workload):
         return tuple(
             sorted(ledger.statistics(), key=lambda one: (self.layer_kinds.index(one.kind), roles.index(Role(one.role))))
         )
-
-
-def _micro_batch(state: TrainingState, phase: Phases, first: bool) -> None:
-    """One forward and backward, its gradients added to the buffers. Reads no value, which would wait for the device."""
-    import torch
-
-    with phase.data_load:
-        tokens, targets = state.loader.next()
-    rest = nullcontext() if state.compiled else phase.elementwise
-    with rest:
-        loss = state.forward(tokens, targets, phase) * state.loss_scale
-    with rest:
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss
-    with phase.accumulate:
-        # Fresh gradients, added by hand: left to autograd, the second micro-batch's add would run inside whatever
-        # phase is open in backward.
-        gradients = [parameter.grad for parameter in state.parameters if parameter.grad is not None]
-        share = 1.0 / (state.loss_scale * state.micro_batches)
-        if first:
-            torch._foreach_zero_(state.buffers)
-        torch._foreach_add_(state.buffers, gradients, alpha=share)
-        for parameter in state.parameters:
-            parameter.grad = None
 
 
 def _choice(params: Mapping[str, Scalar], name: str) -> str:

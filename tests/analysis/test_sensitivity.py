@@ -42,6 +42,19 @@ def test_gaps_are_relative_to_the_reference() -> None:
     assert replace(probe("a", 2.5), failure="the loss is nan in step 3").loss is None
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found", "gap"),
+    [(0.0, 0.0, 0.0), (0.0, 0.5, math.inf), (0.0, -0.5, -math.inf), (-2.0, -1.0, 0.5), (-2.0, -3.0, -0.5)],
+)
+def test_a_loss_may_be_zero_or_below(wanted: float, found: float, gap: float) -> None:
+    """A larger one is worse all the same."""
+    study = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=())
+    trial = probe("a", found)
+    assert study.gap(trial) == gap
+    expected = Suffers.WORSE if gap > 0 else Suffers.BETTER if gap < 0 else Suffers.NOISE
+    assert study.suffers(trial) is expected
+
+
 def test_the_noise_is_the_largest_gap_of_another_draw() -> None:
     """Either way; there is none where no draw has a loss."""
     assert STUDY.noise == pytest.approx(0.05)

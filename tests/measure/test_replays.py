@@ -11,7 +11,9 @@ from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.replays import ROUNDS, ReplayPass
 from fp8bench.measure.rounds import Arm
+from fp8bench.measure.slots import filling_of
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
+from fp8bench.model.raw import Filling
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
@@ -55,6 +57,19 @@ def test_cases_take_turns_in_replays() -> None:
     asked = [entry[1] for entry in worker.log if entry[0] == "replay"]
     assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * ROUNDS, 2))
     assert worker.restarts == 0
+
+
+def test_what_replays_leave_out_is_kept() -> None:
+    """A host that loads between replays may fall behind: the queue is filled before each of them."""
+    loading = replace(planned("fp32").case, workload="transformer")
+    one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
+    fillings: dict[str, Filling | None] = {}
+    for workload, chosen in (("transformer", one), ("gemm", arm("bf16", facts=GPU))):
+        found, worker = replayed({chosen.planned.case.mode: steps(1)}, chosen)
+        (replays,) = found.values()
+        assert replays.timing is not None and replays.loaded == ("its batches" if workload == "transformer" else "")
+        (fillings[workload],) = {entry[4] for entry in worker.log if entry[0] == "replay"}
+    assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
 
 
 def test_who_cannot_be_captured_says_why() -> None:

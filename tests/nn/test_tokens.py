@@ -43,6 +43,21 @@ def test_the_same_seed_gives_the_same_batches(path: str) -> None:
     assert not torch.equal(one.next()[0], other.next()[0])
 
 
+def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
+    """Each time to the same place, from which they are taken in turn, again and again until others are loaded."""
+    plain, ahead = (TokenLoader(path, 2, 8, "cpu", 7, 256) for _ in range(2))
+    places = set()
+    for _ in range(3):
+        ahead.load_ahead(2)
+        places.add(tuple(one.data_ptr() for one in ahead._ahead))
+        wanted = [plain.next() for _ in range(2)]
+        for _ in range(2):
+            assert all(
+                torch.equal(one, same) for batch in wanted for one, same in zip(batch, ahead.next(), strict=True)
+            )
+    assert len(places) == 1
+
+
 def test_two_small_batches_are_one_large_batch(path: str) -> None:
     """So that accumulation can be compared with a single batch."""
     small, large = TokenLoader(path, 2, 8, "cpu", 3, 256), TokenLoader(path, 4, 8, "cpu", 3, 256)

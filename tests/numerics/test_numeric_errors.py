@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius, vanished_share
+from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius, vanished_share
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,14 @@ def test_by_hand(value: list[float], reference: list[float], error: float) -> No
     """NaN is not hidden; a reference of zeros makes all or nothing of it."""
     found = relative_frobenius(torch.tensor(value), torch.tensor(reference))
     assert found == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "reference", "error"),
+    [(3.0, -4.0, 1.75), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (math.nan, 0.0, math.nan), (0.0, 2.0, 1.0)],
+)
+def test_numbers_by_the_same_rule(value: float, reference: float, error: float) -> None:
+    assert relative_error(value, reference) == pytest.approx(error, rel=1e-12, abs=0, nan_ok=True)
 
 
 def test_sums_in_double_precision() -> None:

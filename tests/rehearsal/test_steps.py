@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,9 +13,10 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scaled_products import Product
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
 from fp8bench.nn import sizes
+from fp8bench.numerics.host_parts import needs_host
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Role
+from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import precisions, workloads
 from tests.contracts import test_modes
 from tests.facts import B200, H200, MI300X
@@ -126,3 +128,17 @@ def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Cor
     (one,) = cases_of("mlp", mode, H200, corpus)
     done = stage.second_step(one.case, H200)
     assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
+
+
+@pytest.mark.parametrize("workload", [*AXES])
+def test_a_replayed_step_needs_no_host(workload: str, stage: Stage, corpus: Corpus) -> None:
+    """Once what it takes from there is loaded ahead. To load data is all that one suite does: it stays launched."""
+    mode = "bf16" if leaves(workload, "fp8") else "fp8"
+    leaf, (planned, *_) = workloads.get(workload), cases_of(workload, mode, H200, corpus)
+    state = leaf.prepare(stage.bench._setup(planned.case, H200))
+    step = partial(leaf.step, state, SilentPhases())
+    takes = "its step takes data from the host"
+    assert needs_host(step).startswith(takes) == (bool(leaf.loads) or workload == "data")
+    if leaf.loads:
+        leaf.load(state)
+    assert needs_host(step) == "" or workload == "data"

@@ -252,6 +252,31 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert not graphs  # what was captured goes with the state, and its memory with it
 
 
+def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of what is captured, and of what is timed: the queue is filled after it."""
+    loads: list[int] = []
+
+    def load(self: Watched, state: Held) -> None:
+        loads.append(len(Watched.steps))
+        assert Queue.last is not None
+        Queue.last.work()
+
+    def captured(self: Queue, index: int, step: Callable[[], object]) -> Callable[[], object]:
+        step()
+        return lambda: setattr(self, "free", self.free + 7_000)
+
+    monkeypatch.setattr(Watched, "load", load)
+    monkeypatch.setattr(Queue, "captured", captured)
+    bench.prepare("key", case(device="queue:0"), QUEUE)
+    assert bench.capture("key") == "" and not loads  # a suite that does not say what it loads is not asked to
+    monkeypatch.setattr(Watched, "loads", "its batches")
+    Watched.steps.clear()
+    assert bench.capture("key") == "" and loads == [0] and len(Watched.steps) == 2
+    Watched.steps.clear()
+    slot = bench.replay("key", 3, 1, Filling(1, 60.0))
+    assert loads == [0] * 5 and [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
+
+
 def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes from there would be the same in every replay."""
     monkeypatch.setattr(Watched, "step", lambda self, state, phase: state.tensor.to("meta"))
@@ -263,6 +288,7 @@ def test_what_moves_between_host_and_device() -> None:
     """By where operands and results are; a number that a kernel is called with moves nothing."""
     host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
     assert moved("aten.add.Tensor", [device, number], [device]) == moved("aten.add.Tensor", [host], [host]) == ""
+    assert moved("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
     assert "takes data from the host" in moved("aten.copy_.default", [device, number], [device])
     assert "waits for a value" in moved("aten._local_scalar_dense.default", [device], [])
     assert "waits for a value" in moved("aten._to_copy.default", [device], [host])

@@ -14,6 +14,7 @@ from fp8bench.user_code import import_user_modules
 from fp8bench.worker import products
 from fp8bench.worker.bench import Bench
 from tests.facts import CPU, H200
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
 # All claim to be fp8 with a scale a tensor. The native ones say that torch's kernels on this processor are hardware.
@@ -123,7 +124,7 @@ def test_each_fallback_is_told_with_what_it_ran(run: Run) -> None:
 @pytest.mark.parametrize(
     ("mode", "wanted"),
     [
-        ("honest-native", Products(1, True, ("float8_e4m3fn",), 3)),
+        pytest.param("honest-native", Products(1, True, ("float8_e4m3fn",), 3), marks=NEEDS_PRODUCTS),
         ("copies-native", Products(1, True, ("bfloat16",), 11, wide=True, looks_like="bfloat16 copies of {}'s values")),
     ],
 )

@@ -22,13 +22,15 @@ from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import compiled
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Role, Setup, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.workloads.transformer import TrainingState, Transformer, _gradients, _loader, _model
+from fp8bench.workloads import transformer
+from fp8bench.workloads.transformer import Transformer, _gradients, _loader, _model
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.workloads.steps import CPU, H200, MI300, Operations, marks, setup_of
 
@@ -160,6 +162,15 @@ def test_errors_grow_as_bits_are_taken_away(corpus: Corpus) -> None:
     assert gradients[1] > 100 * gradients[0] and gradients[2] > 2 * gradients[1]
     assert found["fp32"]["loss_error"] < 1e-6
     assert all(0 <= one["loss_error"] < 0.05 for one in found.values())
+
+
+def test_a_loss_of_zero_has_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where the case has it too, an infinite one where it has not, which fails the case by name."""
+    losses = iter([0.0, 0.0, 0.0, 0.5])
+    monkeypatch.setattr(transformer, "_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
+    found = [Transformer().error(setup_for(corpus)) for _ in range(2)]
+    assert [one["loss_error"] for one in found] == [0.0, math.inf]
+    assert all(one["gradient_error"] == 0.0 for one in found)
 
 
 class Scores(TorchDispatchMode):

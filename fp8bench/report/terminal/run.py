@@ -18,7 +18,7 @@ from fp8bench.report.terminal.summary import summary
 from fp8bench.report.terminal.tables import main_error, main_table, noise_floor, phases_table, show_value
 from fp8bench.report.terminal.tensors import LEGEND, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.run_facts import attention_of, cache_of, missing_of, notes_of
+from fp8bench.report.words.run_facts import attention_of, cache_of, missing_of, notes_of, replays_of
 from fp8bench.report.words.values import over_values
 
 
@@ -93,8 +93,8 @@ def _conditions(record: Record, run: Run) -> Iterator[str]:
         yield f"attention by torch's kernel {kernel}"
     if words := cache_of(record, run.devices):
         yield words
-    if record.replays is not None and record.replays.why:
-        yield f"not replayed: {record.replays.why}"
+    if words := replays_of(record):
+        yield words
 
 
 def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:

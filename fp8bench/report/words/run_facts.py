@@ -67,6 +67,16 @@ def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
     return f"{states} states of {units.size(each)} took turns, {of} {size}"
 
 
+def replays_of(record: Record) -> str:
+    """Why its steps were not replayed, or what replays leave out; '' where there is nothing to say."""
+    replays = record.replays
+    if replays is None:
+        return ""
+    if replays.why:
+        return f"not replayed: {replays.why}"
+    return replays.loaded and f"replayed without loading {replays.loaded}, which lie on the device when a replay begins"
+
+
 def when(run: Run) -> str:
     """'2026-01-05 12:00 UTC'; what stands there where it is no date."""
     try:

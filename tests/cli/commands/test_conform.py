@@ -13,6 +13,7 @@ from fp8bench.model.conformity import Conformity, Difference, FirstElement, Mode
 from fp8bench.report.terminal.conform import page_of
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
+from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.own_suites import forgotten
 
 # Each gives wrong what its name says; 'honest' is what they are made of.
@@ -105,6 +106,7 @@ def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
     return casts, {one["difference"] for one in mode["found"] if one["what"].endswith("bfloat16 out")}
 
 
+@NEEDS_PRODUCTS
 @pytest.mark.parametrize(
     "names", [("honest", "lying-scales", "lying-casts"), pytest.param(tuple(FOUND), marks=pytest.mark.slow)]
 )

@@ -202,12 +202,16 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     timing = Timing(
         Segments(("unattributed",), (0,)), tuple(SlotSample(n, ((7_000_000,),), 1.0, 1.0) for n in range(9))
     )
-    given = {"bf16": Replays(timing), "fp16": Replays(None, "its step waits for a value of the device")}
+    given = {
+        "bf16": Replays(timing, loaded="its batches"),
+        "fp16": Replays(None, "its step waits for a value of the device"),
+    }
     records = tuple(replace(one, replays=given.get(one.case.mode)) for one in run.records)
     made = replace(run, records=records), findings
     text = render(*made, width=250)
     assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
     assert "- fp16: not replayed: its step waits for a value of the device\n" in text
+    assert "- bf16: replayed without loading its batches, which lie on the device when a replay begins\n" in text
     (table,) = of_kind(part("results", made), Table)
     (column,) = [number for number, one in enumerate(table.columns) if one.title == "replayed"]
     assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]

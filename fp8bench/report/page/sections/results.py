@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8bench import units
 from fp8bench.analysis.metric import ENERGY, MEMORY, REPLAY, TIME
@@ -16,7 +16,7 @@ from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, shared_p
 from fp8bench.report.tensor_panels import about_tensors
 from fp8bench.report.terminal.tables import main_error
 from fp8bench.report.words import legend
-from fp8bench.report.words.run_facts import attention_of, cache_of
+from fp8bench.report.words.run_facts import attention_of, cache_of, replays_of
 from fp8bench.report.words.values import over_values
 
 _COST = "the cost of emulation, not of the precision"
@@ -127,7 +127,7 @@ def _columns(rows: Sequence[_Row]) -> Columns[_Row]:
          lambda row: row.figure(TIME, best=True)),
         (Column("median", number=True, unit="s", hint="of a step, over all calls"), lambda row: row.figure(TIME)),
         (Column("replayed", number=True, unit="s", hint=legend.REPLAYED.partition(": ")[2]),
-         lambda row: row.figure(REPLAY, best=True)),
+         lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record))),
         (Column("spread", number=True, hint="distance of the quartiles / median, over all calls"),
          lambda row: number(row.result.finding.spread if row.result.finding else None, units.percent)),
         (Column("throughput", number=True, unit=rates.pop() if len(rates) == 1 else "", hint="at the median"),
