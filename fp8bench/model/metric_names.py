@@ -48,6 +48,7 @@ class OwnMetric(StrEnum):
     MAX_BATCH_TOKENS = "max_batch_tokens"
     MAX_BATCH_MEMORY = "max_batch_memory"
     MAX_BATCH_LIMIT = "max_batch_limit"
+    BREAK_EVEN = "break_even"
     VALUES = "values"
     AMAX = "amax"
 

@@ -38,8 +38,8 @@ def table(panel: Panel, found: Sequence[Swept], caption: str) -> Table:
             tone = Tone.DOUBT if doubtful else Tone.PLAIN
             words = Field(pays(sweep.axis, one.found) if one.found else units.NONE, tone=tone)
             place = Field(f"over {sweep.axis}{' at ' * bool(held)}{held}")
-            remarks = Field("; ".join(_remarks(one)))
-            rows.append((place, Field(one.mode), Field(one.against), words, Field(measured), remarks))
+            rest = Field("; ".join(remarks(one)))
+            rows.append((place, Field(one.mode), Field(one.against), words, Field(measured), rest))
     return Table("break-even", caption, columns, tuple(rows))
 
 
@@ -68,7 +68,7 @@ def _place(one: Crossing) -> str:
     return f"{size} ({low} to {high})"
 
 
-def _remarks(one: SweptMode) -> Iterator[str]:
+def remarks(one: SweptMode) -> Iterator[str]:
     """What else is to know: stretches that cannot be told, sizes within noise, without a ratio, or in doubt."""
     if one.found is None and one.points:
         yield "too few sizes with a ratio"

@@ -1,4 +1,4 @@
-"""A run as pandas frames: what its samples say, the samples, energy windows, and what its data are made of."""
+"""A run as pandas frames: what its samples say, the samples, energy windows, its data, and from where on it pays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from fp8bench.analysis.findings import findings
 from fp8bench.model import Record, Run, Timing
+from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.data.run import as_csv
+from fp8bench.report.panels import show_params
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,6 +67,14 @@ class RunFrames:
             for outside in one.outside or ((None, None, None),)
         ]
         return pd.DataFrame(rows, columns=list(STATISTICS_COLUMNS))
+
+    @cached_property
+    def break_even(self) -> pd.DataFrame:
+        """From which size on each precision pays: a row for each crossing of a sweep."""
+        import pandas as pd
+
+        rows = [(*row[:3], show_params(row.held), *row[4:]) for row in break_even_rows(self.run, findings(self.run))]
+        return pd.DataFrame(rows, columns=list(BreakEvenRow._fields))
 
     @cached_property
     def energy(self) -> pd.DataFrame:

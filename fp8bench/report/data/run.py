@@ -10,6 +10,7 @@ from fp8bench.analysis.compare.duel_verdicts import comparisons
 from fp8bench.model import Finding, Record, Run
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.duel import Duel
+from fp8bench.report.data.break_even import break_even_rows
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.data.tidy import columns_of, rows, widened
 
@@ -26,10 +27,12 @@ def all_as_csv(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = 
 
 
 def as_json(run: Run, findings: Mapping[str, Finding]) -> str:
-    """All that its file holds, and beside each record what its samples say; infinities and NaN are text."""
+    """All that its file holds, beside each record what its samples say, and where precisions begin to pay; infinities
+    and NaN are text."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
     records = [_record(record, findings.get(record.case.id)) for record in run.records]
-    return json_line({"schema": SCHEMA, **header, "records": records})
+    sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
+    return json_line({"schema": SCHEMA, **header, "records": records, "break_even": sweeps})
 
 
 def duel_as_json(duel: Duel) -> str:

@@ -1,4 +1,5 @@
-"""A run as tidy rows, one for each case, phase and metric, or as wide ones, one a case.
+"""A run as tidy rows, one for each case, phase and metric, and one for each size where a precision begins to pay; or
+as wide ones, one a case.
 
 docs/outputs.md says what the columns hold.
 """
@@ -11,8 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from fp8bench.analysis.metric import ENERGY, STEP, TIME, Metric, Rank
-from fp8bench.model import Finding, Record, Run, Scalar
+from fp8bench.model import Finding, Provenance, Record, Run, Scalar
+from fp8bench.model.metric_names import OwnMetric
 from fp8bench.report.case_status import emulated
+from fp8bench.report.data.break_even import BreakEvenRow, break_even_rows
 from fp8bench.report.elements import printable
 from fp8bench.report.panels import Result, ResultGroup, metrics_within, panels_of, show_params
 from fp8bench.units import unit_of
@@ -32,6 +35,7 @@ _FIGURE_COLUMNS = (
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
     "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
+    "axis", "size_low", "size_high",
 )  # fmt: skip
 
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
@@ -58,10 +62,23 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
             named = {"device_name": names.get(result.record.case.device)}
             about = empty | heads | _about(result.record, panel.reference) | named
             found += [about | figures for figures in _figures(group, result)]
+    for row in break_even_rows(run, findings):
+        found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
     # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
     return [
         {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in found
     ]
+
+
+def _crossing(row: BreakEvenRow) -> TidyRow:
+    """Of no case: a size between those that were measured."""
+    return {
+        "suite": row.suite, "device": row.device, "mode": row.mode, "reference_mode": row.against,
+        "params": show_params(row.held), **{f"param_{name}": value for name, value in row.held},
+        "metric": OwnMetric.BREAK_EVEN.value, "unit": "count", "median_in_unit": row.size, "axis": row.axis,
+        "size_low": row.low, "size_high": row.high, "ratio_confidence": row.confidence,
+        "provenance": Provenance.DERIVED.value, "verdict": row.pays, "why": row.remarks,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=4096)  # most texts stand in every row of their case
@@ -135,6 +152,8 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
     """Columns and rows. A figure of a phase is called '<phase>_<metric>', its columns end in its unit."""
     cases: dict[tuple[Cell, Cell], TidyRow] = {}
     for row in tidy:
+        if row["metric"] == OwnMetric.BREAK_EVEN:  # of no case
+            continue
         wide = cases.setdefault((row["run"], row["case"]), {})
         if row["metric"] == TIME and row["phase"] == STEP:
             figures = {name: cell for name, cell in row.items() if name not in _OF_A_FIGURE or name == "labels"}
