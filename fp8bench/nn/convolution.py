@@ -131,16 +131,26 @@ class Convolution(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm by the batch's own statistics, computed in at least fp32 and handed back in the input's dtype."""
+    """Batch norm by the batch's own statistics, computed in at least fp32 and handed back in the input's dtype.
 
-    def __init__(self, channels: int) -> None:
+    A `running` one keeps a mean of these while it is trained, as torch's does, and goes by that in eval mode.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+    def __init__(self, channels: int, running: bool = False) -> None:
         super().__init__()
+        self.register_buffer("running_mean", torch.zeros(channels) if running else None)
+        self.register_buffer("running_var", torch.ones(channels) if running else None)
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(self.weight.dtype).permute(0, 3, 1, 2)
-        y = F.batch_norm(wide, None, None, self.weight, self.bias, training=True, eps=1e-5)
+        mean, variance = self.running_mean, self.running_var
+        by_batch = self.training or mean is None
+        y = F.batch_norm(wide, mean, variance, self.weight, self.bias, by_batch, momentum=0.1, eps=1e-5)
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 

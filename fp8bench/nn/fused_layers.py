@@ -41,7 +41,7 @@ class NormedFeedForward(nn.Module):
 def take_blocks(model: GPT, heads: int) -> None:
     """Have every block of a model in GPT-2's manner be one layer, where its arithmetic has such a layer."""
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
         weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
         norms = (block.norm_attn.weight, block.norm_mlp.weight)
         taken = block.attn.qkv.arithmetic.fused(Fused(norms, weights, heads=heads))

@@ -56,17 +56,32 @@ class FeedForward(nn.Module):
         return y
 
 
+# Makes a block's feed-forward part, with the gain of what it adds to the stream.
+MakeFeedForward = Callable[[GPTConfig, float, Choose], nn.Module]
+
+
+def _feed_forward(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
+    return FeedForward(config.width, config.hidden, config.modern, gain, choose)
+
+
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward, each with its residual."""
 
-    def __init__(self, config: GPTConfig, choose: Choose, core: Core, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        choose: Choose,
+        core: Core,
+        dropout: float = 0.0,
+        feed_forward: MakeFeedForward | None = None,
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
         attn, mlp = within(choose, "attn"), within(choose, "mlp")
         self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, attn, core)
-        self.mlp = FeedForward(config.width, config.hidden, config.modern, gain, mlp)
+        self.mlp = (feed_forward or _feed_forward)(config, gain, mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         share = self.dropout if self.training else 0.0
@@ -75,8 +90,21 @@ class Block(nn.Module):
         return x + dropped(self.mlp(self.norm_mlp(x), phase).to(x.dtype), share)
 
 
-class GPT(nn.Module):
-    """Tokens and targets in, mean loss out.
+class LanguageModel(nn.Module):
+    """Tokens and targets in, mean loss out; with the reduction 'none' the loss of each token, (batch x tokens)."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
+        logits = self.logits(tokens, phase)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1), reduction=reduction)
+
+    def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
+        """Of the token that follows each, (batch, tokens, vocabulary)."""
+        raise NotImplementedError
+
+
+class GPT(LanguageModel):
+    """GPT-2's manner, or Llama's where its config is modern.
 
     With `checkpointing` each block keeps its input only, and is computed again in backward, phases and all. While
     training the share `dropout` of what embedding and layers add to the stream is left out, by torch's generator.
@@ -92,6 +120,7 @@ class GPT(nn.Module):
         checkpointing: bool = False,
         core: Core | None = None,
         dropout: float = 0.0,
+        feed_forward: MakeFeedForward | None = None,
     ) -> None:
         super().__init__()
         core = core or FusedCore()
@@ -101,12 +130,12 @@ class GPT(nn.Module):
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(Block(config, one, core, dropout) for one in blocks)
+        self.blocks = nn.ModuleList(Block(config, one, core, dropout, feed_forward) for one in blocks)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
 
-    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+    def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
@@ -118,9 +147,8 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x = block(x, phase, rotation)
-        logits = self.head(self.norm(x), phase)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).to(wide), targets.view(-1))
+        y: Tensor = self.head(self.norm(x), phase)
+        return y
 
 
 def dropped(x: Tensor, share: float) -> Tensor:

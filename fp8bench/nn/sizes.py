@@ -9,10 +9,16 @@ from dataclasses import dataclass
 
 from fp8bench.protocols import Role
 
+# Of all experts, those that a token goes through.
+CHOSEN = 2
+
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates."""
+    """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates.
+
+    With `experts` each feed-forward block is so many, of which each token goes through CHOSEN.
+    """
 
     vocabulary: int
     width: int
@@ -23,6 +29,7 @@ class GPTConfig:
     batch: int
     sequence: int
     modern: bool = False
+    experts: int = 0
 
     @property
     def head_width(self) -> int:
@@ -35,9 +42,16 @@ class GPTConfig:
 
     @property
     def block_weights(self) -> int:
-        """Weights of the linear layers of one block."""
-        attention = self.width * (2 * self.width + 2 * self.key_heads * self.head_width)
-        return attention + (3 if self.modern else 2) * self.width * self.hidden
+        """Weights of the linear layers of one block, and of its router."""
+        return self._attention_weights + max(1, self.experts) * self._expert_weights + self.experts * self.width
+
+    @property
+    def _attention_weights(self) -> int:
+        return self.width * (2 * self.width + 2 * self.key_heads * self.head_width)
+
+    @property
+    def _expert_weights(self) -> int:
+        return (3 if self.modern else 2) * self.width * self.hidden
 
     @property
     def weights(self) -> int:
@@ -45,16 +59,22 @@ class GPTConfig:
         return self.layers * self.block_weights + 2 * self.vocabulary * self.width
 
     def step_flops(self, sequences: int, length: int) -> float:
-        """Forward and backward: 6 FLOPs a weight and token, and causal attention's products."""
+        """Forward and backward: 6 FLOPs a weight that a token goes through, and causal attention's products."""
         tokens = sequences * length
-        linear = 6.0 * tokens * (self.layers * self.block_weights + self.vocabulary * self.width)
+        block = self._attention_weights + (CHOSEN if self.experts else 1) * self._expert_weights
+        linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
         # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half masked.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
 
 
+# Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.
+CONTEXT = 8
+LINE = 16
+
 SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=2, sequence=96),
+    "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=8, sequence=128),
     "gpt2-124m": GPTConfig(50304, 768, 12, 12, 12, 3072, batch=8, sequence=1024),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024),
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True),

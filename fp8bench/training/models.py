@@ -1,0 +1,123 @@
+"""The models that are trained, by their architecture and size: their layers, what can be, and how they are made.
+
+Imports no torch: the parent asks it what a training would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.formats.hardware import emulated
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.model.training import TrainerSettings
+from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
+from fp8bench.protocols import Layer, Precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.gpt import LanguageModel
+    from fp8bench.nn.linear import Choose
+
+# The layers of each block, in the order in which they are made, and their kinds.
+_BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "gpt": (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp")),
+    "mlp": (("up", "mlp"), ("down", "mlp")),
+    "cnn": (("first", "conv"), ("second", "conv")),
+    "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
+}
+EXPERTS = 8
+# A product's sides are multiples of this on every device that has a low precision.
+_ROUND = 128
+
+
+def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
+    """A model's widths, for a text of so many tokens, with batch and sequence as settings have them.
+
+    A mixture's experts are half as wide as the block whose place they take: two of them are as much work for a token.
+    """
+    if settings.model not in SIZES:
+        raise UnknownName("model", settings.model, SIZES)
+    size = SIZES[settings.model]
+    own = -(-vocabulary // _ROUND) * _ROUND
+    return replace(
+        size,
+        vocabulary=max(own, size.vocabulary) if size.vocabulary > 256 else own,
+        batch=settings.batch or size.batch,
+        sequence=settings.sequence or size.sequence,
+        experts=EXPERTS if settings.arch == "moe" else 0,
+        hidden=size.hidden // 2 if settings.arch == "moe" else size.hidden,
+    )
+
+
+def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+    """The layers whose products take a precision, in the order in which they are made; the head stays high."""
+    blocks = _BLOCKS[arch]
+    if arch == "moe":
+        experts = (
+            (f"mlp.experts.{number}.{part}", "mlp") for number in range(config.experts) for part in ("up", "down")
+        )
+        blocks = (*blocks, *experts)
+    first = (Layer("window", "mlp"),) if arch == "mlp" else ()
+    own = (Layer(f"blocks.{block}.{name}", kind) for block in range(config.layers) for name, kind in blocks)
+    return (*first, *own, Layer("head", "head", high=True))
+
+
+def check(settings: TrainerSettings) -> None:
+    """Raise UsageError for what cannot be trained."""
+    config = config_of(settings, 1)
+    if settings.arch == "cnn" and config.sequence % LINE:
+        raise UsageError(
+            f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
+            f"into them. Give a --sequence that is a multiple of {LINE}."
+        )
+    if settings.compile == "yes" and settings.arch == "moe":
+        raise UsageError(
+            "--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
+            "Choose --compile no."
+        )
+    if settings.checkpointing != "no" and settings.arch in ("mlp", "cnn"):
+        raise UsageError(
+            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: "
+            + (
+                "batch norm would count a block twice"
+                if settings.arch == "cnn"
+                else "an mlp keeps little to begin with"
+            )
+            + ". Choose --checkpointing no."
+        )
+
+
+def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
+    """How a device trains such a model in a precision."""
+    found = precision.support(facts)
+    if found.level is not Level.NATIVE:
+        return found
+    rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    if settings.arch == "cnn" and rounded:
+        recipe = getattr(precision, "recipe", None)
+        if not (isinstance(recipe, Recipe) and recipe.hadamard):
+            return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
+    tokens, along = config.batch * config.sequence, precision.multiples[0]
+    if tokens % along:
+        raise UsageError(
+            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
+            f"sequence is {tokens}: choose another --batch or --sequence."
+        )
+    return found
+
+
+def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
+    """The model, its weights drawn by torch's generator, on torch's device, in float32 whatever the precision."""
+    from fp8bench.nn.experts import MixtureGPT
+    from fp8bench.nn.gpt import GPT
+    from fp8bench.nn.text_models import TextCNN, WindowMLP
+
+    if settings.arch in ("mlp", "cnn"):
+        return (WindowMLP if settings.arch == "mlp" else TextCNN)(config, choose, carrier, settings.dropout)
+    model = MixtureGPT if settings.arch == "moe" else GPT
+    return model(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)

@@ -1,0 +1,165 @@
+"""A block of experts against a dense loop over all of them, and the GPT that has such blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
+from fp8bench.nn.gpt import FeedForward, gelu
+from fp8bench.nn.linear import Choose
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
+from fp8bench.registry import precisions
+from tests.facts import CPU
+
+CONFIG = GPTConfig(61, 32, 2, 4, 4, 24, batch=2, sequence=12, experts=4)
+EXACT = PlainArithmetic(torch.float64)
+
+
+def experts(arithmetic: Arithmetic, count: int = 4) -> Experts:
+    def expert(choose: Choose) -> FeedForward:
+        return FeedForward(32, 24, False, 1.0, choose)
+
+    torch.manual_seed(1)
+    block = Experts(32, count, expert, lambda name: arithmetic)
+    with torch.no_grad():
+        block.router.mul_(20)  # so that choices are decided, and lop-sided
+    return block
+
+
+def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor, Tensor]:
+    """Every expert on every token, weighed by a gate that is zero for all but the best two; the balancing loss."""
+    scores = x @ weights["router"].T
+    gate = torch.zeros_like(scores)
+    for token, row in enumerate(scores):
+        first, second = row.argsort(descending=True)[:2]
+        both = torch.stack([row[first], row[second]]).exp()
+        gate[token, first], gate[token, second] = both / both.sum()
+    y = torch.zeros_like(x)
+    for number in range(count):
+        up, down = (weights[f"experts.{number}.{part}.weight"] for part in ("up", "down"))
+        y = y + gate[:, number, None] * (gelu(x @ up.T) @ down.T)
+    share = (gate > 0).double().mean(0) / 2
+    return y, count * (share * scores.softmax(-1).mean(0)).sum()
+
+
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> None:
+    """Router and balancing loss included, and experts that no token chose."""
+    block = experts(EXACT, count).double()
+    x = torch.randn(3, 11, 32, dtype=torch.float64, requires_grad=True)
+    pull = torch.randn(3, 11, 32, dtype=torch.float64)
+    y = block(x, SilentPhases())
+    assert block.balance is not None
+    ((y * pull).sum() + 3 * block.balance).backward()
+    weights = {name: one.detach().clone().requires_grad_() for name, one in block.named_parameters()}
+    again = x.detach().clone().requires_grad_()
+    wanted, balance = dense(weights, again.view(-1, 32), count)
+    ((wanted.view_as(x) * pull).sum() + 3 * balance).backward()
+    assert torch.allclose(y, wanted.view_as(x), rtol=1e-12, atol=1e-12)
+    assert float(block.balance.detach()) == pytest.approx(float(balance.detach()), rel=1e-12)
+    assert x.grad is not None and again.grad is not None
+    assert torch.allclose(x.grad, again.grad, rtol=1e-10, atol=1e-12)
+    for name, one in block.named_parameters():
+        found, expected = one.grad, weights[name].grad
+        assert found is not None and expected is not None
+        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12), name
+
+
+def test_no_token_is_dropped_however_many_choose_one_expert() -> None:
+    """All of them choose the same two; the others get zeros, and gradients of zero."""
+    block = experts(EXACT).double()
+    with torch.no_grad():
+        block.router.zero_()
+        block.router[:2, 0] = torch.tensor([9.0, 8.0])
+    x = torch.randn(40, 32, dtype=torch.float64)
+    x[:, 0] = x[:, 0].abs() + 1
+    y = block(x, SilentPhases())
+    y.square().sum().backward()
+    assert torch.allclose(y, dense(dict(block.named_parameters()), x)[0], rtol=1e-12, atol=1e-12)
+    grown = [float(one.up.weight.grad.abs().sum()) for one in block.experts]  # type: ignore[union-attr]
+    assert grown[0] > 0 and grown[1] > 0 and grown[2:] == [0, 0]
+    assert float(block.balance.detach()) > 1.5  # type: ignore[union-attr]
+
+
+def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
+    """A native product contracts over tokens in such blocks; experts without tokens multiply zeros."""
+    seen: list[tuple[Role, int]] = []
+
+    def watch(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
+        assert source is not None
+        seen.append((role, len(source)))
+
+    block = experts(WatchedArithmetic(PlainArithmetic(torch.bfloat16), watch, turned=False))
+    y = block(torch.randn(50, 32), SilentPhases())
+    y.sum().backward()
+    inputs = [rows for role, rows in seen if role is Role.INPUT]
+    assert len(inputs) == 8 and all(rows % ROWS == 0 and rows > 0 for rows in inputs)
+    assert {role for role, _ in seen} == set(Role)
+
+
+@pytest.mark.parametrize("mode", ["fp8", "mxfp8", "nvfp4", "fp8-delayed", "bf16"])
+def test_low_precision_comes_near_the_dense_loop(mode: str) -> None:
+    """And routes as fp32 does: choices do not depend on how products are rounded."""
+    block = experts(precisions.get(mode).arithmetic(CPU))
+    x = torch.randn(64, 32)
+    y = block(x, SilentPhases())
+    wanted = dense({name: one.detach().double() for name, one in block.named_parameters()}, x.double())[0].detach()
+    error = float(torch.linalg.vector_norm(y.detach().double() - wanted) / torch.linalg.vector_norm(wanted))
+    assert 1e-4 < error < (0.3 if mode == "nvfp4" else 0.1)
+
+
+def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> MixtureGPT:
+    torch.manual_seed(3)
+    return MixtureGPT(config, lambda name: EXACT, EXACT.carrier, checkpointing=checkpointing).double()
+
+
+def batch(config: GPTConfig = CONFIG) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(config.vocabulary, (config.batch, config.sequence + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
+    """What is told is the text's loss, in training as in evaluation; the router is pulled by both."""
+    model, (tokens, targets) = mixture(), batch()
+    loss = model(tokens, targets, SilentPhases())
+    loss.backward()
+    logits = model.logits(tokens, SilentPhases())
+    plain = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert float(loss.detach()) == float(plain.detach())
+    router = model.blocks[0].mlp.router  # type: ignore[union-attr]
+    parts = [block.mlp.balance for block in model.blocks]  # type: ignore[union-attr]
+    (wanted,) = torch.autograd.grad(plain + BALANCE * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
+    assert torch.allclose(router.grad, wanted, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
+    each = model(tokens, targets, SilentPhases(), "none")
+    assert each.shape == (24,) and float(each.mean().detach()) == pytest.approx(float(plain.detach()), rel=1e-12)
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    """The balancing loss goes through what is computed again, too."""
+    found = []
+    for checkpointing in (False, True):
+        model, (tokens, targets) = (
+            mixture(checkpointing),
+            (torch.arange(24).view(2, 12), torch.arange(1, 25).view(2, 12)),
+        )
+        model(tokens, targets, SilentPhases()).backward()
+        found.append({name: one.grad for name, one in model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])  # type: ignore[arg-type]
+
+
+def test_weights_are_counted() -> None:
+    """By hand and from the model; a step's FLOPs are of two experts a token, whatever their number."""
+    model = mixture()
+    counted = sum(one.numel() for name, one in model.named_parameters() if "norm" not in name and name != "positions")
+    assert counted == CONFIG.weights
+    more = replace(CONFIG, experts=8)
+    assert more.weights - CONFIG.weights == 2 * 4 * (2 * 32 * 24 + 32)
+    assert more.step_flops(2, 12) == CONFIG.step_flops(2, 12) == replace(CONFIG, experts=0, hidden=48).step_flops(2, 12)
+    assert SIZES["nano"].experts == 0

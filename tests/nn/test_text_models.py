@@ -1,0 +1,143 @@
+"""Models of text that are no transformers: against plain ones in fp64, and that none of them sees what comes later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.convolution import BatchNorm
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.nn.text_models import TextCNN, WindowMLP
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+from tests.nn.layers import as_torch
+
+CONFIG = GPTConfig(61, 16, 2, 4, 4, 24, batch=2, sequence=4 * LINE)
+EXACT = PlainArithmetic(torch.float64)
+KINDS = [WindowMLP, TextCNN]
+
+
+def model_of(kind: type[LanguageModel], config: GPTConfig = CONFIG) -> LanguageModel:
+    torch.manual_seed(3)
+    return kind(config, lambda name: EXACT, EXACT.carrier).double()
+
+
+def text(length: int = CONFIG.sequence) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(61, (2, length + 1), generator=torch.Generator().manual_seed(4))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def plain_mlp(weights: dict[str, Tensor], tokens: Tensor, modern: bool) -> Tensor:
+    """Token by token."""
+    rows = []
+    for row in tokens.tolist():
+        for place in range(len(row)):
+            seen = [weights["embedding"][row[at]] if at >= 0 else torch.zeros(16).double()
+                    for at in range(place - CONTEXT + 1, place + 1)]  # fmt: skip
+            x = torch.cat(seen) @ weights["window.weight"].T
+            for block in range(CONFIG.layers):
+                up = plain_norm(x, weights[f"norms.{block}.weight"], modern) @ weights[f"blocks.{block}.up.weight"].T
+                up = functional.silu(up[:24]) * up[24:] if modern else functional.gelu(up, approximate="tanh")
+                x = x + up @ weights[f"blocks.{block}.down.weight"].T
+            rows.append(plain_norm(x, weights["norm.weight"], modern) @ weights["head.weight"].T)
+    return torch.stack(rows)
+
+
+def plain_norm(x: Tensor, weight: Tensor, modern: bool) -> Tensor:
+    x = x if modern else x - x.mean()
+    return x / (x.square().mean() + 1e-5).sqrt() * weight
+
+
+def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
+    """torch's convolution of an image to whose top and left two rows of zeros were added; statistics by hand."""
+    x = weights["embedding"][tokens].view(2, -1, LINE, 16).permute(0, 3, 1, 2)
+
+    def normed(y: Tensor, name: str) -> Tensor:
+        mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), unbiased=False, keepdim=True)
+        scale, shift = (weights[f"{name}.{part}"][:, None, None] for part in ("weight", "bias"))
+        return (y - mean) / (variance + 1e-5).sqrt() * scale + shift
+
+    for block in range(CONFIG.layers):
+        y = x
+        for part in ("first", "second"):
+            window = as_torch_differentiably(weights[f"blocks.{block}.{part}.weight"])
+            y = functional.conv2d(functional.pad(y, (2, 0, 2, 0)), window)
+            y = functional.relu(normed(y, f"blocks.{block}.norm_{part}"))
+        x = x + y
+    return normed(x, "norm").permute(0, 2, 3, 1).reshape(-1, 16) @ weights["head.weight"].T
+
+
+def as_torch_differentiably(weight: Tensor) -> Tensor:
+    made = weight.view(len(weight), 3, 3, -1).permute(0, 3, 1, 2)
+    assert torch.equal(made, as_torch(weight))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)], ids=["mlp", "modern mlp", "cnn"]
+)
+def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
+    """Every weight's, in fp64."""
+    model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
+    loss = model(tokens, targets, SilentPhases())
+    loss.backward()
+    weights = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+    plain = plain_mlp if kind is WindowMLP else plain_cnn
+    exact = functional.cross_entropy(plain(weights, tokens, modern), targets.flatten())
+    exact.backward()
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
+    for name, one in model.named_parameters():
+        wanted = weights[name].grad
+        assert one.grad is not None and wanted is not None
+        assert torch.allclose(one.grad, wanted, rtol=1e-8, atol=1e-13), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
+    """In eval mode, where batch norm mixes no places; every earlier place that it should see counts."""
+    model, (tokens, _) = model_of(kind).eval(), text()
+    before = model.logits(tokens, SilentPhases())
+    reach = set()
+    for place in range(CONFIG.sequence):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % 61
+        changed = (model.logits(other, SilentPhases()) != before).any(-1).any(0).nonzero().flatten().tolist()
+        assert changed[0] == place
+        reach.update(at - place for at in changed)
+    wanted = set(range(CONTEXT)) if kind is WindowMLP else {0, 1, 2, LINE, LINE + 1, 2 * LINE + 2, 3 * LINE}
+    assert wanted <= reach
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
+def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
+    """A loss near fp64's, and every weight gets a gradient."""
+    arithmetic = precisions.get(mode).arithmetic(CPU)
+    torch.manual_seed(3)
+    model = kind(CONFIG, lambda name: arithmetic, arithmetic.carrier)
+    exact, batch = model_of(kind), text()
+    loss = model(*batch, SilentPhases())
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(exact(*batch, SilentPhases()).detach()), rel=0.1)
+    assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in model.parameters())
+
+
+def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:
+    """And goes by them in eval mode; one that keeps none goes by the batch there, too."""
+    own, torchs, without = BatchNorm(5, running=True), nn.BatchNorm2d(5), BatchNorm(5).eval()
+    assert not list(without.buffers())
+    for step in range(3):
+        x = torch.randn(4, 6, 7, 5, generator=torch.Generator().manual_seed(step)) * 3 + 1
+        images = x.permute(0, 3, 1, 2)
+        assert torch.equal(own(x).permute(0, 3, 1, 2), torchs(images))
+    assert torch.equal(without(x), own(x))
+    torchs(images)
+    assert torch.equal(own.eval()(x).permute(0, 3, 1, 2), torchs.eval()(images))
+    assert not torch.equal(own(x), without(x))
