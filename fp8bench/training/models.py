@@ -116,8 +116,15 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.experts import MixtureGPT
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
+    from fp8bench.nn.whole_layers import surrounded
 
     if settings.arch in ("mlp", "cnn"):
-        return (WindowMLP if settings.arch == "mlp" else TextCNN)(config, choose, carrier, settings.dropout)
-    model = MixtureGPT if settings.arch == "moe" else GPT
-    return model(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)
+        model: LanguageModel = (WindowMLP if settings.arch == "mlp" else TextCNN)(
+            config, choose, carrier, settings.dropout
+        )
+    else:
+        model = (MixtureGPT if settings.arch == "moe" else GPT)(
+            config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout
+        )
+    surrounded(model)
+    return model

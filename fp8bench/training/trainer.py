@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from fp8bench.model import DeviceFacts
 from fp8bench.model.training import Arm, ArmState, Line, SeedTask, StepRow, TrainingEvent, Validation
 from fp8bench.nn.cached_weights import CachedWeights
-from fp8bench.nn.gpt import GPT
-from fp8bench.nn.sizes import SIZES
-from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.protocols import Arithmetic, SilentPhases, key_of
 from fp8bench.registry import precisions
+from fp8bench.training import models
 from fp8bench.training.batches import Windows
 from fp8bench.training.loss_scaling import loss_scale_of
 from fp8bench.training.optimizer import AdamW
@@ -25,8 +24,6 @@ from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
 
 _SILENT = SilentPhases()
-# A product's sides are multiples of this on every device that has a low precision.
-_ROUND = 64
 # Windows of the held-out text: even parts of it.
 _HELD_OUT = 16
 
@@ -42,11 +39,7 @@ class Trainer:
         self._task = task
         self._settings = settings = arm.taken(task.settings)
         self._seed = own_seed(task.seed, arm)
-        size = SIZES[settings.model]
-        self._config = replace(
-            size, vocabulary=-(-task.text.vocabulary // _ROUND) * _ROUND, batch=settings.batch or size.batch,
-            sequence=settings.sequence or size.sequence,
-        )  # fmt: skip
+        self._config = models.config_of(settings, task.text.vocabulary)
         self._arithmetics: dict[str, Arithmetic] = {}
         self._model = self._made(task.facts)
         self._parameters = dict(self._model.named_parameters())
@@ -58,13 +51,15 @@ class Trainer:
         self._optimizer = AdamW(self._parameters, settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
 
-    def _made(self, facts: DeviceFacts) -> GPT:
+    def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
-        kinds = dict(self._settings.precision_map)
+        keys = dict(self._settings.precision_map)
+        layers = {layer.name: layer for layer in models.layers_of(self._settings.arch, self._config)}
 
         def choose(name: str) -> Arithmetic:
-            kind = "head" if name == "head" else name.split(".")[-2]
-            mode = kinds.get(kind) or (self.precision.carried_by if kind == "head" else "") or self.arm.precision
+            key = key_of(layers[name], keys)
+            high = self.precision.carried_by if layers[name].high else ""
+            mode = keys[key] if key is not None else high or self.arm.precision
             found = precisions.get(mode).arithmetic(facts).layer(f"{self._seed}/{name}")
             self._arithmetics[name] = found
             return found
@@ -72,10 +67,7 @@ class Trainer:
         carrier = self.precision.arithmetic(facts).carrier
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
-            return GPT(
-                self._config, choose, carrier, self._settings.checkpointing == "blocks",
-                dropout=self._settings.dropout,
-            )  # fmt: skip
+            return models.built(self._settings, self._config, choose, carrier)
 
     @property
     def tokens(self) -> int:
@@ -150,6 +142,7 @@ class Trainer:
             "stopped": self.stopped,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "weights": {name: one.detach() for name, one in self._parameters.items()},
+            "statistics": dict(self._model.named_buffers()),
             "optimizer": self._optimizer.kept(),
         }
 
@@ -160,6 +153,8 @@ class Trainer:
         with torch.no_grad():
             for name, one in self._parameters.items():
                 one.copy_(memory["weights"][name])
+            for name, kept in self._model.named_buffers():
+                kept.copy_(memory["statistics"][name])
             for name, tensors in self._optimizer.kept().items():
                 torch._foreach_copy_(tensors, memory["optimizer"][name])
 

@@ -40,6 +40,19 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(corpus: Corpus, tmp_pat
     assert [rows(other.advance(name, 3)) for name in ("bf16", "fp8")] == wanted
 
 
+@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mlp", "moe"))])
+def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -> None:
+    """Statistics that batch norm keeps are part of what is kept: evaluation goes by them."""
+    task = task_of(corpus, "fp8", arch=arch, steps=3)
+    lab = lab_of(task)
+    lab.advance("fp8", 1)
+    lab.save(str(tmp_path / "kept"))
+    wanted = rows(lab.advance("fp8", 2)), lab.validate("fp8")
+    other = lab_of(task)
+    other.restore(str(tmp_path / "kept"))
+    assert (rows(other.advance("fp8", 2)), other.validate("fp8")) == wanted
+
+
 @pytest.mark.slow
 def test_a_process_of_its_own(corpus: Corpus) -> None:
     """Asked as a worker is, and it knows the devices."""
