@@ -141,13 +141,9 @@ class Destination:
 
     def __init__(self, like: Operand, device: str) -> None:
         self._pin = device != "cpu"
-        self.buffers = [torch.empty_like(part, device=device) for part in _parts(like)]
+        self.buffers = [torch.empty_like(part, device=device) for part in like.tensors]
 
     def take(self, operand: Operand) -> None:
         """Copy a batch there."""
-        for buffer, part in zip(self.buffers, _parts(operand), strict=True):
+        for buffer, part in zip(self.buffers, operand.tensors, strict=True):
             buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)
-
-
-def _parts(operand: Operand) -> list[Tensor]:
-    return [operand.data] if operand.scale is None else [operand.data, operand.scale]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fp8bench.formats.grids import FP16
+from fp8bench.formats.grids import FP16, Format
 from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.scalings import ScaleRounding
@@ -25,6 +25,17 @@ LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step does besides what its gradients say. They are divided by `divisor`, if any, and nothing changes where
+    `skip` is 1: both tensors on the device, and only a fused step knows them."""
+
+    rate: float = LEARNING_RATE
+    decay: float = WEIGHT_DECAY
+    divisor: Tensor | None = None
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,9 @@ class Storage:
         return self if self.of is None else self.of(name)
 
 
-def scaled_half() -> Storage:
-    """fp16 codes under one scale a tensor, which takes the largest magnitude to fp16's own."""
-    return Storage(_half, _unscaled)
+def scaled(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
+    """Codes of a format under one scale a tensor, which takes the largest magnitude to the format's own."""
+    return Storage(partial(_scaled, fmt=fmt, rounding=rounding), _unscaled)
 
 
 def in_arithmetic(arithmetic: Arithmetic) -> Storage:
@@ -70,9 +81,9 @@ def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
     moment that a short range flushes to zero divides the update by epsilon.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
-        return scaled_half(), scaled_half()
+        return scaled(FP16), scaled(FP16)
     own = in_arithmetic(arithmetic)
-    return own, own if same or arithmetic.plain else scaled_half()
+    return own, own if same or arithmetic.plain else scaled(FP16)
 
 
 class Bucket:
@@ -84,15 +95,16 @@ class Bucket:
     def __init__(
         self,
         parameters: list[Tensor],
+        gradients: list[Tensor],
         first: list[Tensor],
         second: list[Tensor],
         storages: tuple[Storage, Storage],
         steps: int,
         fused: bool,
     ) -> None:
-        """`first` and `second` are fp32 and the bucket's from now on, as are the parameters; `steps` went before."""
+        """All tensors are fp32 and the bucket's from now on; `steps` went before."""
         self.parameters = parameters
-        self.gradients = [torch.zeros_like(one) for one in parameters]
+        self.gradients = gradients
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         self._storages = [
@@ -133,7 +145,14 @@ class Bucket:
         )
         self._kept = first_kept, second_kept
 
-    def update(self, first: list[Tensor], second: list[Tensor]) -> None:
+    def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What it keeps between two steps of the first moments, of the second, and of how many steps there were."""
+        if self.plain is not None:
+            return *self.plain, self._steps
+        first, second = ([part for one in some for part in one.tensors] for some in self._kept)
+        return first, second, self._steps
+
+    def update(self, first: list[Tensor], second: list[Tensor], how: Update = Update()) -> None:
         """One step of torch's own AdamW, which writes weights and both moments in place.
 
         Not fused is torch's choice without it: whole lists (foreach) on a GPU, tensor by tensor on a processor.
@@ -149,10 +168,12 @@ class Bucket:
             amsgrad=False,
             beta1=BETAS[0],
             beta2=BETAS[1],
-            lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
+            lr=how.rate,
+            weight_decay=how.decay,
             eps=EPSILON,
             maximize=False,
+            grad_scale=how.divisor,
+            found_inf=how.skip,
         )
 
 
@@ -168,9 +189,9 @@ def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
         yield slice(start, len(elements))
 
 
-def _half(moment: Tensor) -> Operand:
-    scale, inverse = current_scale(largest_magnitude(moment), FP16, ScaleRounding.EXACT)
-    return Operand(codes(moment, FP16, scale), inverse)
+def _scaled(x: Tensor, fmt: Format, rounding: ScaleRounding) -> Operand:
+    scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
+    return Operand(codes(x, fmt, scale), inverse)
 
 
 def _unscaled(operand: Operand) -> Tensor:

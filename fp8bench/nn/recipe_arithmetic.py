@@ -67,6 +67,20 @@ class RecipeArithmetic(Arithmetic):
             return self
         return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
+    def memory(self) -> dict[str, Tensor]:
+        kept = {role: one.memory() for role, one in self._remembering().items()}
+        return {f"{role}.{name}": tensor for role, some in kept.items() for name, tensor in some.items()}
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        for role, one in self._remembering().items():
+            own = f"{role}."
+            one.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
+
+    def _remembering(self) -> dict[str, DelayedScale | _Draws]:
+        """By role. Scales from data belong to their book."""
+        scales = {f"{role}.scale": one for role, one in self.scales.items() if isinstance(one, DelayedScale)}
+        return {**scales, **{f"{role}.draws": one for role, one in self._draws.items()}}
+
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _again(role))
 
@@ -133,6 +147,14 @@ class _Draws:
         elif not again:
             self._seed = self._seed + 1
         return self._seed
+
+    def memory(self) -> dict[str, Tensor]:
+        """The seed of the last cast; nothing before the first."""
+        return {} if self._seed is None else {"seed": self._seed}
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._seed = memory.get("seed")
 
 
 def _number(name: str) -> int:

@@ -66,6 +66,16 @@ class DelayedScale:
         self._used = ScalePair(*delayed_scale(amax, *state, self._fmt, self._delayed))
         return self._used
 
+    def memory(self) -> dict[str, Tensor]:
+        """What the scales to come depend on; nothing before the first cast."""
+        if self.scale is None or self.history is None or self._casts is None:
+            return {}
+        return {"scale": self.scale, "history": self.history, "casts": self._casts}
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self.scale, self.history, self._casts = map(memory.get, ("scale", "history", "casts"))
+
 
 def backward_is_running() -> bool:
     """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again.

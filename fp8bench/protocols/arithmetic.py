@@ -76,6 +76,10 @@ class Operand:
     scale: Tensor | None = None
     gradient: bool = False
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.data] if self.scale is None else [self.data, self.scale]
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -131,6 +135,13 @@ class Arithmetic(ABC):
     def layer_scales(self) -> tuple[LayerScale, ...]:
         """The scales that a library keeps for the layers made by `whole`, as they are now. Waits for the device."""
         return ()
+
+    def memory(self) -> dict[str, Tensor]:
+        """All that casts to come depend on, of those before, by name. A cast may write into these tensors."""
+        return {}
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        """Go on as if what another one had in memory had been cast here. The tensors are its own from now on."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -201,6 +212,12 @@ class WatchedArithmetic(Arithmetic):
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
         return self.inner.layer_scales()
+
+    def memory(self) -> dict[str, Tensor]:
+        return self.inner.memory()
+
+    def recall(self, memory: Mapping[str, Tensor]) -> None:
+        self.inner.recall(memory)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._told(self.inner.cast(tensor, role), tensor, role)

@@ -117,7 +117,7 @@ def _plan(task: SeedTask) -> str:
 
 def _finite(memory: Any) -> bool:
     if isinstance(memory, Tensor):
-        return not memory.is_floating_point() or bool(memory.isfinite().all())
+        return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):
         return all(map(_finite, memory.values()))
     return all(map(_finite, memory)) if isinstance(memory, list) else True

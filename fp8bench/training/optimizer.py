@@ -3,55 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.model.training import TrainerSettings
-from fp8bench.nn.moments import BETAS, EPSILON, bucketed
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.moments import Bucket, Storage, Update, bucketed, in_arithmetic, scaled
+from fp8bench.training.gradients import Gradients, LowGradients
 from fp8bench.training.schedule import decays, kind_of
+from fp8bench.training.weights import HalfWeights, Weights
 
 # Of so many weights at a time the values before a step are kept, to say how far they moved.
 _MOST_ELEMENTS = 1 << 24
 
 
-@dataclass
-class _Bucket:
-    """Some parameters that have their rate and their decay in common."""
+class _Group(NamedTuple):
+    """A bucket of parameters whose rate is multiplied by `rate` and which decay by `decay`."""
 
-    parameters: list[Tensor]
+    bucket: Bucket
     rate: float
     decay: float
-    first: list[Tensor]
-    second: list[Tensor]
-    steps: list[Tensor]
 
 
 class AdamW:
     """`update_norms` and `weight_norms` are those of the last step by parameter, in the order of the model."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
-        self._buckets = list(_buckets(parameters, settings))
         self._parameters = list(parameters.values())
+        low = settings.gradients != "fp32"
+        self.gradients = (
+            LowGradients(self._parameters, settings.micro_batches, settings.gradients == "fp8")
+            if low
+            else Gradients(self._parameters)
+        )
+        self._groups = list(_groups(parameters, settings))
+        self.weights = (HalfWeights if settings.master == "fp16-scaled" else Weights)(self._parameters)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Take the gradients divided by `divisor`; nothing changes where `skip` is 1. Both lie on the device."""
-        for bucket in self._buckets:
+        for bucket, own, decay in self._groups:
             before = [one.detach().clone() for one in bucket.parameters]
-            adamw(
-                bucket.parameters,
-                [one.grad for one in bucket.parameters if one.grad is not None],
-                bucket.first, bucket.second, [], bucket.steps,
-                fused=True, amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=rate * bucket.rate,
-                weight_decay=bucket.decay, eps=EPSILON, maximize=False, grad_scale=divisor, found_inf=skip,
-            )  # fmt: skip
+            bucket.gradients = self.gradients.of(bucket.parameters)
+            first, second = bucket.restored()
+            bucket.update(first, second, Update(rate * own, decay, divisor, skip))
+            if bucket.plain is None:
+                bucket.keep(first, second)
+            bucket.gradients = []
+            self.weights.round(bucket.parameters)
             with torch.no_grad():
                 torch._foreach_sub_(before, bucket.parameters)
                 moved, sizes = torch._foreach_norm(before), torch._foreach_norm(bucket.parameters)
             self._norms.update(zip(bucket.parameters, zip(moved, sizes, strict=True), strict=True))
+        self.gradients.end()
 
     @property
     def update_norms(self) -> list[Tensor]:
@@ -62,23 +69,35 @@ class AdamW:
         return [self._norms[one][1] for one in self._parameters]
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """What it keeps between two steps, by what it is."""
-        return {
-            "first moment": [one for bucket in self._buckets for one in bucket.first],
-            "second moment": [one for bucket in self._buckets for one in bucket.second],
-            "steps": [one for bucket in self._buckets for one in bucket.steps],
+        """All that lies in memory between two steps, by what it is."""
+        kept = [group.bucket.kept() for group in self._groups]
+        moments = {
+            name: [one for some in kept for one in some[order]]
+            for order, name in enumerate(("first moment", "second moment", "steps"))
         }
+        return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **moments}
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """What the next step depends on: gradients are found anew, how they are scaled is not."""
+        return self.kept() | {"gradients": self.gradients.memory()}
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Bucket]:
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
+    kinds: dict[tuple[float, float], list[Tensor]] = {}
     rates = dict(settings.rates)
     for name, one in parameters.items():
-        rate = rates.get(kind_of(name, one.ndim), 1.0)
-        groups.setdefault((rate, settings.weight_decay if decays(one.ndim) else 0.0), []).append(one)
-    for (rate, decay), group in groups.items():
-        for part in bucketed([one.numel() for one in group], _MOST_ELEMENTS):
-            some = group[part]
+        own = rates.get(kind_of(name, one.ndim), 1.0)
+        kinds.setdefault((own, settings.weight_decay if decays(one.ndim) else 0.0), []).append(one)
+    for (own, decay), alike in kinds.items():
+        for part in bucketed([one.numel() for one in alike], _MOST_ELEMENTS):
+            some = alike[part]
             first, second = ([torch.zeros_like(one) for one in some] for _ in range(2))
-            steps = [torch.zeros((), device=one.device) for one in some]
-            yield _Bucket(some, rate, decay, first, second, steps)
+            yield _Group(Bucket(some, [], first, second, _storages(settings.optimizer_states), 0, True), own, decay)
+
+
+def _storages(states: str) -> tuple[Storage, Storage]:
+    """Of the first and of the second moment."""
+    if states == "fp8lm":
+        return scaled(E4M3), scaled(FP16)
+    plain = in_arithmetic(PlainArithmetic(torch.float32 if states == "fp32" else torch.bfloat16))
+    return plain, plain

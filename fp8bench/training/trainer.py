@@ -18,6 +18,7 @@ from fp8bench.protocols import Arithmetic, SilentPhases, key_of
 from fp8bench.registry import precisions
 from fp8bench.training import models
 from fp8bench.training.batches import Windows
+from fp8bench.training.gradients import joint
 from fp8bench.training.loss_scaling import loss_scale_of
 from fp8bench.training.optimizer import AdamW
 from fp8bench.training.schedule import share_of_rate
@@ -76,8 +77,7 @@ class Trainer:
 
     def state(self) -> ArmState:
         count = sum(one.numel() for one in self._parameters.values())
-        kept = {"weights": list(self._parameters.values()), "gradients": list(self._parameters.values())}
-        sizes = {name: sum(one.nbytes for one in some) for name, some in (kept | self._optimizer.kept()).items()}
+        sizes = {name: sum(one.nbytes for one in some) for name, some in self._optimizer.kept().items()}
         return ArmState(self.arm.name, count, self.tokens, tuple((name, size / count) for name, size in sizes.items()))
 
     def advance(self) -> Iterator[Line]:
@@ -87,19 +87,22 @@ class Trainer:
         started = time.perf_counter()
         settings, scale = self._settings, self._loss_scale.scale
         rate = settings.rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
-        with self._weights.cast(_SILENT):
-            losses = [self._micro_batch(number, scale) for number in range(settings.micro_batches)]
-        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        loss, norm = torch.stack(losses).mean(), _joint(torch._foreach_norm(gradients)) / scale
-        skip = (~(loss + norm).isfinite()).to(torch.float32)
-        clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
-        self._optimizer.step(rate, clipping * scale, skip)
-        moved, size = _joint(self._optimizer.update_norms), _joint(self._optimizer.weight_norms)
-        numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
-        for one in self._parameters.values():
-            one.grad = None
+        with self._optimizer.weights.present():
+            loss = self._losses(scale)
+            norm = self._optimizer.gradients.norm() / scale
+            skip = (~(loss + norm).isfinite()).to(torch.float32)
+            clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+            self._optimizer.step(rate, clipping * scale, skip)
+            moved, size = joint(self._optimizer.update_norms), joint(self._optimizer.weight_norms)
+            numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
         yield from self._told(numbers, rate, scale, time.perf_counter() - started)
         self.step += 1
+
+    def _losses(self, scale: float) -> Tensor:
+        """Forward and backward of all micro-batches: their mean loss."""
+        self._optimizer.gradients.begin()
+        with self._weights.cast(_SILENT):
+            return torch.stack([self._micro_batch(one, scale) for one in range(self._settings.micro_batches)]).mean()
 
     def _micro_batch(self, number: int, scale: float) -> Tensor:
         """Gradients of one are added to those there are; its loss."""
@@ -128,7 +131,7 @@ class Trainer:
     def validate(self) -> tuple[Validation, ...]:
         """The loss on the held-out text, from its beginning."""
         self._model.eval()
-        with self._weights.cast(_SILENT):
+        with self._optimizer.weights.present(), self._weights.cast(_SILENT):
             losses = [self._model(*batch, _SILENT) for batch in self._held_out.in_order(self._config.batch, _HELD_OUT)]
         loss, seen = float(torch.stack(losses).mean()), len(losses) * self._config.batch * self._config.sequence
         self._model.train()
@@ -141,25 +144,20 @@ class Trainer:
             "step": self.step,
             "stopped": self.stopped,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
-            "weights": {name: one.detach() for name, one in self._parameters.items()},
+            "optimizer": self._optimizer.memory(),
+            "arithmetics": {name: one.memory() for name, one in self._arithmetics.items()},
             "statistics": dict(self._model.named_buffers()),
-            "optimizer": self._optimizer.kept(),
         }
 
     def recall(self, memory: dict[str, Any]) -> None:
         """Go on from what was in memory."""
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
-        with torch.no_grad():
-            for name, one in self._parameters.items():
-                one.copy_(memory["weights"][name])
-            for name, kept in self._model.named_buffers():
-                kept.copy_(memory["statistics"][name])
-            for name, tensors in self._optimizer.kept().items():
-                torch._foreach_copy_(tensors, memory["optimizer"][name])
-
-
-def _joint(norms: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """The norm of all of them together."""
-    joint: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return joint
+        for name, tensors in self._optimizer.memory().items():
+            for one, kept in zip(tensors, memory["optimizer"][name], strict=True):
+                one.copy_(kept)
+        place = self._task.facts.key
+        for name, arithmetic in self._arithmetics.items():
+            arithmetic.recall({key: tensor.to(place, copy=True) for key, tensor in memory["arithmetics"][name].items()})
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(memory["statistics"][name])

@@ -210,8 +210,9 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         one.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for one, scale in zip(source.normal(), source.scales, strict=True)
     ]
+    gradients = [torch.zeros_like(one) for one in weights]
     buckets = [
-        Bucket(weights[part], first[part], second[part], storages, STEPS_BEFORE, fused)
+        Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
         for part in bucketed([one.numel() for one in weights], BUCKET_ELEMENTS)
     ]
     return OptimizerState(buckets), source

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.formats.grids import E4M3
+from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.scaled import values
 from fp8bench.formats.scalings import TENSOR
-from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled_half, storages
+from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
 from fp8bench.registry import precisions
 from tests.facts import CPU
 
@@ -30,9 +30,7 @@ def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
     kept = storages_of(precision, same)
     second = [one.square() for one in tensors(3, 1e-3)]
-    made = Bucket(tensors(1, 0.02), tensors(2, 1e-3), second, kept, steps, fused)
-    torch._foreach_copy_(made.gradients, tensors(4, 1e-3))
-    return made
+    return Bucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, kept, steps, fused)
 
 
 def step(made: Bucket) -> None:
@@ -78,8 +76,8 @@ def test_moments_are_rounded_to_their_precision_between_steps(precision: str, lo
         assert low < (found - wanted).norm() / wanted.norm() < high
     first, second = made.restored()
     kept = [one.clone() for one in first]
-    twin = Bucket(tensors(1, 0.02), kept, [one.clone() for one in second], storages_of("fp32"), 7, False)
-    torch._foreach_copy_(twin.gradients, made.gradients)
+    second = [one.clone() for one in second]
+    twin = Bucket(tensors(1, 0.02), made.gradients, kept, second, storages_of("fp32"), 7, False)
     step(made)
     step(twin)
     assert all(torch.equal(one, other) for one, other in zip(made.parameters, twin.parameters, strict=True))
@@ -88,7 +86,7 @@ def test_moments_are_rounded_to_their_precision_between_steps(precision: str, lo
 def test_scaled_fp16_reaches_where_fp16_does_not() -> None:
     """A second moment of small gradients is below fp16's smallest."""
     small = tensors(5)[0].square() * 1e-14
-    storage = scaled_half()
+    storage = scaled(FP16)
     operand = storage.keep(small)
     assert operand.data.dtype == torch.float16 and not small.half().any()
     assert (storage.restore(operand) - small).norm() < 4e-4 * small.norm()
@@ -105,7 +103,7 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     wanted = {
         "as it is": x,
         "bf16": x.bfloat16().float(),
-        "scaled": scaled_half().restore(scaled_half().keep(x)),
+        "scaled": scaled(FP16).restore(scaled(FP16).keep(x)),
         "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)

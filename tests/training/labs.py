@@ -12,8 +12,9 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.training.lab import Lab
 from tests.facts import CPU
 
-# Some milliseconds a step.
-SMALL = TrainerSettings(batch=1, sequence=16)
+# The size that the tests of this folder have beside the others: some milliseconds a step.
+TINY = "tiny"
+SMALL = TrainerSettings(model=TINY)
 
 
 def text_of(corpus: Corpus) -> TrainingText:

@@ -10,6 +10,7 @@ from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model.raw import Settings
 from fp8bench.model.training import Arm, ArmRole
 from fp8bench.plan.corpus import Corpus
+from fp8bench.registry import precisions
 from fp8bench.training.lab import MODULE
 from tests.training.labs import lab_of, rows, task_of
 
@@ -26,18 +27,36 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
     assert fp32 == pytest.approx(bf16[0], rel=5e-3) and fp32 != bf16[0]
 
 
-def test_it_goes_on_from_a_checkpoint_with_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:
-    """In a lab that has begun anew."""
-    task = task_of(corpus, "bf16", "fp8", steps=5)
-    lab = lab_of(task)
-    for name in ("bf16", "fp8"):
+LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))
+HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
+MODES = (
+    "fp8-delayed:history=2:interval=2", "nvfp4", "mxfp8", Arm("fp8lm", "fp8", settings=LOW),
+    Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
+)  # fmt: skip
+MANY = (
+    "fp32", "bf16", "fp16", "tf32", *(name for name in precisions.names() if name.startswith(("fp8", "mx", "nv"))),
+    "fp8-delayed:algorithm=most_recent:margin=1", "nvfp4:hadamard=off", "nvfp4:stochastic=off",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
+    arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path
+) -> None:
+    """In a lab that has begun anew, and done other steps before it was given the checkpoint."""
+    task = task_of(corpus, *arms, steps=5)
+    names = [arm.name for arm in task.arms]
+    lab, other = lab_of(task), lab_of(task)
+    for name in names:
         lab.advance(name, 2)
     assert lab.save(str(tmp_path / "kept")) == ()
-    wanted = [rows(lab.advance(name, 5)) for name in ("bf16", "fp8")]
-    assert [len(one) for one in wanted] == [3, 3], "no more steps than the task has"
-    other = lab_of(task)
-    assert other.restore(str(tmp_path / "kept")) == (("bf16", 2), ("fp8", 2))
-    assert [rows(other.advance(name, 3)) for name in ("bf16", "fp8")] == wanted
+    wanted = [rows(lab.advance(name, 5)) for name in names]
+    assert {len(one) for one in wanted} == {3}, "no more steps than the task has"
+    for name in names[:2]:
+        other.advance(name, 1)
+    assert other.restore(str(tmp_path / "kept")) == tuple((name, 2) for name in names)
+    for name, before in zip(names, wanted, strict=True):
+        assert rows(other.advance(name, 3)) == before
 
 
 @pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mlp", "moe"))])
@@ -56,7 +75,7 @@ def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -
 @pytest.mark.slow
 def test_a_process_of_its_own(corpus: Corpus) -> None:
     """Asked as a worker is, and it knows the devices."""
-    task = task_of(corpus, "bf16")
+    task = task_of(corpus, "bf16", model="nano", batch=1, sequence=16)
     with ProcessWorker(Settings(), module=MODULE) as worker:
         assert worker.probe()[0].kind == "cpu"
         (state,) = worker.ask(60, "begin", task)
