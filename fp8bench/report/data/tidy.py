@@ -41,7 +41,7 @@ _FIGURE_COLUMNS = (
 # Of the row of the step's time, which says what became of a case; of other rows the figures alone.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
-    "labels", "energy_source",
+    "labels", "energy_source", "axis", "size_low", "size_high",
 )  # fmt: skip
 
 
