@@ -75,7 +75,7 @@ class TextCNN(LanguageModel):
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
-        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width))
+        self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, one) for one in parts)
         self.norm = BatchNorm(config.width, running=True)
