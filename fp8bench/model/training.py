@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -279,6 +280,16 @@ class Validation:
     tokens: int
     bytes: int | None
 
+    @property
+    def perplexity(self) -> float:
+        """Of a token."""
+        return _exponential(self.loss)
+
+    @property
+    def perplexity_by_byte(self) -> float | None:
+        """Of a byte, which compares texts whose tokens differ; None where nobody knows the bytes."""
+        return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
+
 
 @dataclass(frozen=True)
 class TrainingEvent:
@@ -296,6 +307,14 @@ class TrainingEvent:
     tensor: str = ""
     values: Params = ()
     remedy: str = ""
+
+
+def _exponential(value: float) -> float:
+    """exp, infinite where it is beyond all numbers."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 # A line of the stream of a training, whatever it says.

@@ -14,8 +14,8 @@ closing one would never fire, so that is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -167,6 +167,10 @@ def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, ope
     return y.view(*x.shape[:-1], -1)
 
 
+# What a layer multiplies by. A convolution has an arithmetic alone.
+_OF_A_LAYER = ("arithmetic", "operands", "_whole")
+
+
 class Linear(nn.Module):
     """y = x W^T without bias, in an arithmetic; by `operands` of W while there are some."""
 
@@ -182,3 +186,17 @@ class Linear(nn.Module):
         if self._whole is not None:  # its casts are within, where no phase can be opened for them
             return region(phase.gemm, self._whole, x.to(self.arithmetic.carrier))
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
+
+
+@contextmanager
+def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
+    """Have layers of a model, by their path in it, multiply in other arithmetics; each casts its own weight."""
+    layers = [model.get_submodule(name) for name in arithmetics]
+    before = [{name: vars(layer)[name] for name in _OF_A_LAYER if name in vars(layer)} for layer in layers]
+    try:
+        for layer, own, arithmetic in zip(layers, before, arithmetics.values(), strict=True):
+            vars(layer).update(dict.fromkeys(own), arithmetic=arithmetic)
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            vars(layer).update(own)

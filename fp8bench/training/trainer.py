@@ -18,6 +18,7 @@ from fp8bench.protocols import Arithmetic, SilentPhases, key_of
 from fp8bench.registry import precisions
 from fp8bench.training import models
 from fp8bench.training.batches import Windows
+from fp8bench.training.evaluate import Evaluation, undisturbed
 from fp8bench.training.gradients import joint
 from fp8bench.training.loss_scaling import loss_scale_of
 from fp8bench.training.optimizer import AdamW
@@ -25,8 +26,6 @@ from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
 
 _SILENT = SilentPhases()
-# Windows of the held-out text: even parts of it.
-_HELD_OUT = 16
 
 
 class Trainer:
@@ -41,21 +40,20 @@ class Trainer:
         self._settings = settings = arm.taken(task.settings)
         self._seed = own_seed(task.seed, arm)
         self._config = models.config_of(settings, task.text.vocabulary)
+        self._layers = models.layers_of(settings.arch, self._config)
         self._arithmetics: dict[str, Arithmetic] = {}
         self._model = self._made(task.facts)
         self._parameters = dict(self._model.named_parameters())
         self._weights = CachedWeights(self._model)
-        self._windows, self._held_out = (
-            Windows(span, self._config.sequence, task.facts.key, self._config.vocabulary)
-            for span in (task.text.train, task.text.held_out)
-        )
+        self._windows = Windows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
+        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts)
         self._optimizer = AdamW(self._parameters, settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
 
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
         keys = dict(self._settings.precision_map)
-        layers = {layer.name: layer for layer in models.layers_of(self._settings.arch, self._config)}
+        layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:
             key = key_of(layers[name], keys)
@@ -127,16 +125,12 @@ class Trainer:
                 self.stopped = True
                 yield TrainingEvent(name, seed, self.step, "stopped", "its loss or gradients are not finite")
 
-    @torch.no_grad()
     def validate(self) -> tuple[Validation, ...]:
-        """The loss on the held-out text, from its beginning."""
-        self._model.eval()
-        with self._optimizer.weights.present(), self._weights.cast(_SILENT):
-            losses = [self._model(*batch, _SILENT) for batch in self._held_out.in_order(self._config.batch, _HELD_OUT)]
-        loss, seen = float(torch.stack(losses).mean()), len(losses) * self._config.batch * self._config.sequence
-        self._model.train()
-        size = seen if self._task.text.tokens == "bytes" else 0
-        return (Validation(self.arm.name, self._task.seed, self.step, "held-out", loss, seen, size),)
+        """The losses on text that was not trained on; once all steps are done, in every way that is looked at."""
+        who = self.arm.name, self._task.seed, self.step
+        aside = undisturbed(self._model, self._arithmetics.values())
+        with self._optimizer.weights.present(), aside, self._weights.cast(_SILENT):
+            return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
 
     def memory(self) -> dict[str, Any]:
         """All that the steps to come depend on."""
