@@ -19,11 +19,6 @@ class LossScale:
         self.growth = growth
         self.good_steps = 0
 
-    @property
-    def may_fall(self) -> bool:
-        """Whether a lower scale may be the answer to gradients that overflow."""
-        return self.growth > 0 and self.scale > _LEAST
-
     def seen(self, finite: bool) -> None:
         """A step with this scale was done."""
         if not self.growth:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.formats.hardware import emulated
+from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.training import TrainerSettings
@@ -75,6 +75,11 @@ def check(settings: TrainerSettings) -> None:
             f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
             f"into them. Give a --sequence that is a multiple of {LINE}."
         )
+    if settings.nudge == "order" and (config.batch == 1 or settings.dropout):
+        raise UsageError(
+            "nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
+            "--batch of at least 2, and no --dropout."
+        )
     if settings.compile == "yes" and settings.arch == "moe":
         raise UsageError(
             "--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
@@ -95,6 +100,11 @@ def check(settings: TrainerSettings) -> None:
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     """How a device trains such a model in a precision."""
     found = precision.support(facts)
+    if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
+        return refused(
+            f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
+            "--compile no"
+        )
     if found.level is not Level.NATIVE:
         return found
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8bench.model import DeviceFacts
 from fp8bench.model.training import Arm, ArmState, Line, SeedTask, StepRow, TrainingEvent, Validation
 from fp8bench.nn.cached_weights import CachedWeights
-from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.protocols import Arithmetic, SilentPhases, key_of
 from fp8bench.registry import precisions
 from fp8bench.training import models
@@ -21,11 +21,21 @@ from fp8bench.training.batches import Windows
 from fp8bench.training.evaluate import Evaluation, undisturbed
 from fp8bench.training.gradients import joint
 from fp8bench.training.loss_scaling import loss_scale_of
+from fp8bench.training.not_finite import Finder, Place, whole_words
 from fp8bench.training.optimizer import AdamW
 from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
 
 _SILENT = SilentPhases()
+# After so many steps in a row that were not finite nothing is learnt any more.
+_MOST_SKIPPED = 20
+
+
+class _Remembered(NamedTuple):
+    """What a step leaves to the next one beside weights and moments: arithmetics' memories and running statistics."""
+
+    arithmetics: dict[str, dict[str, Tensor]]
+    statistics: dict[str, Tensor]
 
 
 class Trainer:
@@ -36,8 +46,10 @@ class Trainer:
         self.precision = precisions.get(arm.precision)
         self.step = 0
         self.stopped = False
+        self._skipped = 0
         self._task = task
         self._settings = settings = arm.taken(task.settings)
+        self._rate = settings.rate
         self._seed = own_seed(task.seed, arm)
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
@@ -47,6 +59,7 @@ class Trainer:
         self._weights = CachedWeights(self._model)
         self._windows = Windows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
         self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts)
+        self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = AdamW(self._parameters, settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
 
@@ -66,7 +79,16 @@ class Trainer:
         carrier = self.precision.arithmetic(facts).carrier
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
-            return models.built(self._settings, self._config, choose, carrier)
+            model = models.built(self._settings, self._config, choose, carrier)
+        if self._settings.nudge == "ulp":
+            _moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        return model
+
+    def _compiled(self) -> Forward:
+        """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
+        batch = self._windows.drawn(self._seed, 0, 0, self._config.batch)
+        with self._weights.cast(_SILENT):
+            return compiled(self._model, *batch)
 
     @property
     def tokens(self) -> int:
@@ -83,8 +105,8 @@ class Trainer:
         if self.stopped or self.step == self._task.steps:
             return
         started = time.perf_counter()
-        settings, scale = self._settings, self._loss_scale.scale
-        rate = settings.rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
+        settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
+        rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
         with self._optimizer.weights.present():
             loss = self._losses(scale)
             norm = self._optimizer.gradients.norm() / scale
@@ -93,7 +115,12 @@ class Trainer:
             self._optimizer.step(rate, clipping * scale, skip)
             moved, size = joint(self._optimizer.update_norms), joint(self._optimizer.weight_norms)
             numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
-        yield from self._told(numbers, rate, scale, time.perf_counter() - started)
+        row = self._row(numbers, rate, scale, time.perf_counter() - started)
+        yield row
+        self._loss_scale.seen(not row.skipped)
+        if row.skipped or not math.isfinite(row.parameter_norm):
+            yield from self._answered(row, before)
+        self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
     def _losses(self, scale: float) -> Tensor:
@@ -106,24 +133,77 @@ class Trainer:
         """Gradients of one are added to those there are; its loss."""
         torch.manual_seed(seed_of("step", self._seed, self.step, number))
         batch = self._windows.drawn(self._seed, self.step, number, self._config.batch)
-        loss: Tensor = self._model(*batch, _SILENT)
-        (loss * (scale / self._settings.micro_batches)).backward()  # type: ignore[no-untyped-call]
+        if self._settings.nudge == "order":  # the same sums over the batch, from its other end
+            batch = batch[0].flip(0), batch[1].flip(0)
+        loss = self._forward(*batch, _SILENT)
+        (loss * (scale / self._settings.micro_batches)).backward()
         return loss.detach()
 
-    def _told(self, numbers: list[float], rate: float, scale: float, seconds: float) -> Iterator[Line]:
+    def _row(self, numbers: list[float], rate: float, scale: float, seconds: float) -> StepRow:
         loss, norm, clipping, moved, size = numbers
-        name, seed, finite = self.arm.name, self._task.seed, math.isfinite(loss + norm)
-        clipped = 1 - 1 / clipping if finite else 0.0
-        yield StepRow(
-            name, seed, self.step, loss, rate, norm, clipped, size, moved / size, scale, self.tokens, seconds,
-            skipped=not finite,
+        finite = math.isfinite(loss + norm)
+        return StepRow(
+            self.arm.name, self._task.seed, self.step, loss, rate, norm, 1 - 1 / clipping if finite else 0.0, size,
+            moved / size, scale, self.tokens, seconds, skipped=not finite,
         )  # fmt: skip
-        self._loss_scale.seen(finite)
-        if not finite:
-            yield TrainingEvent(name, seed, self.step, "not-finite", f"loss {loss}, norm of the gradients {norm}")
-            if not self._loss_scale.may_fall and self._settings.on_nan == "stop":
-                self.stopped = True
-                yield TrainingEvent(name, seed, self.step, "stopped", "its loss or gradients are not finite")
+
+    def _answered(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
+        """What is said and done of a step that was not finite and changed no weight, or after which they are not."""
+        if row.skipped and math.isfinite(row.loss) and self._loss_scale.scale < row.loss_scale:
+            self._recall(_Remembered({}, before.statistics))
+            yield self._event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
+            return
+        place = self._place(row.loss_scale, before)
+        layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
+        words = whole_words(place, row.loss, row.gradient_norm)
+        values = (*values, ("loss_scale", row.loss_scale))
+        yield TrainingEvent(row.arm, row.seed, row.step, "not-finite", words, layer, tensor, values)
+        why = self._why_stopped(row)
+        if why:
+            self.stopped = True
+            yield self._event("stopped", f"the arm is stopped: {why}")
+        elif self._settings.on_nan == "lower-rate":
+            self._rate /= 2
+            yield self._event("rate-lowered", f"the rate is halved from here on, to {self._rate:g} at its highest")
+
+    def _why_stopped(self, row: StepRow) -> str:
+        """Why an arm does not go on after a step that was not finite; '' where it does."""
+        if not math.isfinite(row.parameter_norm):
+            return "its weights are not finite; go back to the last checkpoint"
+        if self._skipped + 1 == _MOST_SKIPPED:
+            return f"{_MOST_SKIPPED} steps in a row were not finite"
+        return "so --on-nan asks" if self._settings.on_nan == "stop" else ""
+
+    def _event(self, kind: str, words: str) -> TrainingEvent:
+        return TrainingEvent(self.arm.name, self._task.seed, self.step, kind, words)
+
+    def _place(self, scale: float, before: _Remembered) -> Place | None:
+        """Where the step first was not finite, by doing it once more; what it remembers is as after the first time."""
+        self._recall(before)
+        finder = Finder()
+        with self._optimizer.weights.present(), finder.attached(self._model):
+            forward, self._forward = self._forward, self._model  # in a compiled graph nobody can look
+            self._losses(scale)
+            self._forward = forward
+        self._recall(_Remembered({}, before.statistics))
+        return finder.place
+
+    def _remembered(self) -> _Remembered:
+        """A copy of what the model's arithmetics and norms keep of earlier steps."""
+        return _Remembered(
+            {
+                name: {key: kept.clone() for key, kept in one.memory().items()}
+                for name, one in self._arithmetics.items()
+            },
+            {name: kept.clone() for name, kept in self._model.named_buffers()},
+        )
+
+    def _recall(self, remembered: _Remembered) -> None:
+        """Go on from there. The tensors are the arithmetics' from now on."""
+        for name, memory in remembered.arithmetics.items():
+            self._arithmetics[name].recall({key: one.to(self._task.facts.key) for key, one in memory.items()})
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(remembered.statistics[name])
 
     def validate(self) -> tuple[Validation, ...]:
         """The losses on text that was not trained on; once all steps are done, in every way that is looked at."""
@@ -139,19 +219,26 @@ class Trainer:
             "stopped": self.stopped,
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": self._optimizer.memory(),
-            "arithmetics": {name: one.memory() for name, one in self._arithmetics.items()},
-            "statistics": dict(self._model.named_buffers()),
+            "rate": self._rate,
+            "skipped": self._skipped,
+            "remembered": self._remembered()._asdict(),
         }
 
     def recall(self, memory: dict[str, Any]) -> None:
         """Go on from what was in memory."""
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
+        self._rate, self._skipped = memory["rate"], memory["skipped"]
         for name, tensors in self._optimizer.memory().items():
             for one, kept in zip(tensors, memory["optimizer"][name], strict=True):
                 one.copy_(kept)
-        place = self._task.facts.key
-        for name, arithmetic in self._arithmetics.items():
-            arithmetic.recall({key: tensor.to(place, copy=True) for key, tensor in memory["arithmetics"][name].items()})
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(memory["statistics"][name])
+        self._recall(_Remembered(**memory["remembered"]))
+
+
+@torch.no_grad()
+def _moved_by_an_ulp(model: nn.Module, seed: int) -> None:
+    """Every weight goes to a neighbour in float32, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for one in model.parameters():
+        up = torch.rand(one.shape, generator=generator) < 0.5
+        one.copy_(torch.nextafter(one, torch.where(up, math.inf, -math.inf).to(one)))
