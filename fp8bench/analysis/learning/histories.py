@@ -1,0 +1,138 @@
+"""Delayed scaling without training: recorded amaxes, replayed through every history, margin, interval and algorithm.
+
+The scales are those that a training would have had on the same tensors, bit by bit: float32 throughout, as in
+nn/tensor_scales.py, which a test holds this against. What other scales would have changed in the tensors themselves is
+not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.recipes import FORMATS_BY_ROLE, Amax, Delayed
+from fp8bench.model.training import LayerReading, Line
+from fp8bench.protocols import Role
+
+Floats = NDArray[np.float32]
+
+HISTORIES = (1, 4, 16, 64, 256, 1024)
+MARGINS = (0, 1, 2)
+INTERVALS = (1, 4, 16)
+_ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
+_LARGEST_FACTOR = np.float32(2.0**126)
+# What a scaled amax may lie above the largest value because quotient and product were rounded: it loses nothing.
+_ROUNDED = 1 + 2.0**-22
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The largest magnitudes of one tensor, cast by cast, and its smallest ones above 0 where they were recorded."""
+
+    layer: str
+    role: Role
+    amax: tuple[float, ...]
+    smallest: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one way of scaling would have done to all tensors of one role, shares of their casts.
+
+    `overflow` is of casts whose largest value would have been cut off, by `worst` octaves at most; `underflow` of those
+    whose smallest would have become 0, None where nobody recorded it. `idle` is how many octaves of the format's range
+    the others left unused, the mean.
+    """
+
+    delayed: Delayed
+    role: Role
+    casts: int
+    overflow: float
+    worst: float
+    underflow: float | None
+    idle: float
+
+
+def traces_of(lines: Iterable[Line], arm: str, seed: int) -> tuple[Trace, ...]:
+    """The amaxes that a training kept of one arm in one seed; refused unless they are of every step."""
+    found: dict[tuple[str, Role], dict[int, LayerReading]] = {}
+    for line in lines:
+        if isinstance(line, LayerReading) and (line.arm, line.seed) == (arm, seed) and line.role in _ROLES:
+            found.setdefault((line.layer, Role(line.role)), {})[line.step] = line
+    for (layer, role), readings in found.items():
+        if max(readings) - min(readings) + 1 != len(readings):
+            raise UsageError(
+                f"{arm}, seed {seed}: {len(readings)} amaxes of {layer} {role} are not of every step from "
+                f"{min(readings)} to {max(readings)}. Delayed scaling sees each one: train with --stride 1."
+            )
+    return tuple(
+        Trace(layer, role, tuple(one.amax for one in ordered), tuple(one.smallest for one in ordered))
+        for (layer, role), readings in found.items()
+        for ordered in [[reading for _, reading in sorted(readings.items())]]
+    )
+
+
+def ways(
+    histories: Sequence[int] = HISTORIES, margins: Sequence[int] = MARGINS, intervals: Sequence[int] = INTERVALS
+) -> Iterator[Delayed]:
+    """Every way of scaling. The most recent amax is a history of one, whatever the history."""
+    for history, margin, interval in product(histories, margins, intervals):
+        yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
+
+
+def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:
+    """One way of scaling on all traces, by role."""
+    for role, fmt in zip(_ROLES, FORMATS_BY_ROLE[formats], strict=True):
+        own = [trace for trace in traces if trace.role is role]
+        if not own:
+            continue
+        scales = [scales_of(trace.amax, delayed, fmt.largest) for trace in own]
+        amaxes = [np.array(trace.amax, dtype=np.float32) for trace in own]
+        scaled = np.concatenate([scale * amax for scale, amax in zip(scales, amaxes, strict=True)])
+        used = scaled[np.isfinite(scaled) & (scaled > 0)]
+        octaves = np.log2(used.astype(np.float64) / fmt.largest)
+        over = used > fmt.largest * _ROUNDED
+        underflow = None
+        if all(trace.smallest for trace in own):
+            least = [np.array(trace.smallest, dtype=np.float32) for trace in own]
+            # Halfway to the smallest value, nearest even is 0.
+            low = np.concatenate(
+                [scale * one <= fmt.smallest_subnormal / 2 for scale, one in zip(scales, least, strict=True)]
+            )
+            underflow = float((low & (np.concatenate(least) > 0)).mean())
+        yield Replayed(
+            delayed, role, len(scaled), float(over.sum() / len(scaled)), float(octaves[over].max(initial=0.0)),
+            underflow, float(-octaves[~over].mean()) if not over.all() else 0.0,
+        )  # fmt: skip
+
+
+def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floats:
+    """The scale that each cast is multiplied by: the one that stood before it, 1 to begin with."""
+    amax = np.array(amaxes, dtype=np.float32)
+    finite = np.isfinite(amax)
+    entries = np.where(finite, amax, np.float32(0))
+    found = entries if delayed.algorithm is Amax.MOST_RECENT else _trailing_max(entries, delayed.history)
+    with np.errstate(divide="ignore", over="ignore"):
+        wanted = np.minimum(np.float32(largest) / found, _LARGEST_FACTOR) / np.float32(2.0**delayed.margin)
+    casts = np.arange(1, len(amax) + 1)
+    renewed = finite & (found > 0) & (casts % delayed.interval == 0)
+    # A cast takes what the last renewal before it has left.
+    last = np.maximum.accumulate(np.where(renewed, casts, 0))
+    standing = np.concatenate([[np.float32(1)], wanted.astype(np.float32)])
+    before = np.concatenate([[0], last[:-1]]).astype(np.int64)
+    return standing[before]
+
+
+def _trailing_max(values: Floats, history: int) -> Floats:
+    """The largest of each value and those before it, so many of them: by doubling, whatever the history."""
+    found, length = values.copy(), 1
+    while length < min(history, len(values)):
+        step = min(length, history - length)
+        found[step:] = np.maximum(found[step:], found[:-step])
+        length += step
+    return found

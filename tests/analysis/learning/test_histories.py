@@ -1,0 +1,96 @@
+"""Replayed amaxes: the scales are those of a training, bit by bit; overflow and underflow are counted by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from fp8bench.analysis.learning.histories import Trace, replayed, scales_of, traces_of, ways
+from fp8bench.errors import UsageError
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.model.training import LayerReading
+from fp8bench.nn.tensor_scales import DelayedScale
+from fp8bench.protocols import Role
+
+
+def trace_of(draw: random.Random, length: int) -> list[float]:
+    """Amaxes over the whole of float32's range, among them zeros, infinities, NaN and subnormal numbers."""
+    odd = (0.0, math.inf, math.nan, 1e-45, 1e-40, 3e38, 1.0)
+    return [draw.choice(odd) if draw.random() < 0.15 else 2.0 ** draw.uniform(-30, 30) for _ in range(length)]
+
+
+def trained(amaxes: list[float], delayed: Delayed, fmt: Format) -> list[float]:
+    """The scales that casts in a training take."""
+    memory, x = DelayedScale(delayed, fmt), torch.zeros(1)
+    return [float(memory.next(x, amax=torch.tensor(amax, dtype=torch.float32)).scale) for amax in amaxes]
+
+
+WAYS = [
+    *(Delayed(history, algorithm, margin, interval)
+      for history in (1, 2, 3, 16, 100) for algorithm in Amax for margin in (0, 1, 32) for interval in (1, 3)),
+    Delayed(1024, Amax.MAX, 0, 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_scales_are_those_of_a_training(fmt: Format) -> None:
+    """Bit by bit, whatever the amaxes."""
+    draw = random.Random(fmt.name)
+    for delayed in WAYS:
+        amaxes = trace_of(draw, 40)
+        assert scales_of(amaxes, delayed, fmt.largest).tolist() == trained(amaxes, delayed, fmt), delayed
+
+
+def test_the_most_recent_is_a_history_of_one() -> None:
+    """So that it is replayed once."""
+    amaxes = trace_of(random.Random(1), 50)
+    one = scales_of(amaxes, Delayed(1, Amax.MAX), 448.0)
+    assert one.tolist() == scales_of(amaxes, Delayed(64, Amax.MOST_RECENT), 448.0).tolist()
+    assert sum(way.algorithm is Amax.MOST_RECENT for way in ways((1, 16), (0,), (1,))) == 1
+    assert len(set(ways())) == len(list(ways())) == 6 * 3 * 3
+
+
+def test_overflow_and_underflow_by_hand() -> None:
+    """E4M3: the first cast is not scaled; then amaxes double, and each cast is an octave beyond the one before."""
+    growing = Trace("a", Role.INPUT, (448.0, 448.0, 896.0, 1792.0, 1792.0), (1.0, 1e-3, 2e-3, 1.0, 1e-3))
+    (found,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
+    # Scales: 1, 1, 1, 1/2, 1/4. Up to 2^-10 becomes 0: of these the last alone.
+    assert (found.casts, found.overflow, found.worst) == (5, 2 / 5, 1.0)
+    assert found.underflow == 1 / 5
+    (spared,) = replayed([growing], Delayed(1, Amax.MOST_RECENT, margin=1))
+    assert (spared.overflow, spared.worst) == (0.0, 0.0)
+    assert spared.idle == pytest.approx((0 + 1 + 0 + 0 + 1) / 5)
+
+
+def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
+    """What a history is for."""
+    draw = random.Random(0)
+    noisy = [Trace("a", Role.GRADIENT, tuple(2.0 ** draw.gauss(0, 1) for _ in range(400)))]
+    found = [next(iter(replayed(noisy, Delayed(history)))) for history in (1, 4, 16, 64)]
+    assert [one.overflow for one in found] == sorted((one.overflow for one in found), reverse=True)
+    assert [one.idle for one in found] == sorted(one.idle for one in found)
+    assert found[0].underflow is None
+
+
+def test_an_amax_that_stays_overflows_nowhere() -> None:
+    """Though quotient and product are rounded, and the product may lie one unit above the largest value."""
+    for amax in (0.1, 0.3, 1 / 3, 7e-4, 1234.567):
+        (found,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
+        assert found.overflow == (1 / 20 if amax > 448 else 0)
+
+
+def test_amaxes_come_from_the_lines_of_a_training() -> None:
+    """In the order of steps, of one arm and seed, by layer and role; those with gaps are refused."""
+
+    def reading(step: int, arm: str = "fp8-delayed", seed: int = 0, role: str = "input") -> LayerReading:
+        return LayerReading(arm, seed, step, "head", role, float(step), 0.5, 0.0, 1.0, 0.0)
+
+    lines = [reading(2), reading(1), reading(3), reading(9, arm="fp8"), reading(9, seed=1), reading(9, role="output")]
+    (trace,) = traces_of(lines, "fp8-delayed", 0)
+    assert trace == Trace("head", Role.INPUT, (1.0, 2.0, 3.0), (0.5, 0.5, 0.5))
+    with pytest.raises(UsageError, match="3 amaxes of head input are not of every step from 1 to 11"):
+        traces_of([reading(1), reading(2), reading(11)], "fp8-delayed", 0)
