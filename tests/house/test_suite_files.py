@@ -12,7 +12,18 @@ from fp8bench.store.series import class_name
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 # What is in the folder and measures no workload: the package, fp8bench itself, kills, and made series.
-OTHERS = {"__init__", "change_points", "gate", "harness", "kill", "long_history", "quantisers", "sight"}
+OTHERS = {
+    "__init__",
+    "change_points",
+    "gate",
+    "harness",
+    "kill",
+    "long_history",
+    "null_trainings",
+    "quantisers",
+    "sight",
+    "verdicts",
+}
 FILE = '''"""What asv follows of the suite {name}."""
 
 from typing import Any

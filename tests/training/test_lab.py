@@ -39,6 +39,15 @@ MANY = (
 )  # fmt: skip
 
 
+def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
+    """A little, and at all: equal bits would prove nothing."""
+    nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]
+    lab = lab_of(task_of(corpus, "fp32", *nudged, batch=2))
+    plain, *others = ([row.loss for row in rows(lab.advance(name, 4))] for name in ("fp32", "ulp", "order"))
+    for losses in others:
+        assert losses != plain and losses == pytest.approx(plain, rel=1e-4)
+
+
 @pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
     arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path

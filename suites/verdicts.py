@@ -1,0 +1,196 @@
+"""How often a verdict on learning is wrong, and how often it finds what was planted: `python -m suites.verdicts`.
+
+Seeded Monte Carlo: studies of seeds are drawn, and judged by the code that judges trainings. The noise of a study is
+that of the gaps of arms that differ from their reference as rounding does, which a real training gave (`--trained`
+makes them: suites/null_trainings.py), or made with tails that are worse. Made held-out losses always agree with those
+on training text: the worst case for a false alarm. Figures in percent of studies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.learning.curves import Pair
+from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, Judged, Learned, Why, judge
+
+MARGIN = 0.01
+SEEDS = 5
+PLANTED = (0.005, 0.01, 0.02, 0.04)
+SPREADS = (0.0005, 0.002, 0.004, 0.007, 0.01, 0.02, 0.05)
+TRAINED = Path(__file__).resolve().parents[1] / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
+_MOST_SEEDS = 60
+# Nobody adds more seeds than this because a verdict asks for them.
+_MOST_MORE = 20
+_STEPS = 30
+
+Draw = np.random.Generator
+Floats = NDArray[np.float64]
+# Gaps on training and on held-out text, (studies, seeds, 2), of deviation 1 about 0.
+Noise = Callable[[Draw, int, int], Floats]
+
+
+def gaussian(draw: Draw, studies: int, seeds: int) -> Floats:
+    return _alike(draw.standard_normal((studies, seeds)))
+
+
+def heavy(draw: Draw, studies: int, seeds: int) -> Floats:
+    """Student's distribution of three degrees of freedom: one seed in a hundred lies beyond 3.4 deviations."""
+    return _alike(draw.standard_t(3, (studies, seeds)) / np.sqrt(3))
+
+
+def curves(draw: Draw, studies: int, seeds: int) -> Floats:
+    """Means of the last tenth of a curve whose neighbouring steps are alike (0.9), with tails as heavy."""
+    shocks = draw.standard_t(3, (studies, seeds, 2 * _STEPS))
+    value, total = np.zeros((studies, seeds)), np.zeros((studies, seeds))
+    for step in range(2 * _STEPS):
+        value = 0.9 * value + shocks[..., step]
+        total += value * (step >= _STEPS)
+    return _alike(total / total.std())
+
+
+def spikes(draw: Draw, studies: int, seeds: int) -> Floats:
+    """One seed in ten of either arm ends in a spike of its loss, five deviations high on average."""
+    either = draw.exponential(5, (2, studies, seeds)) * (draw.random((2, studies, seeds)) < 0.1)
+    found: Floats = draw.standard_normal((studies, seeds)) + either[0] - either[1]
+    return _alike(found / np.sqrt(1 + 2 * (0.1 * 50 - 0.25)))
+
+
+def trained(gaps: Sequence[Sequence[float]]) -> Noise:
+    """Drawn from real ones. Which of two arms is the reference is chance: every gap may have either sign."""
+    known = np.array(gaps)
+    known = known / np.sqrt((known**2).mean(axis=0))
+
+    def drawn(draw: Draw, studies: int, seeds: int) -> Floats:
+        signs = draw.choice([-1.0, 1.0], (studies, seeds, 1))
+        found: Floats = known[draw.integers(len(known), size=(studies, seeds))] * signs
+        return found
+
+    return drawn
+
+
+def _alike(gaps: Floats) -> Floats:
+    return np.stack([gaps, gaps], axis=-1)
+
+
+def noises() -> dict[str, Noise]:
+    """By name; the trained ones where there are some."""
+    found: dict[str, Noise] = {"Gaussian": gaussian, "heavy tails": heavy, "curves": curves, "spikes": spikes}
+    if TRAINED.exists():
+        kept = json.loads(TRAINED.read_text())
+        found |= {f"trained, rate {rate}": trained(gaps) for rate, gaps in kept["gaps"].items()}
+    return found
+
+
+def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[Judged]:
+    """What is said of studies whose arm lies above its reference by `shift`. The same ones each time."""
+    gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
+    for study in gaps.tolist():
+        yield judge([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN)
+
+
+def false_alarms(noise: Noise, studies: int, spread: float) -> float:
+    """The share of studies in which an arm that differs by nothing is called worse or better."""
+    return sum(one.learned in (Learned.WORSE, Learned.BETTER) for one in judged(noise, studies, spread)) / studies
+
+
+def found(noise: Noise, studies: int, spread: float, shift: float, seeds: int = SEEDS) -> float:
+    """The share in which a planted loss is called worse."""
+    return sum(one.learned is Learned.WORSE for one in judged(noise, studies, spread, seeds, shift)) / studies
+
+
+def decided(noise: Noise, studies: int, spread: float) -> float:
+    """The share in which an arm that differs by nothing is said to be within the noise."""
+    return sum(one.learned is Learned.WITHIN_NOISE for one in judged(noise, studies, spread)) / studies
+
+
+def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:
+    """The fewest seeds that find a planted loss so often."""
+    counts = range(LEAST_PAIRS, _MOST_SEEDS + 1)
+    return next((count for count in counts if found(noise, studies, spread, shift, count) >= power), None)
+
+
+def after_advice(noise: Noise, studies: int, spread: float) -> float:
+    """False alarms where everybody who is told how many more seeds would do adds them, and looks again."""
+    every = spread * noise(np.random.default_rng(1), studies, SEEDS + _MOST_MORE)
+    wrong = 0
+    for study in every.tolist():
+        pairs = [Pair(seed, *both) for seed, both in enumerate(study)]
+        said = judge(pairs[:SEEDS], MARGIN)
+        if said.why is Why.TOO_WIDE and (said.more_seeds or _MOST_SEEDS) <= _MOST_MORE:
+            said = judge(pairs[: SEEDS + (said.more_seeds or 0)], MARGIN)
+        wrong += said.learned in (Learned.WORSE, Learned.BETTER)
+    return wrong / studies
+
+
+def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]:
+    """How often an interval of 95% over seeds holds the true logarithm of a speed-up, by the way it is made."""
+    draw = np.random.default_rng(2)
+    logs = noise(draw, studies, seeds)[..., 0]
+    mean, error = logs.mean(axis=1), logs.std(axis=1, ddof=1) / np.sqrt(seeds)
+    again = logs[:, draw.integers(seeds, size=(1000, seeds))].mean(axis=2)
+    low, high = np.quantile(again, [(1 - SHOWN) / 2, (1 + SHOWN) / 2], axis=1)
+    return {
+        "Student's t": float((np.abs(mean) <= quantile(SHOWN, seeds - 1) * error).mean()),
+        "bootstrap": float(((low <= 0) & (high >= 0)).mean()),
+    }
+
+
+def lines(studies: int) -> Iterator[tuple[str, list[float | None]]]:
+    """Every figure: its name, and a share for each of SPREADS, or numbers of seeds."""
+    few = max(1, studies // 10)
+    for name, noise in noises().items():
+        yield f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS]
+        yield f"{name}: within noise", [decided(noise, few, spread) for spread in SPREADS]
+        yield f"{name}: worse or better, seeds added", [after_advice(noise, few, spread) for spread in SPREADS]
+        for shift in PLANTED:
+            yield f"{name}: {100 * shift:g}% found", [found(noise, few, spread, shift) for spread in SPREADS]
+        yield f"{name}: seeds for 2%", [seeds_for(noise, max(1, few // 2), spread, 0.02) for spread in SPREADS]
+
+
+def _told(studies: int) -> Iterator[tuple[str, list[float | None]]]:
+    """Every figure, printed as it is found."""
+    sys.stdout.write(f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; percent of studies\n")
+    heads = "".join(f"{100 * one:8g}%" for one in SPREADS)
+    sys.stdout.write(f"{'deviation of the gap from seed to seed':48}{heads}\n")
+    for name, values in lines(studies):
+        cells = (
+            ("over 60" if one is None else f"{one:d}" if isinstance(one, int) else f"{100 * one:.2f}") for one in values
+        )
+        sys.stdout.write(f"{name:48}{''.join(f'{one:>9}' for one in cells)}\n")
+        sys.stdout.flush()
+        yield name, values
+    for name, noise in noises().items():
+        shares = coverage(noise, min(studies, 2000))
+        said = ", ".join(f"{way} {100 * share:.1f}" for way, share in shares.items())
+        sys.stdout.write(f"{name}: an interval of 95% holds the truth: {said}\n")
+        yield f"{name}: coverage of {', '.join(shares)}", [*shares.values()]
+
+
+def main() -> int:
+    """A line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--studies", type=int, default=10_000, help="of each kind; default 10000")
+    parser.add_argument("--trained", action="store_true", help="real trainings that differ as rounding does, first")
+    parser.add_argument("--json", metavar="FILE", help="write what is printed into a file, too")
+    asked = parser.parse_args()
+    if asked.trained:
+        from suites.null_trainings import main as train
+
+        return train(TRAINED)
+    told = dict(_told(asked.studies))
+    if asked.json:
+        kept = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS, "shares": told}
+        Path(asked.json).write_text(json.dumps(kept, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""How often verdicts on learning are wrong: seeded, over the code that judges (`python -m suites.verdicts`).
+
+Ten thousand studies of each kind are slow; a few hundred always run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8bench.analysis.learning.judging import SHOWN
+from suites.verdicts import after_advice, coverage, false_alarms, found, noises, seeds_for
+
+FEW, MANY = 300, 10_000
+# A deviation of half the margin, where both ends of a verdict are in reach, and one that is far beyond it.
+NEAR, FAR = 0.005, 0.05
+NAMES = sorted(noises())
+
+
+@pytest.mark.parametrize("name", ["Gaussian", "heavy tails"])
+def test_what_differs_by_nothing_is_seldom_called(name: str) -> None:
+    """Of 300, five are called in one of five hundred trials where one of a hundred may be; the seed is fixed."""
+    assert false_alarms(noises()[name], FEW, FAR) <= 8 / FEW
+
+
+def test_what_was_planted_is_found() -> None:
+    """Twice the margin, with noise of half of it, in five seeds."""
+    assert found(noises()["Gaussian"], FEW, NEAR, 0.02) > 0.9
+    assert found(noises()["Gaussian"], FEW, NEAR, -0.02) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [NEAR, 0.01, FAR])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Gaussian"])
+def test_of_ten_thousand_at_most_one_in_a_hundred_is_called(name: str, spread: float) -> None:
+    """Noise as real curves have it: tails, spikes, steps that are alike, and gaps that were trained."""
+    assert false_alarms(noises()[name], MANY, spread) <= 0.01
+
+
+@pytest.mark.slow
+def test_gaussian_noise_far_beyond_the_margin_is_called_as_often_as_the_interval_says() -> None:
+    """Exactly one in a hundred: the worst case, with held-out losses that always agree."""
+    assert false_alarms(noises()["Gaussian"], MANY, FAR) == pytest.approx(0.01, abs=0.003)
+
+
+@pytest.mark.slow
+def test_looking_again_after_more_seeds_is_a_second_chance_to_be_wrong() -> None:
+    """At most twice one in a hundred."""
+    assert all(after_advice(noise, MANY // 2, 0.01) <= 0.02 for noise in noises().values())
+
+
+@pytest.mark.slow
+def test_seeds_for_twice_the_margin() -> None:
+    """Five do where seeds lie half a margin apart, and more where they lie further."""
+    asked = [seeds_for(noises()["Gaussian"], 500, spread, 0.02) for spread in (NEAR, 0.01, 0.02)]
+    assert asked[0] == 5 and all(one is not None for one in asked) and asked == sorted(asked, key=lambda one: one or 0)
+
+
+@pytest.mark.slow
+def test_intervals_of_speed_hold_the_truth() -> None:
+    """Student's over five seeds as often as they say or more; a bootstrap of five does not, and is not used."""
+    for noise in noises().values():
+        shares = coverage(noise, 2000)
+        assert shares["Student's t"] >= SHOWN - 0.02
+        assert shares["bootstrap"] < 0.88
