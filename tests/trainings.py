@@ -1,71 +1,156 @@
-"""Trainings made by hand: losses as numbers, and the lines that would tell them."""
+"""A lab that trains nothing: losses are a function of seed, arm and step, so that streams have exact lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from fp8bench.model import Environment
+from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
+from fp8bench.measure.handle import Worker
+from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.training import (
-    Arm,
-    ArmRole,
+    ArmState,
+    KeptTraining,
     Line,
+    SeedTask,
     StepRow,
-    TokenSpan,
     Training,
+    TrainingEvent,
     TrainingRequest,
-    TrainingText,
     Validation,
 )
 from tests.facts import CPU
 
-TEXT = TrainingText(
-    TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), None, 256, "bytes", "0" * 64
-)  # fmt: skip
-REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
-CANDIDATE = Arm("fp8", "fp8", native=False)
-REPEAT = Arm("bf16 again", "bf16", ArmRole.REPEAT)
-OTHER_SEED = Arm("bf16 other seed", "bf16", ArmRole.OTHER_SEED)
+LOST = WorkerLost("the worker crashed during 'advance'")
 
 
-def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float = 0.01) -> Training:
-    """A training of the reference, its bands, and these."""
-    request = TrainingRequest(steps=steps, seeds=seeds, margin=margin)
-    arms = (REFERENCE, REPEAT, OTHER_SEED, *(candidates or (CANDIDATE,)))
-    return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
+@dataclass
+class FakeLab(Worker):
+    """Answers as a lab does. `fault` says what strikes a request: its name, arm, seed and next step."""
+
+    fault: Callable[[str, str, int, int], BaseException | None] = lambda name, arm, seed, step: None
+    steps: dict[str, int] = field(default_factory=dict)
+    log: list[tuple[str, ...]] = field(default_factory=list)
+    restarts: int = 0
+    closed: bool = False
+    facts: DeviceFacts = CPU
+    task: SeedTask | None = None
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        arm = str(arguments[0]) if name in ("advance", "validate", "drop") else ""
+        self.log.append((name, *map(str, arguments[:2])) if name != "begin" else (name, str(arguments[0].seed)))
+        if self.task is not None or name == "begin":
+            seed = arguments[0].seed if name == "begin" else self.task.seed if self.task else 0
+            error = self.fault(name, arm, seed, self.steps.get(arm, 0))
+            if error is not None:
+                raise error
+        return getattr(self, f"_{name}")(*arguments)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.steps, self.task = {}, None
+
+    def _probe(self) -> tuple[DeviceFacts, ...]:
+        return (self.facts,)
+
+    def _software(self) -> dict[str, Scalar | None]:
+        return {"torch": self.facts.torch}
+
+    def _begin(self, task: SeedTask) -> tuple[ArmState, ...]:
+        self.task, self.steps = task, {arm.name: 0 for arm in task.arms}
+        return tuple(ArmState(arm.name, 1000, 32, (("weights", 4.0), ("moments", 8.0))) for arm in task.arms)
+
+    def _advance(self, arm: str, steps: int) -> tuple[Line, ...]:
+        assert self.task is not None and steps > 0
+        first = self.steps[arm]
+        self.steps[arm] = first + steps
+        return tuple(row_of(arm, self.task.seed, step) for step in range(first, first + steps))
+
+    def _validate(self, arm: str) -> tuple[Validation, ...]:
+        assert self.task is not None
+        step = self.steps[arm]
+        loss = row_of(arm, self.task.seed, step).loss + 0.125
+        return (Validation(arm, self.task.seed, step, "held-out", loss, 64, 64),)
+
+    def _drop(self, arm: str) -> None:
+        del self.steps[arm]
+
+    def _save(self, folder: str) -> tuple[str, ...]:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "state.json").write_text(json.dumps(self.steps))
+        return ()
+
+    def _restore(self, folder: str) -> tuple[tuple[str, int], ...]:
+        try:
+            kept = json.loads((Path(folder) / "state.json").read_text())
+        except (OSError, ValueError):
+            raise WorkerFault("StoreError", f"{folder} holds no whole checkpoint.") from None
+        self.steps = {name: kept.get(name, step) for name, step in self.steps.items()}
+        return tuple(self.steps.items())
 
 
-def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, tokens: int = 192) -> Iterator[StepRow]:
-    """A row for each loss, nothing else of note in it."""
-    for step, loss in enumerate(losses):
-        yield StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 10.0, 1e-3, 1.0, tokens, seconds)
+def row_of(arm: str, seed: int, step: int) -> StepRow:
+    """A loss that falls, with a digit of its own for every arm, seed and step."""
+    name = arm.removesuffix(" again")
+    loss = 4.0 / (1 + step / 8) + (sum(map(ord, name)) % 7 + 1) / 1000 + seed / 64
+    return StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.5)
 
 
-def held_out(arm: str, seed: int, step: int, loss: float) -> Validation:
-    return Validation(arm, seed, step, "held-out", loss, 1000, 1000)
+def strikes(
+    arm: str,
+    at: int,
+    error: WorkerError | KeyboardInterrupt = LOST,
+    times: int = 1,
+    seed: int = 0,
+    name: str = "advance",
+) -> Callable[[str, str, int, int], BaseException | None]:
+    """A fault that strikes an arm's slice from that step on, so many times."""
+    left = [times]
+
+    def fault(asked: str, of: str, in_seed: int, step: int) -> BaseException | None:
+        if (asked, of, in_seed) != (name, arm, seed) or step < at or not left[0]:
+            return None
+        left[0] -= 1
+        return error
+
+    return fault
 
 
-def curve(steps: int, end: float, start: float = 5.5) -> list[float]:
-    """Losses that fall fast and then slowly, from the start to the end."""
-    return [end + (start - end) * 0.5 ** (20 * step / steps) for step in range(steps)]
+@dataclass
+class SilentTraining:
+    """An observer of a training that keeps what it is told."""
+
+    notes: list[str] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    def begun(self, training: Training) -> None:
+        """Nothing to say."""
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        self.places.append((number, step))
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
 
 
-def lines(
-    gaps: Mapping[str, Sequence[float]], steps: int = 100, held: Mapping[str, Sequence[float]] | None = None,
-    seconds: Mapping[str, float] | None = None,
-) -> tuple[Line, ...]:  # fmt: skip
-    """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
+def said(kept: KeptTraining) -> list[Line]:
+    """The lines of a training without what says when it was gone on with, and without times."""
+    return [
+        replaced(line) for line in kept.lines
+        if not isinstance(line, TrainingEvent) or line.kind not in ("resumed", "restarted", "out")
+    ]  # fmt: skip
 
-    The reference's differ from seed to seed. Times are those of a step of each arm.
-    """
-    found: list[Line] = []
-    seeds = max(map(len, gaps.values()))
-    held, seconds = {**gaps, **(held or {})}, seconds or {}
-    for seed in range(seeds):
-        base = curve(steps, 2.0 + 0.01 * seed)
-        for arm, own in {REFERENCE.name: [0.0] * seeds, **gaps}.items():
-            if seed >= len(own):
-                continue
-            found += rows(arm, seed, [loss * (1 + own[seed]) for loss in base], seconds.get(arm, 0.01))
-            share = 0.0 if arm == REFERENCE.name else held[arm][seed]
-            found.append(held_out(arm, seed, steps - 1, 2.1 * (1 + share)))
-    return tuple(found)
+
+def replaced(line: Line) -> Line:
+    return replace(line, seconds=0.0) if isinstance(line, StepRow) else line
+
+
+def small(**changes: Any) -> TrainingRequest:
+    """Two seeds of a few steps."""
+    return TrainingRequest(**{"steps": 20, "seeds": 2, "evaluate": 10, "keep": 6, "data": "text.txt", **changes})

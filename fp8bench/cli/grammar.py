@@ -27,7 +27,8 @@ COMMANDS = {
     "config": "write a file of options for suite --config",
     "list": "what there is to choose from",
     "doctor": "what this machine can do, and what not and why",
-    "show": "print a stored run or duel",
+    "train": "train a model in several precisions side by side: does it still learn?",
+    "show": "print a stored run, duel or training",
     "report": "the report of stored runs, side by side if several",
     "compare": "two runs, commits or stores, figure by figure",
     "gate": "fail a build where something has become worse",
@@ -132,6 +133,17 @@ def build_parser(named: Collection[str] = tuple(COMMANDS)) -> Parser:
         if name in named:
             command_module(name).add(command)
     return parser
+
+
+def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
+    """Raise for what was said and does not stand `beside` --resume: what to do is kept. `given` are no options."""
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    others = [*given, *(word for word in options if word not in beside)]
+    if others:
+        raise UsageError(
+            f"--resume takes what to measure, and how, from what is kept, and {others[0]} was given too. Leave it out; "
+            "--store and what says where it is printed go with it."
+        )
 
 
 def request_of(arguments: argparse.Namespace) -> Request:

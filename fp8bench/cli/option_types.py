@@ -75,6 +75,32 @@ def number(rule: Rule) -> Callable[[str], float]:
     return parse
 
 
+def text(rule: Rule) -> Callable[[str], str]:
+    """A text that a rule holds for."""
+
+    def parse(given: str) -> str:
+        if not rule.holds(given):
+            raise argparse.ArgumentTypeError(f"expected {rule.words}, got {given!r}")
+        return given
+
+    return parse
+
+
+def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
+    """Names and numbers that a rule holds for: 'NAME=NUMBER,...'."""
+
+    def parse(given: str) -> tuple[tuple[str, float], ...]:
+        try:
+            pairs = tuple((name, float(value)) for name, value in layers(given))
+        except ValueError:
+            pairs = ()
+        if not pairs or not rule.holds(pairs):
+            raise argparse.ArgumentTypeError(f"expected {rule.words}, got {given!r}")
+        return pairs
+
+    return parse
+
+
 def share(text: str) -> float:
     """A share between nothing and all: '80%' or '0.8'."""
     number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)

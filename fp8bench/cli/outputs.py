@@ -18,6 +18,7 @@ from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.model.duel import Duel
+from fp8bench.model.training import KeptTraining
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render, wrap
@@ -40,7 +41,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
     if given.get("dry_run"):
         on_stdout = ["json or --csv"] if given["json"] or given["csv"] is not None else []
-        exports = [name for name in ("trace", "tensorboard", "wandb") if given[name] is not None]
+        exports = [name for name in ("trace", "tensorboard", "wandb") if given.get(name) is not None]
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
     if given.get("csv") not in (None, "-"):
@@ -146,6 +147,16 @@ def print_duel(duel: Duel, arguments: argparse.Namespace) -> None:
     from fp8bench.report.terminal.duel import page_of
 
     tell(arguments, partial(page_of, duel), partial(duel_as_json, duel))
+
+
+def print_training(kept: KeptTraining, arguments: argparse.Namespace) -> None:
+    """A training as it was asked for."""
+    from fp8bench.analysis.learning.verdicts import verdicts_of
+    from fp8bench.report.data.training import as_csv, as_json
+    from fp8bench.report.terminal.training import page_of
+
+    found = verdicts_of(kept.training, kept.lines)
+    tell(arguments, partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept))
 
 
 def in_store(kept: Run | Path) -> str:

@@ -10,16 +10,17 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.outputs import print_duel
 from fp8bench.cli.streams import columns_of, complain
-from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell
+from fp8bench.jobs.observer import DuelObserver, JobObserver, Tell, TrainingObserver
 from fp8bench.model import Case, Plan, Record, Status
 from fp8bench.model.duel import Duel
+from fp8bench.model.training import Line, StepRow, Training, TrainingEvent, Validation
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
 
@@ -149,6 +150,54 @@ class DuelProgress(LiveLine, SilentObserver):
         self.show(f"{self._words}, {doing} {case.id}")
 
 
+class TrainingProgress(LiveLine):
+    """An observer of a training: one line that stays where a person watches, else one at each look at held-out text."""
+
+    def __init__(self, stream: TextIO | None, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+        super().__init__(stream, environ)
+        self._say = say
+        self._begun = time.monotonic()
+        self._done_before: float | None = None
+        self._losses: dict[str, float] = {}
+        self._told: tuple[int, int] | None = None
+
+    def begun(self, training: Training) -> None:
+        self._training, self._begun = training, time.monotonic()
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        for line in lines:
+            if isinstance(line, StepRow):
+                self._losses[line.arm] = line.loss
+            elif isinstance(line, TrainingEvent):
+                self.note(f"seed {line.seed}, step {line.step}, {line.arm}: {line.words}")
+        validated = any(isinstance(line, Validation) for line in lines)
+        words = f"{self._where(number, step)}{self._left(number, step)}"
+        if self.room:
+            self.show(f"{words}: {self._shown()}")
+        elif validated and self._told != (number, step):
+            self._told = number, step
+            self._say(f"{words}: {self._shown()}")
+
+    def note(self, sentence: str) -> None:
+        self.close()
+        self._say(sentence)
+
+    def _where(self, number: int, step: int) -> str:
+        request = self._training.request
+        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}"
+
+    def _shown(self) -> str:
+        return ", ".join(f"{name} {loss:.3f}" for name, loss in self._losses.items()) or "loss not known yet"
+
+    def _left(self, number: int, step: int) -> str:
+        request = self._training.request
+        done = (number * request.steps + step) / (request.seeds * request.steps)
+        if self._done_before is None:
+            self._done_before = done  # of a training that was gone on with
+        share = (done - self._done_before) / (1 - self._done_before) if self._done_before < 1 else 1.0
+        return _left(time.monotonic() - self._begun, share)
+
+
 class TerminalJob:
     """An observer of jobs that tells whoever started the command."""
 
@@ -166,6 +215,11 @@ class TerminalJob:
     @contextmanager
     def duelling(self) -> Iterator[DuelObserver]:
         with closing(DuelProgress(sys.stderr, os.environ)) as observer:
+            yield observer
+
+    @contextmanager
+    def training(self) -> Iterator[TrainingObserver]:
+        with closing(TrainingProgress(sys.stderr, os.environ, complain)) as observer:
             yield observer
 
     @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from fp8bench.model.duel import Duel
+from fp8bench.model.training import Line, Training
 from fp8bench.protocols import Observer
 
 # Told how many of how many things are done, what they are called, and what is being done now.
@@ -26,6 +27,19 @@ class DuelObserver(Observer, Protocol):
         """Nothing more comes. May be called twice."""
 
 
+class TrainingObserver(Protocol):
+    """Told of every slice of a training."""
+
+    def begun(self, training: Training) -> None:
+        """It starts, or goes on."""
+
+    def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        """Lines of one arm were kept; so far is it in its seed, which are counted from 0."""
+
+    def note(self, sentence: str) -> None:
+        """Something happened that no line says."""
+
+
 class JobObserver(Protocol):
     """Told what a person should know while a job is done, and asked who watches what is measured."""
 
@@ -37,6 +51,9 @@ class JobObserver(Protocol):
 
     def duelling(self) -> AbstractContextManager[DuelObserver]:
         """A duel is measured."""
+
+    def training(self) -> AbstractContextManager[TrainingObserver]:
+        """Models are trained."""
 
     def counting(self) -> AbstractContextManager[Tell]:
         """Many things of one kind are done, one after the other."""

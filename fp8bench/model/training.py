@@ -252,6 +252,10 @@ class LayerReading:
     not_finite: float = 0.0
 
 
+# The figure of what an arm keeps between two steps; its layer is what that is for ('weights').
+BYTES_PER_PARAMETER = "bytes_per_parameter"
+
+
 @dataclass(frozen=True)
 class StepFigure:
     """A further figure of a watched step by its name: 'gradient_snr', 'noise_scale', 'memory', 'energy',

@@ -17,7 +17,7 @@ from fp8bench.plan.backends import layered_support, multiplied_by, who_multiplie
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
-    check_map,
+    check_keys,
     layers_of,
     map_for,
     mapped_support,
@@ -176,7 +176,7 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
         layers_of(workload, [params for one in mapped for params in _parameters(request, workload, one, None)])
         for workload in chosen
     ]
-    check_map(request, [layer for found in layers for layer in found])
+    check_keys(request.precision_map, [layer for found in layers for layer in found], f"suite {request.suite}")
     parts = []
     for workload, found in zip(chosen, layers, strict=True):
         with answering(workload):

@@ -24,15 +24,24 @@ def layers_of(workload: Workload, settings: Iterable[Params]) -> list[Layer]:
     return list(dict.fromkeys(layer for layers in found for layer in layers))
 
 
-def check_map(request: Request, layers: Sequence[Layer]) -> None:
-    """Every key of the map must name a layer of some case."""
+def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
+    """Every key of the map must name a layer of what is mapped."""
     known = keys_of(layers)
-    for key, _ in request.precision_map:
+    for key, _ in precision_map:
         if key not in known:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
             names = ", ".join(layer.name for layer in layers[:_SHOWN])
             shown = f"{kinds}; layers by name ({names}, {len(layers)} in all), and prefixes of names"
-            raise UnknownName(f"layer of suite {request.suite}", key, known, shown if layers else "")
+            raise UnknownName(f"layer of {of}", key, known, shown if layers else "")
+
+
+def check_mixed(mode: str, other: str) -> None:
+    """Raise where layers of one precision cannot stand in a model of the other."""
+    if precisions.get(mode).float32_products != precisions.get(other).float32_products:
+        raise UsageError(
+            f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave {other} "
+            f"out of the map, or {mode} out of --dtypes."
+        )
 
 
 def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
@@ -47,11 +56,7 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
         )
     for mode in others:
         for _, other in layers:
-            if precisions.get(mode).float32_products != precisions.get(other).float32_products:
-                raise UsageError(
-                    f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave "
-                    f"{other} out of the map, or {mode} out of --dtypes."
-                )
+            check_mixed(mode, other)
     return tuple(layers)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fp8bench.errors import UsageError
-from fp8bench.model import DeviceFacts, Environment, Plan, Run, Scalar
+from fp8bench.model import DeviceFacts, Environment, Plan, Request, Run, Scalar
+from fp8bench.model.training import Arm, Training, TrainingRequest
 from fp8bench.model.variables import SWITCHES_SET
 
 # Facts of the environment, and how a sentence calls them where it is not by that name.
@@ -22,28 +24,61 @@ _CALLED = {
 def refuse_lost(run: Run) -> None:
     """Raise where the file does not say what was asked."""
     if not run.devices:
-        raise _cannot(run, "its header is lost, so what is missing is not known", "Start a new run.")
+        raise _cannot(f"the run {run.id}", "its header is lost, so what is missing is not known", "Start a new run.")
 
 
 def refuse_elsewhere(run: Run) -> None:
     """Raise where a file that the run names by a path of its own folder is not to be found from here."""
-    named = [name for name in run.request.imports if name.endswith(".py")]
-    named += [run.request.data] if run.request.data is not None else []
-    for name in named:
+    _refuse_elsewhere(f"the run {run.id}", run.request, run.request.data)
+
+
+def _refuse_elsewhere(what: str, request: Request | TrainingRequest, *texts: str | None) -> None:
+    for name in (*(name for name in request.imports if name.endswith(".py")), *filter(None, texts)):
         if not Path(name).is_absolute() and not Path(name).exists():
             why = f"there is no file {name} here, which it reads"
-            raise _cannot(run, why, "Resume it in the folder where it began.")
+            raise _cannot(what, why, "Resume it in the folder where it began.")
 
 
-def _cannot(run: Run, why: str, advice: str) -> UsageError:
-    return UsageError(f"the run {run.id} cannot be resumed here: {why}. {advice}")
+def refuse_training_elsewhere(training: Training) -> None:
+    """As refuse_elsewhere."""
+    request = training.request
+    _refuse_elsewhere(f"the training {training.id}", request, request.data, request.other_data)
+
+
+def refuse_other_training(
+    training: Training, arms: Sequence[Arm], device: DeviceFacts, environment: Environment, text: str
+) -> None:
+    """Raise where machine, software, commit, text or plan are not what the training began with; says which.
+
+    Its checkpoints would not go on to the same losses.
+    """
+    for why in _training_differences(training, arms, device, environment, text):
+        raise _cannot(f"the training {training.id}", why, "Its halves would not be one training; start a new one.")
+
+
+def _training_differences(
+    training: Training, arms: Sequence[Arm], device: DeviceFacts, environment: Environment, text: str
+) -> Iterable[str]:
+    yield from _surroundings(training.environment, environment)
+    if training.device.name != device.name:
+        yield f"{device.key} was {training.device.name} and is {device.name}"
+    if training.text.identity != text:
+        yield f"its text was {training.text.identity} and is {text}"
+    for before, now in itertools.zip_longest(training.arms, arms):
+        if before != now:
+            names = [one.name if one is not None else "nothing" for one in (before, now)]
+            yield f"an arm would be another today ({names[0]} was, {names[1]} is)"
+
+
+def _cannot(what: str, why: str, advice: str) -> UsageError:
+    return UsageError(f"{what} cannot be resumed here: {why}. {advice}")
 
 
 def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raise where machine, software, device or plan are not what the run began with; says which."""
     differs = foreign(run, plan, facts, environment)
     if differs:
-        raise _cannot(run, differs, "Its halves would not compare; start a new run.")
+        raise _cannot(f"the run {run.id}", differs, "Its halves would not compare; start a new run.")
 
 
 def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
@@ -52,10 +87,7 @@ def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Env
 
 
 def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
-    for name in _SAME:
-        before, now = run.environment.get(name), environment.get(name)
-        if before != now:
-            yield f"{_CALLED.get(name, name)} was {_shown(before)} and is {_shown(now)}"
+    yield from _surroundings(run.environment, environment)
     here = {one.key: one for one in facts}
     for key in dict.fromkeys(planned.case.device for group in run.plan for planned in group.cases):
         before_facts = next((one for one in run.devices if one.key == key), None)
@@ -64,6 +96,13 @@ def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment
         elif before_facts.name != here[key].name:
             yield f"{key} was {before_facts.name} and is {here[key].name}"
     yield from _plan_differences(run.plan, plan)
+
+
+def _surroundings(first: Environment, second: Environment) -> Iterable[str]:
+    for name in _SAME:
+        before, now = first.get(name), second.get(name)
+        if before != now:
+            yield f"{_CALLED.get(name, name)} was {_shown(before)} and is {_shown(now)}"
 
 
 def _plan_differences(before: Plan, now: Plan) -> Iterable[str]:

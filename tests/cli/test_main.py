@@ -83,6 +83,14 @@ OPTIONS = {
         "--size", "--dtype", "--reference", "--by", "--steps", "--tolerance", "--seed", "--threads", "--device",
         "--data", "--import", "--case-timeout", "--no-isolation", "--store", "--json", "--csv", "--explain",
     },
+    "train": COMMON | {
+        "--dtypes", "--reference", "--arch", "--model", "--batch", "--sequence", "--micro-batches", "--dropout",
+        "--checkpointing", "--precision-map", "--sweep", "--data", "--other-data", "--tokens", "--import", "--steps",
+        "--seeds", "--margin", "--quick", "--seed", "--stride", "--evaluate", "--keep", "--device", "--threads",
+        "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup", "--scale-growth", "--floor", "--weight-decay",
+        "--clip", "--loss-scale", "--optimizer-states", "--master", "--gradients", "--on-nan", "--store", "--resume",
+        "--explain", "--json", "--csv",
+    },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
 

@@ -1,20 +1,24 @@
-"""`fp8bench show`: print a stored run or duel."""
+"""`fp8bench show`: print a stored run, duel or training."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
 
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, print_duel, print_run, wanted_of
+from fp8bench.cli.outputs import check_outputs, print_duel, print_run, print_training, wanted_of
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.store.duels import find_duel, load_duel
-from fp8bench.store.runs.listing import load_named
+from fp8bench.store.runs.listing import find_run, load_named
+from fp8bench.store.trainings import find_training, id_of, load_training
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    words = "an id, a file's stem, a path, or 'last'; a duel's too, but for 'last'"
+    words = "an id, a file's stem, a path, or 'last'; a duel's or a training's too, but for 'last'"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
@@ -26,12 +30,34 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     duel = find_duel(arguments.run, arguments.store)
+    training = find_training(arguments.run, arguments.store)
+    if training is not None:
+        _check_meant(arguments.run, training, duel, arguments.store)
+        _refuse(arguments, training.parent.name, "training", ("tensorboard", "wandb"))
+        print_training(load_training(training), arguments)
+        return EXIT_OK
     if duel is None:
         run = load_named(arguments.run, arguments.store)
         print_run(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    for name in ("csv", "tensorboard", "wandb"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{duel.stem} is a duel, which --{name} does not go with. Leave it out, or use --json.")
+    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb"))
     print_duel(load_duel(duel), arguments)
     return EXIT_OK
+
+
+def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Sequence[str]) -> None:
+    for option in options:
+        if getattr(arguments, option) is not None:
+            raise UsageError(f"{name} is a {what}, which --{option} does not go with. Leave it out, or use --json.")
+
+
+def _check_meant(word: str, training: Path, duel: Path | None, store: Path) -> None:
+    """Raise where the beginning of an id is that of something else, too."""
+    names = id_of(training), training.parent.name
+    if word in names or not any(name.startswith(word) for name in names):
+        return
+    other = duel
+    with contextlib.suppress(RunNotFound):
+        other = other or find_run(word, store)
+    if other is not None:
+        raise RunNotFound(f"{word!r} fits {other.stem} and the training {training.parent.name}. Give more of the id.")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.grammar import request_of, shared
+from fp8bench.cli.grammar import check_alone, request_of, shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -169,7 +169,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import exported
     from fp8bench.pipeline import resume
 
-    _check_alone(arguments.words, arguments)
+    check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
     path = find_run(arguments.resume, arguments.store)
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
@@ -191,18 +191,6 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
     except NotKept as error:
         print_run(cast(Run, error.run), arguments)
         raise
-
-
-def _check_alone(words: Sequence[str], arguments: argparse.Namespace) -> None:
-    """--resume takes what to measure, and how, from the run."""
-    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    suites = [arguments.suite] if arguments.suite is not None else []
-    others = [*suites, *(word for word in options if word not in _BESIDE_RESUME)]
-    if others:
-        raise UsageError(
-            f"--resume takes what to measure, and how, from the run, and {others[0]} was given too. Leave it out; "
-            "--store and what says where it is printed go with it."
-        )
 
 
 def _tell_how_to_go_on(run: Run) -> None:

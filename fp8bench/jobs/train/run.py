@@ -1,0 +1,153 @@
+"""A training: planned, begun, and gone on with where it was cut off. Its stream is the result."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.errors import NotKept, StoreError, WorkerError
+from fp8bench.jobs.observer import JobObserver, TrainingObserver
+from fp8bench.jobs.train.arms import check_training, device_of, make_arms
+from fp8bench.jobs.train.seed import Pace, SeedRun, lab_of
+from fp8bench.measure.environment import gather
+from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
+from fp8bench.measure.interrupts import ignored
+from fp8bench.model import DeviceFacts, Environment
+from fp8bench.model.raw import Settings
+from fp8bench.model.training import (
+    Arm,
+    ArmRole,
+    ArmState,
+    KeptTraining,
+    SeedTask,
+    Training,
+    TrainingEvent,
+    TrainingRequest,
+    TrainingText,
+)
+from fp8bench.pipeline import now
+from fp8bench.plan.resumable import refuse_other_training, refuse_training_elsewhere
+from fp8bench.plan.texts import prepare_text
+from fp8bench.store.runs.write import check_store
+from fp8bench.store.trainings import TrainingWriter, load_training, reopen_training, start_training
+from fp8bench.training.lab import MODULE, Lab
+from fp8bench.training.models import config_of
+from fp8bench.user_code import import_user_modules
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A training as it would be: its arms on their device, the text, and the reference's model as it was built."""
+
+    arms: tuple[Arm, ...]
+    device: DeviceFacts
+    text: TrainingText
+    reference: ArmState
+
+
+def train(request: TrainingRequest, store: Path, observer: JobObserver, command: str) -> KeptTraining:
+    """Train all arms of all seeds, and read back what was kept.
+
+    An interrupt ends it early: what was kept is returned, with `finished` False. Raises NotKept, which holds the
+    training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
+    """
+    with _ready(request, store) as (worker, text), observer.training() as progress:
+        device, arms, environment = _asked(request, worker)
+        parameters = _reference(request, worker, arms, device, text).parameters
+        training = Training(
+            secrets.token_hex(4), now(), command, request, arms, device, environment, text, parameters
+        )  # fmt: skip
+        return _trained(training, start_training(training, store), worker, progress)
+
+
+def resume(path: Path, store: Path, observer: JobObserver) -> tuple[bool, KeptTraining]:
+    """Go on with a training from the last place that was kept; one that is finished is returned, with False."""
+    kept = load_training(path)
+    if kept.finished:
+        return False, kept
+    training = kept.training
+    refuse_training_elsewhere(training)
+    with _ready(training.request, store) as (worker, text), observer.training() as progress:
+        device, arms, environment = _asked(training.request, worker)
+        refuse_other_training(training, arms, device, environment, text.identity)
+        writer = reopen_training(path)
+        place = writer.places[-1]
+        writer.go_back(place)
+        words = f"gone on with from step {place.step}"
+        event = TrainingEvent("", training.request.seed + place.number, place.step, "resumed", words)
+        writer.append((event,))
+        return True, _trained(replace(training, text=text), writer, worker, progress, resumed=True)
+
+
+def planned(request: TrainingRequest, store: Path) -> Planned:
+    """What a training would do; nothing is trained."""
+    with _ready(request, store) as (worker, text):
+        device, arms, _ = _asked(request, worker)
+        return Planned(arms, device, text, _reference(request, worker, arms, device, text))
+
+
+@contextmanager
+def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
+    """The text and the worker; everything that can be refused before one is started is."""
+    import_user_modules(request.imports)
+    check_training(request)
+    with claimed(request.isolation):
+        check_store(store)
+        sequence = config_of(request.settings, 1).sequence
+        text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
+        settings = Settings(request.threads, request.seed, request.imports)
+        worker = ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
+        try:
+            yield worker, text
+        finally:
+            with ignored():
+                worker.close()
+
+
+def _asked(request: TrainingRequest, worker: Worker) -> tuple[DeviceFacts, tuple[Arm, ...], Environment]:
+    """What the worker says of where it is, and the plan that follows from it."""
+    device = device_of(request, worker.probe())
+    environment = gather(worker.software(), __version__, request.threads, request.imports)
+    return device, make_arms(request, device), environment
+
+
+def _reference(
+    request: TrainingRequest, worker: Worker, arms: Sequence[Arm], device: DeviceFacts, text: TrainingText
+) -> ArmState:
+    """The reference's model, built and counted."""
+    lead = tuple(arm for arm in arms if arm.role is ArmRole.REFERENCE)
+    task = SeedTask(request.seed, lead, request.settings, request.steps, request.stride, text, device)
+    (state,) = lab_of(worker, START_SECONDS).begin(task)
+    return state
+
+
+def _trained(
+    training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
+) -> KeptTraining:
+    """The seeds one after the other, from the last place that was kept."""
+    pace, fresh = Pace(), not resumed
+    first, out = writer.places[-1].number if writer.places else 0, dict(writer.places[-1].out if writer.places else ())
+    observer.begun(training)
+    try:
+        for number in range(first, training.request.seeds):
+            SeedRun(training, number, worker, writer, observer, pace, out).run(fresh)
+            fresh = True
+        writer.finish("finished")
+    except KeyboardInterrupt:
+        with ignored(), contextlib.suppress(StoreError):  # without an end line it is unfinished, too
+            writer.finish("interrupted")
+    except StoreError as error:
+        raise NotKept(str(error), load_training(writer.path)) from None
+    except WorkerError:
+        with contextlib.suppress(StoreError):
+            writer.finish("interrupted")
+        raise
+    finally:
+        writer.close()
+    with ignored():
+        return load_training(writer.path)

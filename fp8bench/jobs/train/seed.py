@@ -1,0 +1,227 @@
+"""One seed of a training: all its arms go on beside each other, in slices of a few steps, until the last step.
+
+Every slice is kept before the next one starts. What a worker that was lost had not kept in a checkpoint is trained
+again, by a fresh one; an arm in whose slice that happens twice is out, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from fp8bench.analysis.health.health import Health
+from fp8bench.errors import StoreError, WorkerError, WorkerFault
+from fp8bench.jobs.observer import TrainingObserver
+from fp8bench.jobs.train.arms import arms_of_seed
+from fp8bench.measure.handle import START_SECONDS, Worker
+from fp8bench.measure.interrupts import held_back
+from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
+from fp8bench.model.training import (
+    BYTES_PER_PARAMETER,
+    Arm,
+    ArmRole,
+    ArmState,
+    Line,
+    SeedTask,
+    StepFigure,
+    Training,
+    TrainingEvent,
+)
+from fp8bench.store.trainings import Place, TrainingWriter, load_training
+from fp8bench.training.lab import Lab
+
+# So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
+SLICE = 5
+# A slice of steps nobody has timed may take so long, compiling included.
+_FIRST_SECONDS = 1800.0
+_FAILURES = 2
+
+
+@dataclass
+class Pace:
+    """The most seconds that a step has taken so far: what says when a worker hangs."""
+
+    slowest: float = 0.0
+
+    def limit(self, steps: int) -> float:
+        """How long so many steps may take."""
+        return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else _FIRST_SECONDS
+
+    def took(self, seconds: float, steps: int) -> None:
+        self.slowest = max(self.slowest, seconds / steps)
+
+
+def lab_of(worker: Worker, seconds: float) -> Lab:
+    """The lab that a worker is, each of whose answers is waited for so long."""
+    return cast(Lab, worker.within(seconds))
+
+
+class _Lost(Exception):
+    """A request that an arm did not survive."""
+
+    def __init__(self, arm: Arm, error: WorkerError) -> None:
+        super().__init__(arm.name)
+        self.arm, self.error = arm, error
+
+
+@dataclass
+class SeedRun:
+    """One seed; `number` counts them from 0. `out` are the arms that are no longer trained, and why."""
+
+    training: Training
+    number: int
+    worker: Worker
+    writer: TrainingWriter
+    observer: TrainingObserver
+    pace: Pace
+    out: dict[str, str]
+    _failures: dict[str, int] = field(default_factory=dict)
+    _health: Health = field(init=False)
+
+    def run(self, fresh: bool) -> None:
+        """To the last step: from the first one, or from the newest place that the seed may go on from."""
+        if fresh:
+            self.writer.keep(self.number, 0, None, tuple(self.out.items()))
+        while True:
+            try:
+                self._rounds(self._begin())
+                return
+            except _Lost as lost:
+                self._go_back(lost)
+
+    @property
+    def seed(self) -> int:
+        return self.training.request.seed + self.number
+
+    @property
+    def task(self) -> SeedTask:
+        """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
+        training, request = self.training, self.training.request
+        gone = dict(self.writer.places[0].out)
+        arms = tuple(arm for arm in arms_of_seed(training.arms, self.number) if arm.name not in gone)
+        return SeedTask(
+            self.seed, arms, request.settings, request.steps, request.stride, training.text, training.device
+        )  # fmt: skip
+
+    @property
+    def _alive(self) -> list[Arm]:
+        return [arm for arm in self.task.arms if arm.name not in self.out]
+
+    def _begin(self) -> int:
+        """Build the arms and restore the newest checkpoint that is sound; returns the step that comes next."""
+        lab = lab_of(self.worker, START_SECONDS)
+        states = lab.begin(self.task)
+        place = self._restored(lab)
+        self.writer.go_back(place)
+        self._health = Health(self.task.arms, self.training.request.settings)
+        if place.step:
+            self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
+        else:
+            self._keep_lines(tuple(_sizes(states, self.seed)), 0)
+        for arm in self.task.arms:
+            if arm.name in self.out:
+                lab.drop(arm.name)
+        return place.step
+
+    def _restored(self, lab: Lab) -> Place:
+        first, *checkpoints = self.writer.places
+        for place in reversed(checkpoints):
+            try:
+                with _as_store_error():
+                    lab.restore(str(self.writer.folder_of(place)))
+                return place
+            except StoreError as error:
+                self.observer.note(f"{error} What was kept before it is taken.")
+        return first
+
+    def _rounds(self, step: int) -> None:
+        """Every arm a slice, in an order drawn from the seed, until the last step."""
+        request = self.training.request
+        if step == 0:
+            self._validate(step)
+        while step < request.steps:
+            until = min(
+                step + SLICE, request.steps, *(_next(step, every) for every in (request.evaluate, request.keep))
+            )
+            for arm in self._in_turn(step):
+                self._keep_lines(self._asked(arm, until - step, "advance", arm.name, until - step), until)
+            step = until
+            if step == request.steps or step % request.evaluate == 0:
+                self._validate(step)
+            if step < request.steps and step % request.keep == 0:
+                self._checkpoint(step)
+
+    def _in_turn(self, step: int) -> list[Arm]:
+        """The same order whether or not the training was gone on with."""
+        arms = self._alive
+        random.Random(f"{self.seed}/{step}").shuffle(arms)
+        return arms
+
+    def _validate(self, step: int) -> None:
+        for arm in self._alive:
+            self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+
+    def _asked(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
+        began = time.monotonic()
+        try:
+            answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
+        except WorkerError as error:
+            raise _Lost(arm, error) from None
+        if steps:
+            self.pace.took(time.monotonic() - began, steps)
+        return answer
+
+    def _keep_lines(self, lines: Sequence[Line], step: int) -> None:
+        lines = (*lines, *self._health.see(lines))
+        with held_back():
+            self.writer.append(lines)
+        self.observer.trained(self.number, step, lines)
+
+    def _checkpoint(self, step: int) -> None:
+        folder = self.writer.checkpoint(self.number, step)
+        with _as_store_error():
+            lab_of(self.worker, START_SECONDS).save(str(folder))
+        with held_back():
+            self.writer.keep(self.number, step, folder, tuple(self.out.items()))
+
+    def _go_back(self, lost: _Lost) -> None:
+        """A fresh worker, and an arm less if it was the same one again. The reference cannot be done without."""
+        name = lost.arm.name
+        self._failures[name] = self._failures.get(name, 0) + 1
+        self.worker.restart()
+        kind, words = "restarted", f"{lost.error}; a fresh worker goes on from what was kept"
+        if self._failures[name] == _FAILURES:
+            if lost.arm.role is ArmRole.REFERENCE:
+                raise lost.error
+            self.out[name] = str(lost.error)
+            kind, words = "out", f"{lost.error}; it is trained no further"
+        place = self.writer.places[-1]
+        self.writer.go_back(place)
+        self._keep_lines((TrainingEvent(name, self.seed, place.step, kind, words),), place.step)
+
+
+def _sizes(states: Sequence[ArmState], seed: int) -> Iterator[StepFigure]:
+    """What each arm keeps between two steps, by what it is for."""
+    for state in states:
+        for role, size in state.bytes_per_parameter:
+            yield StepFigure(state.arm, seed, 0, BYTES_PER_PARAMETER, size, role)
+
+
+def _next(step: int, every: int) -> int:
+    """The next multiple."""
+    return (step // every + 1) * every
+
+
+@contextlib.contextmanager
+def _as_store_error() -> Iterator[None]:
+    """What the worker says of a checkpoint is said by the parent's own error."""
+    try:
+        yield
+    except WorkerFault as fault:
+        if fault.kind != StoreError.__name__:
+            raise
+        raise StoreError(str(fault).removeprefix(f"{fault.kind}: ")) from None

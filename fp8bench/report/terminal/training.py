@@ -1,0 +1,186 @@
+"""A training as text: what each arm came to beside the reference, the bands, and what happened; or what would be."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from fp8bench import units
+from fp8bench.analysis.learning.curves import Curve, curves_of
+from fp8bench.analysis.learning.judging import Learned
+from fp8bench.analysis.learning.verdicts import Verdicts
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.model.training import (
+    BYTES_PER_PARAMETER,
+    Arm,
+    ArmRole,
+    ArmState,
+    KeptTraining,
+    StepFigure,
+    StepRow,
+    Training,
+    TrainingEvent,
+    TrainingRequest,
+)
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words import learning as words
+from fp8bench.report.words.run_facts import many
+
+_TONES = {
+    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
+}  # fmt: skip
+_COLUMNS = (
+    Column("arm"), Column("how"), Column("loss", number=True), Column("held-out", number=True), Column("gap"),
+    Column("tokens/s", number=True), Column("B/param", number=True), Column("events", number=True),
+    Column("verdict", below=True),
+)  # fmt: skip
+_LEGEND = (
+    "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
+    "held-out: the loss on text that was never trained on, after the last step",
+    "gap: of the loss, relative to the reference's of the same seed, which has the same weights, batches and dropout",
+    "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
+    "tokens/s: by the median step; of emulated arms it would say nothing",
+    "B/param: bytes that are kept between two steps, as counted, for each parameter",
+    "a verdict is of this model and text: it does not transfer to a model of another size",
+)
+_SHOWN_EVENTS = 12
+# A count of steps is kept for each tensor: nothing for a parameter.
+_LEAST_BYTES = 0.001
+
+
+def page_of(kept: KeptTraining, found: Verdicts) -> Page:
+    """One row an arm, the bands, notes, and the first things that happened."""
+    training = kept.training
+    curves = curves_of(kept.lines, training.request.steps)
+    rows = tuple(tuple(_row(arm, kept, found, curves)) for arm in training.arms)
+    parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
+    parts += [Part("bands", "", tuple(map(Text, _bands(found))))]
+    parts += list_of("notes", "notes", _notes(kept, found))
+    parts += list_of("events", "events", _events(kept))
+    parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
+    return Page(_title(training), "", tuple(parts), _LEGEND, tuple(_facts(training)))
+
+
+def plan_page(request: TrainingRequest, arms: Sequence[Arm], device: DeviceFacts, reference: ArmState) -> Page:
+    """The arms that would be trained, and what they come to."""
+    columns = (Column("arm"), Column("role"), Column("how"), Column("why not", below=True))
+    rows = tuple(tuple(map(Field, (arm.name, arm.role.value, _how(arm), arm.skip))) for arm in arms)
+    running = [arm for arm in arms if not arm.skip]
+    repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
+    steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
+    ending = (
+        f"parameters: {units.whole(reference.parameters)} ({request.settings.model}, {request.settings.arch})",
+        f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
+        + many(request.seeds, "seed"),
+        f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
+        f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
+    )
+    table = Table("arms", "", columns, rows)
+    return Page(
+        f"training of {request.settings.model} on {device.key}, which is {device.name}", "",
+        (Part("arms", "", (table,)), Part("ending", "", tuple(map(Text, ending)))),
+    )  # fmt: skip
+
+
+def _bytes(parts: dict[str, float]) -> str:
+    """'16 bytes a parameter (weights 4, gradients 4, ...)'."""
+    named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
+    return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
+
+
+def _title(training: Training) -> str:
+    settings = training.request.settings
+    return f"training of {settings.model} ({settings.arch}, {units.count(training.parameters)} parameters)"
+
+
+def _facts(training: Training) -> Iterator[tuple[str, str]]:
+    request = training.request
+    yield "id", training.id
+    yield "device", f"{training.device.key} ({training.device.name})"
+    yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
+    yield "text", training.text.identity
+    yield "margin", units.percent(request.margin)
+
+
+def _how(arm: Arm) -> str:
+    return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
+
+
+def _row(arm: Arm, kept: KeptTraining, found: Verdicts, curves: dict[tuple[str, int], Curve]) -> Iterator[Field]:
+    own = {seed: curve for (name, seed), curve in curves.items() if name == arm.name}
+    said = found.of(arm.name)
+    yield Field(arm.name)
+    yield Field(_how(arm), tone=Tone.DOUBT if arm.skip or not arm.native else Tone.PLAIN)
+    yield _loss([curve.endpoint for curve in own.values() if curve.whole])
+    yield _loss([curve.held_out[curve.steps] for curve in own.values() if curve.steps in curve.held_out])
+    yield Field(words.gap(said.judged.gap) if said else units.NONE)
+    yield _speed(arm, kept)
+    sizes = [line for line in kept.of(StepFigure) if line.arm == arm.name and line.name == BYTES_PER_PARAMETER]
+    first = [line.value for line in sizes if line.seed == sizes[0].seed]
+    yield Field(f"{sum(first):.3g}" if first else units.NONE)
+    events = [event for event in kept.of(TrainingEvent) if event.arm == arm.name]
+    yield Field(str(len(events)) if own else units.NONE)
+    if said is None or arm.skip:
+        yield Field(arm.skip or _role(arm))
+    else:
+        yield Field(words.verdict(said, found), tone=_TONES.get(said.judged.learned, Tone.DOUBT))
+
+
+def _role(arm: Arm) -> str:
+    return {ArmRole.REFERENCE: "the reference", ArmRole.REPEAT: "the reference once more, in the first seed alone",
+            ArmRole.OTHER_SEED: "the reference with other weights and batches"}[arm.role]  # fmt: skip
+
+
+def _loss(losses: Sequence[float]) -> Field:
+    if not losses:
+        return Field(units.NONE)
+    mean = math.fsum(losses) / len(losses)
+    return Field(f"{mean:.4f}", mean)
+
+
+def _speed(arm: Arm, kept: KeptTraining) -> Field:
+    """Of native arms, whose speed means something; watched steps have no time of their own."""
+    seconds = [row.seconds / row.tokens for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
+    if not arm.native or not seconds:
+        return Field(units.NONE)
+    rate = 1 / median(seconds)
+    return Field(units.count(rate), rate)
+
+
+def _bands(found: Verdicts) -> Iterator[str]:
+    if found.seed_band is not None:
+        yield words.seed_band(found.seed_band)
+    if found.repeat_band is not None:
+        yield words.repeat_band(found.repeat_band)
+    if all_of := words.chance_of_all(found):
+        yield all_of
+
+
+def _notes(kept: KeptTraining, found: Verdicts) -> Iterator[str]:
+    for said in found.arms:
+        if not said.arm.skip:
+            yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
+            if said.speed is not None:
+                yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
+    yield from kept.troubles
+
+
+def _events(kept: KeptTraining) -> Iterator[str]:
+    events = kept.of(TrainingEvent)
+    for event in events[:_SHOWN_EVENTS]:
+        where = f"{event.layer} {event.tensor}".strip()
+        who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
+        yield f"{who}: {event.words}{f' ({where})' if where else ''}{f'. {event.remedy}' if event.remedy else ''}"
+    if len(events) > _SHOWN_EVENTS:
+        counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
+        yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"
+
+
+def _ending(kept: KeptTraining) -> Iterator[str]:
+    if not kept.finished:
+        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
+        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: what is said is of what was kept"
+    yield f"stored in {kept.path}"

@@ -1,0 +1,115 @@
+"""The arms of a training, from a request and a device's facts alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.jobs.train.arms import MOST_ARMS, arms_of_seed, check_training, device_of, make_arms
+from fp8bench.model import DeviceFacts
+from fp8bench.model.training import ArmRole, TrainerSettings, TrainingRequest
+from tests.facts import CPU, H200
+
+FP8 = ("bf16", "fp8", "fp8-delayed")
+
+
+def names(**asked: Any) -> list[str]:
+    """Those of the candidates on a processor."""
+    arms = make_arms(TrainingRequest(**asked), CPU)
+    return [arm.name for arm in arms if arm.role is ArmRole.CANDIDATE]
+
+
+def test_reference_repeat_other_seed_and_candidates() -> None:
+    """The highest precision leads, wherever it stands; its repeat is there in the first seed alone."""
+    arms = make_arms(TrainingRequest(("nvfp4", "fp8", "bf16")), CPU)
+    assert [(arm.name, arm.precision, arm.role) for arm in arms] == [
+        ("bf16", "bf16", ArmRole.REFERENCE), ("bf16 again", "bf16", ArmRole.REPEAT),
+        ("bf16 other seed", "bf16", ArmRole.OTHER_SEED), ("nvfp4", "nvfp4", ArmRole.CANDIDATE),
+        ("fp8", "fp8", ArmRole.CANDIDATE),
+    ]  # fmt: skip
+    assert arms_of_seed(arms, 0) == arms and arms_of_seed(arms, 1) == (arms[0], *arms[2:])
+
+
+def test_a_reference_that_is_named_leads() -> None:
+    """Also one that is not among the dtypes, or lower than they are."""
+    assert make_arms(TrainingRequest(("bf16", "fp8"), "fp8"), CPU)[0].name == "fp8"
+    arms = make_arms(TrainingRequest(("bf16", "fp8"), "fp32"), CPU)
+    assert [arm.name for arm in arms if arm.role is not ArmRole.REPEAT] == ["fp32", "fp32 other seed", "bf16", "fp8"]
+
+
+@pytest.mark.parametrize(("device", "native"), [(CPU, False), (H200, True)])
+def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bool) -> None:
+    """With a precision map all of its precisions have to be."""
+    arms = {arm.name: arm for arm in make_arms(TrainingRequest(("bf16", "fp8", "nvfp4")), device)}
+    assert arms["bf16"].native and arms["fp8"].native is native and not arms["nvfp4"].native
+    mapped = TrainingRequest(("bf16", "fp8"), settings=TrainerSettings(precision_map=(("mlp", "nvfp4"),)))
+    arms = {arm.name: arm for arm in make_arms(mapped, device)}
+    assert arms["bf16"].native and not arms["fp8"].native
+
+
+def test_an_option_is_swept_where_a_dtype_has_it() -> None:
+    """What says nothing new is one arm, by its canonical name; several multiply."""
+    sweep = (("history", ("1", "16", "1024")), ("margin", ("0", "1")))
+    assert names(dtypes=FP8, sweep=sweep) == [
+        "fp8", "fp8-delayed:history=1", "fp8-delayed:history=1:margin=1", "fp8-delayed:history=16",
+        "fp8-delayed:history=16:margin=1", "fp8-delayed", "fp8-delayed:margin=1",
+    ]  # fmt: skip
+    assert names(dtypes=("bf16", "fp8"), sweep=(("formats", ("hybrid", "e4m3")),)) == ["fp8", "fp8:formats=e4m3"]
+
+
+def test_a_setting_is_swept_in_every_candidate() -> None:
+    """Only what differs from the training's own is in the name; a reference that is alone is its own candidate."""
+    sweep = (("loss-scale", ("auto", "1024")),)
+    assert names(dtypes=("bf16", "fp8"), sweep=sweep) == ["fp8", "fp8 loss-scale=1024"]
+    assert names(dtypes=("bf16",), sweep=sweep) == ["bf16 loss-scale=1024"]
+    arm = make_arms(TrainingRequest(("bf16",), sweep=(("rate", ("0.01",)),)), CPU)[-1]
+    assert arm.settings == (("rate", 0.01),) and arm.taken(TrainerSettings()).rate == 0.01
+
+
+def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
+    """And no arm of any seed; a reference that is refused leaves nothing to train."""
+    asked = TrainingRequest(("bf16", "fp8:backend=te"))
+    arm = make_arms(asked, CPU)[-1]
+    assert arm.skip and arm not in arms_of_seed(make_arms(asked, CPU), 0)
+    with pytest.raises(UsageError, match="the reference fp8:backend=te cannot be trained on cpu: "):
+        make_arms(TrainingRequest(("bf16", "fp8"), "fp8:backend=te"), CPU)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
+    "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
+    "bf16 alone has nothing to be compared with": {"dtypes": ("bf16",)},
+    "unknown setting or option to sweep 'histroy'. Did you mean 'history'": {
+        "dtypes": FP8, "sweep": (("histroy", ("1",)),),
+    },
+    "--sweep rate: 'x' is no number": {"sweep": (("rate", ("x",)),)},
+    "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
+    "history cannot be '0'": {"dtypes": FP8, "sweep": (("history", ("0",)),)},
+    "unknown setting or option to sweep 'model'": {"sweep": (("model", ("nano",)),)},
+    f"are more than the {MOST_ARMS}": {"sweep": (("rate", tuple(str(n / 100) for n in range(1, 80))),)},
+    "unknown layer of model nano 'mpl'. Did you mean 'mlp'": {
+        "settings": TrainerSettings(precision_map=(("mpl", "fp8"),)),
+    },
+    "--precision-map cannot mix tf32 into fp8": {"settings": TrainerSettings(precision_map=(("mlp", "tf32"),))},
+    "unknown model 'nani'. Did you mean 'nano'": {"settings": TrainerSettings(model="nani")},
+    "--arch cnn reads a text in lines of": {"settings": TrainerSettings(arch="cnn", sequence=33)},
+    "--checkpointing blocks is for --arch gpt and moe": {
+        "settings": TrainerSettings(arch="mlp"), "sweep": (("checkpointing", ("no", "blocks")),),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_meant_is_refused_before_anything_starts(why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        check_training(TrainingRequest(**REFUSED[why]))
+
+
+def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
+    assert device_of(TrainingRequest(), (CPU, H200)) == H200 and device_of(TrainingRequest(), (CPU,)) == CPU
+    assert device_of(TrainingRequest(device="cpu"), (CPU, H200)) == CPU
+    with pytest.raises(UsageError, match="unknown device on this machine 'cuda:3'"):
+        device_of(TrainingRequest(device="cuda:3"), (CPU, H200))

@@ -1,0 +1,263 @@
+"""A training from its plan to its stream: slices, checkpoints, what faults cost, what a resumption makes again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench import files
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
+from fp8bench.jobs.train import run as job
+from fp8bench.model.training import KeptTraining, StepFigure, StepRow, TrainingEvent, TrainingRequest, Validation
+from fp8bench.store.trainings import Place, TrainingWriter, load_training, reopen_training, training_files
+from tests.trainings import FakeLab, SilentTraining, said, small, strikes
+
+Trained = Callable[..., tuple[KeptTraining, FakeLab, SilentTraining]]
+
+
+class Jobs:
+    """Of the observers of jobs, the one of a training."""
+
+    def __init__(self) -> None:
+        self.progress = SilentTraining()
+
+    @contextmanager
+    def training(self) -> Iterator[SilentTraining]:
+        yield self.progress
+
+
+@pytest.fixture
+def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Train with a lab that trains nothing, or go on with the training that is there."""
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: None)
+    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+
+    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, SilentTraining]:
+        monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
+        jobs: Any = Jobs()
+        kept = job.resume(training_files(store)[0], store, jobs)[1] if request is None else job.train(
+            request, store, jobs, "fp8bench train"
+        )  # fmt: skip
+        assert lab.closed
+        return kept, lab, jobs.progress
+
+    return train
+
+
+def kinds(kept: KeptTraining) -> list[str]:
+    return [event.kind for event in kept.of(TrainingEvent)]
+
+
+def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
+    """Every step once, the repeat in the first seed alone, with looks at held-out text, and all of it kept."""
+    kept, lab, seen = trained(FakeLab(), small())
+    assert kept.finished and not kept.troubles and seen.places[-1] == (1, 20)
+    rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
+    arms = ["bf16", "bf16 other seed", "fp8"]
+    assert sorted(rows) == sorted(
+        [(seed, arm, step) for seed in (0, 1) for arm in arms for step in range(20)]
+        + [(0, "bf16 again", step) for step in range(20)]
+    )
+    assert len(set(rows)) == len(rows)
+    looks = [(one.seed, one.arm, one.step) for one in kept.of(Validation)]
+    assert sorted(looks) == sorted(
+        [(seed, arm, step) for seed in (0, 1) for arm in arms for step in (0, 10, 20)]
+        + [(0, "bf16 again", step) for step in (0, 10, 20)]
+    )
+    sizes = [(one.arm, one.layer, one.value) for one in kept.of(StepFigure) if one.seed == 0]
+    assert ("fp8", "weights", 4.0) in sizes and ("fp8", "moments", 8.0) in sizes
+    assert kept.training.parameters == 1000 and lab.restarts == 0
+
+
+def test_slices_take_turns_in_an_order_of_the_seed(trained: Trained) -> None:
+    """Short, of all arms, in different orders, and the same orders whenever it is done again."""
+    orders = []
+    for _ in range(2):
+        _, lab, _ = trained(FakeLab(), small(steps=60, keep=60, evaluate=60))
+        slices = [words for words in lab.log if words[0] == "advance"]
+        assert {words[2] for words in slices} == {"5"}
+        first = [arm for _, arm, _ in slices[:48]]
+        rounds = [tuple(first[at : at + 4]) for at in range(0, 48, 4)]
+        assert all(sorted(one) == ["bf16", "bf16 again", "bf16 other seed", "fp8"] for one in rounds)
+        assert len(set(rounds)) > 4
+        orders.append(rounds)
+    assert orders[0] == orders[1]
+
+
+def test_the_last_two_checkpoints_are_kept(trained: Trained, store: Path) -> None:
+    """Of the seed that goes on: at steps 6, 12 and 18; the seed before needs none."""
+    interrupted = FakeLab(strikes("fp8", 19, KeyboardInterrupt(), seed=1))
+    kept, _, _ = trained(interrupted, small(steps=30))
+    folder = Path(kept.path).parent
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1-12", "1-18"]
+    places = json.loads((folder / "places.json").read_text())
+    assert [(one["number"], one["step"]) for one in places] == [(1, 0), (1, 12), (1, 18)]
+
+
+@pytest.mark.parametrize("step", [0, 3, 6, 10, 17])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_was_cut_off_is_gone_on_with_to_the_same_lines(trained: Trained, step: int, seed: int) -> None:
+    """Interrupted anywhere: nothing is there twice, nothing is missing, and it says when it was gone on with."""
+    whole, _, _ = trained(FakeLab(), small())
+    half, _, _ = trained(FakeLab(strikes("fp8", step, KeyboardInterrupt(), seed=seed)), small())
+    assert not half.finished and said(half) == said(whole)[: len(said(half))] != said(whole)
+    rest, _, _ = trained(FakeLab())
+    assert rest.finished and said(rest) == said(whole) and kinds(rest) == ["resumed"]
+
+
+def test_a_finished_training_is_not_touched(trained: Trained, store: Path) -> None:
+    kept, _, _ = trained(FakeLab(), small(seeds=1))
+    jobs: Any = Jobs()
+    assert job.resume(Path(kept.path), store, jobs) == (False, kept)
+
+
+def test_it_is_resumed_again_and_again(trained: Trained) -> None:
+    """Without a new checkpoint in between too; every resumption is told."""
+    whole, _, _ = trained(FakeLab(), small())
+    trained(FakeLab(strikes("fp8", 9, KeyboardInterrupt())), small())
+    for _ in range(3):
+        half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())))
+        assert not half.finished
+    rest, _, _ = trained(FakeLab())
+    assert said(rest) == said(whole) and kinds(rest) == ["resumed"] * 4
+
+
+def test_a_damaged_checkpoint_is_passed_over(trained: Trained, store: Path) -> None:
+    """The one before it is taken, or the first step where all are damaged."""
+    whole, _, _ = trained(FakeLab(), small())
+    for damaged in (["0-18"], ["0-12", "0-18"]):
+        half, _, _ = trained(FakeLab(strikes("fp8", 18, KeyboardInterrupt())), small())
+        for name in damaged:
+            (Path(half.path).parent / "checkpoints" / name / "state.json").write_text("{")
+        rest, _, seen = trained(FakeLab())
+        assert said(rest) == said(whole) and len(seen.notes) == len(damaged)
+        assert damaged[-1] in seen.notes[0] and "holds no whole checkpoint" in seen.notes[0]
+
+
+def test_a_stream_that_lost_its_end_is_made_again(trained: Trained) -> None:
+    """By a power failure, say: a place that it does not reach to is none."""
+    whole, _, _ = trained(FakeLab(), small())
+    half, _, _ = trained(FakeLab(strikes("fp8", 18, KeyboardInterrupt())), small())
+    path = Path(half.path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert load_training(path).troubles
+    rest, _, _ = trained(FakeLab())
+    assert said(rest) == said(whole) and not rest.troubles
+
+
+def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) -> None:
+    """A fresh one goes on, and the stream is as if nothing had happened, but for the event."""
+    whole, _, _ = trained(FakeLab(), small())
+    kept, lab, _ = trained(FakeLab(strikes("fp8", 15)), small())
+    assert kept.finished and lab.restarts == 1 and said(kept) == said(whole)
+    (event,) = kept.of(TrainingEvent)
+    assert (event.kind, event.arm, event.seed, event.step) == ("restarted", "fp8", 0, 12)
+    assert "the worker crashed" in event.words
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone"), WorkerFault("RuntimeError", "out of memory", "", True)])
+def test_an_arm_that_fails_twice_is_out(trained: Trained, error: Exception) -> None:
+    """With the reason, in the seeds to come too; the others go on to their ends."""
+    lab = FakeLab(strikes("fp8", 15, error, times=2))
+    kept, lab, _ = trained(lab, small(dtypes=("bf16", "fp8", "mxfp8")))
+    assert kept.finished and lab.restarts == 2 and kinds(kept) == ["restarted", "out"]
+    assert str(error) in kept.of(TrainingEvent)[1].words
+    rows = {(row.seed, row.arm): row.step for row in kept.of(StepRow)}
+    assert rows[0, "fp8"] == 11 and (1, "fp8") not in rows
+    assert {rows[seed, arm] for seed in (0, 1) for arm in ("bf16", "mxfp8", "bf16 other seed")} == {19}
+
+
+def test_an_arm_that_is_out_stays_out_after_a_resumption(trained: Trained) -> None:
+    """Its checkpoint says so."""
+    fault, stop = strikes("fp8", 7, times=2), strikes("bf16", 18, KeyboardInterrupt())
+    half, _, _ = trained(FakeLab(lambda *asked: fault(*asked) or stop(*asked)), small())
+    assert kinds(half) == ["restarted", "out"] and not half.finished
+    rest, lab, _ = trained(FakeLab())
+    assert rest.finished and kinds(rest) == ["restarted", "out", "resumed"] and ("drop", "fp8") in lab.log
+    assert {row.seed for row in rest.of(StepRow) if row.arm == "fp8"} == {0}
+    assert max(row.step for row in rest.of(StepRow) if row.arm == "fp8") == 5
+
+
+def test_without_its_reference_a_training_ends(trained: Trained, store: Path) -> None:
+    """What was kept stays, to be gone on with."""
+    whole, _, _ = trained(FakeLab(), small())
+    with pytest.raises(WorkerLost, match="crashed"):
+        trained(FakeLab(strikes("bf16", 8, times=2)), small())
+    half = load_training(training_files(store)[0])
+    assert not half.finished and kinds(half) == ["restarted"]
+    rest, _, _ = trained(FakeLab())
+    assert said(rest) == said(whole)
+
+
+@pytest.mark.parametrize("what", ["append", "keep", "checkpoint"])
+def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """In the middle of any write; there is room again when it is gone on with."""
+    whole, _, _ = trained(FakeLab(), small())
+    plain, calls = getattr(TrainingWriter, what), [0]
+
+    def full(self: TrainingWriter, *arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise StoreError("no space left on device")
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingWriter, what, full)
+        with pytest.raises(NotKept, match="no space left") as caught:
+            trained(FakeLab(), small())
+    assert isinstance(caught.value.run, KeptTraining) and not caught.value.run.finished
+    rest, _, _ = trained(FakeLab())
+    assert said(rest) == said(whole)
+
+
+def test_the_worker_s_full_disk_is_the_store_s(trained: Trained) -> None:
+    """A checkpoint is written there."""
+    error = WorkerFault("StoreError", "the checkpoint cannot be written (No space left on device). Make room.")
+    fault = strikes("", 0, error, name="save")
+    with pytest.raises(NotKept, match=r"^the checkpoint cannot be written"):
+        trained(FakeLab(fault), small())
+
+
+OTHERS: dict[str, Callable[[FakeLab], None]] = {
+    "torch was 2.13.0 and is 2.14.0": lambda lab: setattr(lab, "facts", replace(lab.facts, torch="2.14.0")),
+    "cpu was a processor and is another": lambda lab: setattr(lab, "facts", replace(lab.facts, name="another")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_it_goes_on_only_where_it_began(trained: Trained, why: str) -> None:
+    """Another torch or device would not go on to the same losses: nothing is changed."""
+    half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
+    before = Path(half.path).read_bytes()
+    other = FakeLab()
+    OTHERS[why](other)
+    with pytest.raises(UsageError, match=f"{half.training.id} cannot be resumed here: {why}"):
+        trained(other)
+    assert Path(half.path).read_bytes() == before
+
+
+def test_another_text_is_no_resumption(trained: Trained) -> None:
+    trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
+    Path("text.txt").write_text("another text. " * 10_000)
+    with pytest.raises(UsageError, match=r"its text was text:.* and is text:"):
+        trained(FakeLab())
+    Path("text.txt").unlink()
+    with pytest.raises(UsageError, match=r"there is no file text\.txt here, which it reads"):
+        trained(FakeLab())
+
+
+def test_two_processes_never_write_one_training(trained: Trained, store: Path) -> None:
+    """The second one is told."""
+    half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
+    writer = reopen_training(Path(half.path))
+    assert writer.places[-1] == Place(0, 6, writer.places[-1].length, "0-6")
+    with pytest.raises(StoreError, match="another process is writing the training"):
+        trained(FakeLab())
+    writer.close()
+    assert trained(FakeLab())[0].finished
