@@ -174,7 +174,7 @@ class TrainingProgress(LiveLine):
         words = f"{self._where(number, step)}{self._left(number, step)}"
         if self.room:
             self.show(f"{words}: {self._shown()}")
-        elif validated and self._told != (number, step):
+        elif validated and self._losses and self._told != (number, step):
             self._told = number, step
             self._say(f"{words}: {self._shown()}")
 
@@ -187,15 +187,16 @@ class TrainingProgress(LiveLine):
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}"
 
     def _shown(self) -> str:
-        return ", ".join(f"{name} {loss:.3f}" for name, loss in self._losses.items()) or "loss not known yet"
+        return ", ".join(f"{name} {loss:.3f}" for name, loss in self._losses.items())
 
     def _left(self, number: int, step: int) -> str:
         request = self._training.request
         done = (number * request.steps + step) / (request.seeds * request.steps)
         if self._done_before is None:
             self._done_before = done  # of a training that was gone on with
-        share = (done - self._done_before) / (1 - self._done_before) if self._done_before < 1 else 1.0
-        return _left(time.monotonic() - self._begun, share)
+        if done == 1:
+            return ""
+        return _left(time.monotonic() - self._begun, (done - self._done_before) / (1 - self._done_before))
 
 
 class TerminalJob:
