@@ -143,14 +143,21 @@ def magnitudes_left(
 
 
 def block_elements(
-    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+    lanes: Lanes,
+    fmt: Format,
+    scaling: Scaling,
+    tensor_scale: Tensor | None = None,
+    random: Lanes | None = None,
+    inside: tuple[int, ...] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Elements on the format's grid, the blocks' scales, NVFP4's tensor scale; scales keep reduced dimensions.
+
+    `inside` are the dimensions of a block in any other layout.
 
     A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
     under float32 scales it stays alone.
     """
-    scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False)
+    scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
     elements = _elements(scaled, fmt, scaling, random, saturate=True)
     return [signed(one, lane, fmt) for one, lane in zip(elements, lanes, strict=True)], scaled.scales, scaled.above
 
@@ -164,8 +171,15 @@ class _Scaled(NamedTuple):
     left: Tensor
 
 
-def _scaled(magnitudes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None, apart: bool) -> _Scaled:
-    inside = (1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,)
+def _scaled(
+    magnitudes: Lanes,
+    fmt: Format,
+    scaling: Scaling,
+    tensor_scale: Tensor | None,
+    apart: bool,
+    inside: tuple[int, ...] | None = None,
+) -> _Scaled:
+    inside = inside or ((1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,))
     amax = reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)  # NaN where one is among them
     kept: Callable[[Tensor], Tensor] = _kept if apart else lambda scales: scales
     if scaling.scale is None:

@@ -24,9 +24,9 @@ SIDE = 16
 _DOWN, _ACROSS = 40, 48
 _FEW, _MORE = 9, 10
 # Scalars that are written beside one another share no memory that would be worth a kernel to Inductor otherwise.
-_TOGETHER = {"score_fusion_memory_threshold": 1}
+TOGETHER = {"score_fusion_memory_threshold": 1}
 # Loops in the operand's order, and one kernel for maxima and codes; few rows would become a kernel more.
-_IN_ORDER = {"pick_loop_orders": False, "split_reductions": False}
+IN_ORDER = {"pick_loop_orders": False, "split_reductions": False}
 
 
 def squares(matrix: Tensor, side: int) -> Tensor:
@@ -129,7 +129,7 @@ class RowCodesKernel(Kernel):
         return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]
 
     def options(self) -> Mapping[str, object]:
-        return _IN_ORDER
+        return IN_ORDER
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SquareScalesKernel(Kernel):
         return [(0, 1)] * 4
 
     def options(self) -> Mapping[str, object]:
-        return {**_TOGETHER, **_IN_ORDER}
+        return {**TOGETHER, **IN_ORDER}
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ScaleKernel(Kernel):
         return [(), (), ()]
 
     def options(self) -> Mapping[str, object]:
-        return _TOGETHER
+        return TOGETHER
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class DelayedScaleKernel(Kernel):
         return [()] * 6
 
     def options(self) -> Mapping[str, object]:
-        return {**_TOGETHER, "split_reductions": False}
+        return {**TOGETHER, "split_reductions": False}
 
 
 def _numbers(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:

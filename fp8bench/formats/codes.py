@@ -41,7 +41,7 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
     for part, filled in _pieces(values.detach(), codes):
-        filled.copy_(_encoded(part, fmt))
+        filled.copy_(encoded(part, fmt))
         if not checked:
             continue
         decoded = _decoded(filled, fmt)
@@ -120,7 +120,7 @@ def _value(code: int, fmt: Format) -> float:
     return -magnitude if negative else magnitude
 
 
-def _encoded(values: Tensor, fmt: Format) -> Tensor:
+def encoded(values: Tensor, fmt: Format) -> Tensor:
     """Codes of values on the grid; of any other, anything. Nothing here depends on what a cast makes of overflow."""
     values = values.to(torch.float32)
     if fmt.has_nan:  # one NaN for all: what a cast keeps of it differs between devices, and between lengths
@@ -168,7 +168,7 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _off_grid(values: Tensor, fmt: Format) -> str:
     """What is wrong with values that have no codes."""
     flat = values.detach().to(torch.float32).flatten()
-    wrong = _wrong(_decoded(_encoded(flat, fmt), fmt), flat, fmt)
+    wrong = _wrong(_decoded(encoded(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
     nans = int(flat.isnan().sum())
     if nans and not fmt.has_nan:

@@ -84,7 +84,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
         return _plain_row_codes(x, fmt, scaling)
     check_input(x)
     rows, columns = x.shape
-    x, whole = _whole(x.detach(), 1, block)
+    x, whole = whole_blocks(x.detach(), 1, block)
     out = torch.empty(x.shape, dtype=DTYPES[fmt.name], device=x.device)
     inverse = torch.empty(-(-columns // block) if block else 1, rows, dtype=torch.float32, device=x.device)
     torch.ops.fp8bench.row_codes(x, out, inverse, fmt.name, rounding.value, block)
@@ -103,8 +103,8 @@ def square_codes(
         return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
     check_input(x)
     rows, columns = x.shape
-    x, whole = _whole(x.detach(), SQUARE, SQUARE)
-    matrix, swapped = _laid(x)
+    x, whole = whole_blocks(x.detach(), SQUARE, SQUARE)
+    matrix, swapped = laid(x)
     down, across = (length // SQUARE for length in matrix.shape)
     scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
     inverse, turned_inverse = filled_squares(down, across, x.device)
@@ -161,7 +161,7 @@ def _plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) ->
     return (straight, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight,)
 
 
-def _whole(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
+def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
     """The matrix, filled with zeros to whole blocks if it is not."""
     rows, columns = (-length % block if block else 0 for length, block in zip(x.shape, (down, across), strict=True))
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
@@ -170,7 +170,7 @@ def _whole(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> None:
     if not x.numel():
         return
-    matrix, swapped = _laid(x)
+    matrix, swapped = laid(x)
     if swapped:
         out, turned = turned, out
     by_square = scale is not None and scale.dim() == 2
@@ -184,25 +184,25 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
         places.append(turned_squares(turned.view(matrix.shape[::-1]), side))
     if scale is not None:
         places.append(scale[:, None, :, None] if by_square else scale.reshape(()))
-    _call(kernel, *places)
+    call(kernel, *places)
 
 
 def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> None:
-    matrix, turned = _laid(x)
+    matrix, turned = laid(x)
     side = _side(x.shape[:1] if block else x.shape)
     kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, block, turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
-    _call(kernel, stretches(matrix, side, block, turned), stretches(out, side, block), scales)
+    call(kernel, stretches(matrix, side, block, turned), stretches(out, side, block), scales)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
     block = len(matrix) // len(scale)
     kernel = SquareScalesKernel(FORMATS[fmt], ScaleRounding(rounding), matrix.dtype, str(matrix.device), block)
-    _call(kernel, squares(matrix, block).transpose(1, 2), scale, inverse, turned)
+    call(kernel, squares(matrix, block).transpose(1, 2), scale, inverse, turned)
 
 
 def _run_scale(amax: Tensor, scale: Tensor, inverse: Tensor, fmt: str, rounding: str) -> None:
-    _call(ScaleKernel(FORMATS[fmt], ScaleRounding(rounding), str(amax.device)), amax, scale, inverse)
+    call(ScaleKernel(FORMATS[fmt], ScaleRounding(rounding), str(amax.device)), amax, scale, inverse)
 
 
 def _run_delayed_scale(
@@ -211,17 +211,17 @@ def _run_delayed_scale(
 ) -> None:  # fmt: skip
     delayed = Delayed(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedScaleKernel(FORMATS[fmt], delayed, str(scale.device))
-    _call(kernel, used, inverse, history, casts, scale, amax)
+    call(kernel, used, inverse, history, casts, scale, amax)
 
 
-def _call(kernel: Kernel, *tensors: Tensor) -> None:
+def call(kernel: Kernel, *tensors: Tensor) -> None:
     """By one kernel if it has been compiled, else as many operations."""
     small = max(one.numel() for one in tensors) <= MOST_ELEMENTS
     found = operators.KERNELS.get(kernel) if small else None
     (kernel if found is None else found.run)(*tensors)
 
 
-def _laid(x: Tensor) -> tuple[Tensor, bool]:
+def laid(x: Tensor) -> tuple[Tensor, bool]:
     """The matrix that lies row by row, and whether `x` is its transpose. What lies otherwise is copied first."""
     if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
         matrix, turned = x.t(), True

@@ -36,14 +36,13 @@ class Kernels:
     """The kernels of this process. Calls come from any thread.
 
     `wanted` are those that calls would have taken, had they been compiled, and `refused` says why some stay eager that
-    did not compile. `eager` counts the calls that ran as many operations, though there is a kernel for them or should
-    be one (`unwritten`), `fused` those that ran as one kernel, by the bits of its vectors.
+    did not compile. `eager` counts the calls that ran as many operations, though there is a kernel for them, `fused`
+    those that ran as one kernel, by the bits of its vectors.
     """
 
     def __init__(self) -> None:
         self.wanted: dict[Kernel, None] = {}
         self.refused: dict[Kernel, str] = {}
-        self.unwritten: dict[str, None] = {}
         self.eager = 0
         self.fused = Counter[int]()
         self._ready: dict[Kernel, Compiled] = {}
@@ -60,12 +59,6 @@ class Kernels:
             if kernel not in self.refused:
                 self.wanted[kernel] = None
         return None
-
-    def lacks(self, what: str) -> None:
-        """A call that nobody has written a kernel for."""
-        with self._lock:
-            self.eager += 1
-            self.unwritten[what] = None
 
     def compile(self, *kernels: Kernel) -> None:
         """Compile kernels: seconds for each the first time on a machine, tenths where torch's cache on disk has it.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_ROWS, _COLUMNS = 128, 4
-_QUARTER = _ROWS // _COLUMNS
+TILE_ROWS, TILE_COLUMNS = 128, 4
+_QUARTER = TILE_ROWS // TILE_COLUMNS
 
 
 def by_columns(scales: Tensor) -> Tensor:
@@ -26,12 +26,12 @@ def by_columns(scales: Tensor) -> Tensor:
 
 def squares(scales: Tensor) -> Tensor:
     """Those of 128x128 blocks."""
-    return turned_rows(pad(scales, (0, -scales.shape[1] % _COLUMNS)))
+    return turned_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
 
 
 def filled_squares(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for those of 128x128 blocks of a matrix and of its transpose, what fills it up zero: turned_rows of it."""
-    wide, high = across + -across % _COLUMNS, down + -down % _COLUMNS
+    wide, high = across + -across % TILE_COLUMNS, down + -down % TILE_COLUMNS
     make = torch.empty if (wide, high) == (across, down) else torch.zeros
     memory = make(down * wide + across * high, dtype=torch.float32, device=device)
     return memory[: down * wide].view(down, wide), memory[down * wide :].view(across, high)
@@ -50,14 +50,26 @@ def of_squares(laid: Tensor, across: int) -> Tensor:
 
 def swizzled(scales: Tensor) -> Tensor:
     """Bytes of 1x32 or 1x16 blocks, in one dimension; tiles are filled with zeros."""
+    return swizzled_into(torch.empty(bytes_in_tiles(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
+
+
+def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
+    """The same in memory of so many bytes."""
     down, across = scales.shape
-    filled = pad(scales, (0, -across % _COLUMNS, 0, -down % _ROWS))
-    tiles = filled.view(-1, _COLUMNS, _QUARTER, filled.shape[1] // _COLUMNS, _COLUMNS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    filled = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
+    high, wide = filled.shape[0] // TILE_ROWS, filled.shape[1] // TILE_COLUMNS
+    tiles = filled.view(high, TILE_COLUMNS, _QUARTER, wide, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    memory.view(tiles.shape).copy_(tiles)
+    return memory
+
+
+def bytes_in_tiles(down: int, across: int) -> int:
+    """Of a matrix of scales."""
+    return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
 
 
 def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
     """The matrix that `swizzled` was given."""
-    wide = -(-across // _COLUMNS)
-    tiles = laid.view(-1, wide, _QUARTER, _COLUMNS, _COLUMNS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * _COLUMNS)[:down, :across]
+    wide = -(-across // TILE_COLUMNS)
+    tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]

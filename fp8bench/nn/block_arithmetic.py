@@ -6,20 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from fp8bench.formats import operators
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes_turned, row_codes, square_codes
-from fp8bench.formats.scale_layouts import of_squares, squares, swizzled, unswizzled
-from fp8bench.formats.scaled import Scaled, quantise
+from fp8bench.formats.scale_layouts import of_squares, squares, unswizzled
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Operand, Role
 
-_DTYPES = {E4M3: torch.float8_e4m3fn, E2M1: torch.float4_e2m1fn_x2}
 _ROWS, _SQUARES = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
 _BLOCK, _MX, _NVFP4 = 128, 32, 16
-_FLOAT_BYTES = 4
 
 
 class BlockArithmetic(RecipeArithmetic):
@@ -39,10 +36,7 @@ class BlockArithmetic(RecipeArithmetic):
             )
             return Operand(*made, role is Role.GRADIENT)
         seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
-        if not torch.compiler.is_compiling():
-            operators.KERNELS.lacks(f"native casts to {one.fmt.name} under {one.scaling.name} scales")
-        stored = quantise(tensor, one.fmt, one.scaling, seed=seed, checked=False)
-        return Operand(stored.codes.view(_DTYPES[one.fmt]), _laid(stored), role is Role.GRADIENT)
+        return Operand(*tiled_codes(tensor, one.fmt, one.scaling, seed), role is Role.GRADIENT)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
@@ -77,18 +71,6 @@ class BlockArithmetic(RecipeArithmetic):
         return _values(operand.data, operand.scale).to(dtype)
 
 
-def _laid(stored: Scaled) -> Tensor:
-    """The scales of a tensor as one tensor, as its product wants them: bytes."""
-    scales, scaling = stored.scales, stored.scaling
-    assert scales is not None and scaling is not None
-    # No product takes NVFP4's squares as such: each of their rows gets the scale.
-    each = scales[:, None].expand(-1, scaling.rows, -1).reshape(-1, scales.shape[1])[: stored.shape[0]]
-    laid = swizzled(each)
-    if stored.tensor_scale is None:
-        return laid.view(torch.float8_e8m0fnu)
-    return torch.cat((laid, stored.tensor_scale.reshape(1).view(torch.uint8)))
-
-
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
     """Scales, their kinds and their swizzles, as torch's product is given them."""
     scale = operand.scale
@@ -106,7 +88,7 @@ def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
 
 def _nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of blocks, and the tensor's own scale."""
-    return scale[:-_FLOAT_BYTES], scale[-_FLOAT_BYTES:].view(torch.float32)
+    return scale[:-FLOAT_BYTES], scale[-FLOAT_BYTES:].view(torch.float32)
 
 
 def _by_rows(data: Tensor, scale: Tensor) -> bool:

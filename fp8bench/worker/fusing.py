@@ -17,13 +17,12 @@ from fp8bench.formats.grids import E4M3
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
-_NONE = SimpleNamespace(wanted={}, refused={}, unwritten={}, eager=0, fused=Counter())
+_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused=Counter())
 
 
 def forget_waiting() -> None:
     """What was asked for by now waits no longer: only what runs from here on says what it needs."""
     _kernels().wanted.clear()
-    _kernels().unwritten.clear()
 
 
 def waiting() -> int:
@@ -46,8 +45,7 @@ def why_eager() -> str:
     """Why some stay eager, '' if none does."""
     if reasons := tuple(_kernels().refused.values()):
         return f"compiling failed: {_one_line(reasons[0])}"
-    unwritten = ", ".join(_kernels().unwritten)
-    return f"no kernel has been written for {unwritten}" if unwritten else ""
+    return ""
 
 
 def calls() -> tuple[int, Counter[int]]:

@@ -9,14 +9,16 @@ import torch
 
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
-from fp8bench.formats.grids import E4M3
+from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.native_codes import codes_both, current_scale, delayed_scale, row_codes, square_codes
 from fp8bench.formats.recipes import Delayed
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.formats.scalings import ScaleRounding
+from fp8bench.formats.scalings import MX, NVFP4, ScaleRounding
+from fp8bench.formats.tiled_codes import tiled_codes
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.worker.bench import Bench
+from tests.formats import test_tiled_codes
 from tests.formats.test_native_codes import CASTS, DELAYED, Cast, cast, course, pieces, same
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
@@ -85,6 +87,19 @@ def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pyte
     assert operators.KERNELS.fused.total() and operators.KERNELS.eager > before  # those of the processor are eager
 
 
+@pytest.mark.parametrize("how", test_tiled_codes.CASTS, ids=str)
+def test_tiled_codes_compiled_are_eager_bit_by_bit(how: test_tiled_codes.Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of a processor; units for them are not needed."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    there = [x.cuda() for x in test_tiled_codes.pieces(how.source)]
+    eager = [test_tiled_codes.cast(x, how) for x in there]
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    for x, wanted in zip(there, eager, strict=True):
+        found = test_tiled_codes.cast(x, how)
+        assert test_tiled_codes.same(found, wanted), (x.shape, x.stride())
+        assert test_tiled_codes.same([one.cpu() for one in found], test_tiled_codes.cast(x.cpu(), how))
+
+
 @pytest.mark.parametrize("delayed", DELAYED, ids=str)
 def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
@@ -120,6 +135,8 @@ def test_compiled_casts_start_as_many_kernels_as_they_say(turned: bool, monkeypa
         "row": (1, lambda: row_codes(x, E4M3, ScaleRounding.EXACT)),
         "blocks": (1, lambda: row_codes(x, E4M3, ScaleRounding.EXACT, 128)),
         "squares": (2, lambda: square_codes(x, E4M3, ScaleRounding.EXACT, both=True)),
+        "mx": (1, lambda: tiled_codes(x, E4M3, MX)),
+        "nvfp4": (2, lambda: tiled_codes(x, E2M1, NVFP4, amaxes=scale)),
         "delayed": (1, lambda: delayed_scale(amax, history, casts, scale, E4M3, Delayed(1024))),
     }
     for _, call in calls.values():

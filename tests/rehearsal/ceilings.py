@@ -1,13 +1,12 @@
-"""How many launches a step may take, by phase, counted by hand.
-
-Of casts only for native FP8 with float32 scales: casts to MX and NVFP4 are not fused.
-"""
+"""How many launches a step may take, by phase, counted by hand. Of casts not for NVFP4."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fp8bench.formats.grids import E8M0
 from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.scale_layouts import TILE_ROWS
 from fp8bench.model import Case
 from fp8bench.nn.sizes import SIZES
 from fp8bench.registry import precisions
@@ -21,7 +20,7 @@ ALL_AMAXES = 3
 @dataclass(frozen=True)
 class Launches:
     """Of one cast of an input or a gradient, in one orientation and in both; of a weight; of one whose largest
-    magnitude is known; and of the way back into float32."""
+    magnitude is known; of the way back into float32; and how many more where rows fill no tiles of scales."""
 
     one: int
     both: int
@@ -29,6 +28,7 @@ class Launches:
     weight_both: int
     known: int
     restored: int = 2
+    untiled: int = 0
 
 
 # The largest magnitude, the scale and its inverse, the codes: those of both orientations are written by one kernel.
@@ -37,10 +37,14 @@ A_TENSOR = Launches(one=3, both=3, weight=3, weight_both=3, known=2)
 A_ROW = Launches(one=1, both=2, weight=1, weight_both=2, known=2)
 # The same of 128 elements; of a weight's squares the scales, the codes, and memory that is filled up with zeros.
 A_BLOCK = Launches(one=1, both=2, weight=3, weight_both=3, known=3, restored=3)
+# Codes and scales of 32 elements by one kernel for each orientation, in tiles; else two operations bring scales there.
+# Back: scales out of their tiles, looked up, one for every element; codes, times those.
+AN_MX = Launches(one=1, both=2, weight=1, weight_both=2, known=2, restored=7, untiled=2)
 BY_EXTENTS = {
     frozenset({(0, 0, None)}): A_TENSOR,
     frozenset({(1, 0, None)}): A_ROW,
     frozenset({(1, 128, None), (128, 128, None)}): A_BLOCK,
+    frozenset({(1, 32, E8M0)}): AN_MX,
 }
 
 
@@ -62,11 +66,14 @@ def of_casts(case: Case) -> int | None:
     match case.workload:
         case "gemm":
             weights = params["product"] != "weight-gradient"
-            return cast.one + (cast.weight if weights else cast.one)
+            untiled = cast.untiled if int(params["m"]) % TILE_ROWS else 0
+            return cast.one + untiled + (cast.weight if weights else cast.one)
         case "cast" if params["direction"] == "from":
             return cast.restored + (params["source"] != "fp32")
-        case "cast" | "numerics" | "data":
+        case "cast" | "numerics":
             return cast.one
+        case "data":
+            return cast.one + (cast.untiled if int(params["batch"]) % TILE_ROWS else 0)
         case "accumulate":
             return tensors * (micro_batches * cast.one + (micro_batches - 1) * cast.restored)
         case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted

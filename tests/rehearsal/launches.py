@@ -13,6 +13,7 @@ from fp8bench.formats import operators
 from fp8bench.formats.compiling import Compiled, Kernel
 from fp8bench.formats.fused import Layout, ValuesKernel
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.tiled_kernels import TensorScaleKernel, TiledCodesKernel
 
 # Nothing is launched: memory is taken, or looked at in another way.
 NOTHING = (
@@ -55,6 +56,10 @@ class AllCompiled(operators.Kernels):
 
 def _of_kernel(kernel: Kernel) -> int:
     """How many a GPU's compiler makes of it; native_codes.LAUNCHES says it of those for native casts."""
+    if isinstance(kernel, TiledCodesKernel):  # NVFP4's squares repeat their scales, row by row
+        return 2 if kernel.places.scaling.rows > 1 else 1
+    if isinstance(kernel, TensorScaleKernel):  # the key of its seed
+        return 2 if kernel.stochastic else 1
     if not isinstance(kernel, ValuesKernel):
         return 1
     nvfp4 = kernel.scaling is not None and kernel.scaling.scale is E4M3

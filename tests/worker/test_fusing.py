@@ -81,18 +81,15 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
 
 
-def test_casts_that_nobody_has_written_a_kernel_for_say_so(bench: Bench) -> None:
-    """They ran as many operations, and no compiler would change that; the next state begins anew."""
-    made = BlockArithmetic(precisions.get("mxfp8").recipe)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("mode", "kernels"), [("mxfp8", 1), ("nvfp4", 2)])
+def test_native_casts_to_blocks_wait_to_be_compiled(mode: str, kernels: int, bench: Bench) -> None:
+    """NVFP4's tensor scale by a kernel of its own."""
+    made = BlockArithmetic(precisions.get(mode).recipe)  # type: ignore[attr-defined]
     before = fusing.calls()[0]
     made.cast(torch.randn(32, 64), Role.WEIGHT)
-    assert fusing.calls()[0] == before + 1
-    assert bench.quantisers() == (
-        0,
-        "no kernel has been written for native casts to e4m3fn under 1x32 e8m0 rceil scales",
-    )
+    assert fusing.calls()[0] == before + kernels and bench.quantisers() == (kernels, "")
     fusing.forget_waiting()
-    assert fusing.why_eager() == ""
+    assert bench.quantisers() == (0, "")
 
 
 def test_the_untimed_step_runs_again_after_compiling(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

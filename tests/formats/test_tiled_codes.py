@@ -1,0 +1,162 @@
+"""Native casts to MX and NVFP4: as they are stored and laid, as ml_dtypes has them, and compiled as eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.formats import operators, vector_width
+from fp8bench.formats.codes import unpack
+from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
+from fp8bench.formats.scale_layouts import swizzled, unswizzled
+from fp8bench.formats.scaled import quantise
+from fp8bench.formats.scalings import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes
+from tests.formats.scaling_definitions import gaussian
+from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
+
+MX_FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
+SEED = torch.tensor([11])
+
+
+class Cast(NamedTuple):
+    """What is cast how."""
+
+    fmt: Format
+    scaling: Scaling
+    source: torch.dtype
+    seed: Tensor | None = None
+
+    def __str__(self) -> str:
+        source = str(self.source).removeprefix("torch.")
+        return f"{self.fmt.name} {self.scaling.name} {source}{' stochastic' * (self.seed is not None)}"
+
+
+CASTS = [
+    Cast(E4M3, MX, BF16),
+    Cast(E5M2, MX_FLOOR, F32),
+    Cast(E4M3, MX, F16, SEED),
+    Cast(E2M1, MX, BF16),
+    Cast(E2M1, NVFP4, BF16),
+    Cast(E2M1, NVFP4_UP, F32, SEED),
+    Cast(E2M1, NVFP4_SQUARE, F32),
+]
+
+
+def pieces(source: torch.dtype) -> Iterator[Tensor]:
+    """Matrices that fill their tiles and that do not, or not even their blocks; turned; parts of others; one row."""
+    x = AWKWARD.to(source)
+    whole = torch.cat([x, x.flip(0)])[:256].contiguous()
+    yield from (whole, whole.t(), x, x.t(), x[:, :128], x[:45, :200], x[:45, :200].t(), x[:1], x[:, :1], x[:64:2, ::2])
+    yield from (whole.repeat(2, 2), torch.zeros(128, 128, dtype=source), x[:130, :96].contiguous().t())
+
+
+def cast(x: Tensor, how: Cast) -> list[Tensor]:
+    """Codes, and bytes of scales."""
+    seed = None if how.seed is None else how.seed.to(x.device)
+    return [one.view(torch.uint8) for one in tiled_codes(x, how.fmt, how.scaling, seed)]
+
+
+def stored(x: Tensor, how: Cast) -> list[Tensor]:
+    """The same as it is stored, laid out afterwards."""
+    found = quantise(x, how.fmt, how.scaling, seed=how.seed, checked=False)
+    assert found.scales is not None
+    each = found.scales.repeat_interleave(how.scaling.rows, 0)[: len(x)]
+    above = [] if found.tensor_scale is None else [found.tensor_scale.reshape(1).view(torch.uint8)]
+    return [found.codes.view(torch.uint8), torch.cat([swizzled(each), *above])]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("how", CASTS, ids=str)
+def test_codes_are_stored_ones(how: Cast) -> None:
+    """Those are held against definitions in test_scaled.py, and where scales lie in test_scale_layouts.py."""
+    for x in pieces(how.source):
+        assert same(cast(x, how), stored(x, how)), (x.shape, x.stride())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_mx_codes_are_those_of_ml_dtypes(turned: bool) -> None:
+    """The power of two at or above amax / 448; elements to nearest."""
+    x = gaussian(128, 256)
+    x = x.t() if turned else x
+    blocks = np.ascontiguousarray(x.numpy()).reshape(-1, 32)
+    scales = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True).astype(np.float64) / 448))
+    codes, laid = cast(x, Cast(E4M3, MX, F32))
+    wanted = (blocks / scales.astype(np.float32)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(codes.numpy(), wanted.reshape(x.shape))
+    of_blocks = unswizzled(laid, len(x), x.shape[1] // 32).numpy()
+    assert np.array_equal(of_blocks.reshape(-1, 1), scales.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
+    """float32 operation by operation; the first of two codes in the lower half of a byte."""
+    x = gaussian(256, 128)
+    x = x.t() if turned else x
+    blocks = np.ascontiguousarray(x.numpy()).reshape(-1, 16)
+    above = np.abs(blocks).max() / np.float32(448 * 6)
+    amax = np.abs(blocks).max(1, keepdims=True)
+    scales = (amax / np.float32(6) / above).astype(ml_dtypes.float8_e4m3fn)
+    codes, laid = cast(x, Cast(E2M1, NVFP4, F32))
+    elements = blocks / (scales.astype(np.float32) * above)
+    wanted = elements.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    assert np.array_equal(unpack(codes, E2M1).numpy(), wanted.reshape(x.shape))
+    of_blocks = unswizzled(laid[:-FLOAT_BYTES], len(x), x.shape[1] // 16).numpy()
+    assert np.array_equal(of_blocks.reshape(-1, 1), scales.view(np.uint8))
+    assert laid[-FLOAT_BYTES:].view(F32).item() == above
+
+
+def test_parts_of_a_largest_magnitude_that_are_known() -> None:
+    x = gaussian(128, 64)
+    found, wanted = (tiled_codes(x, E2M1, NVFP4, amaxes=known) for known in (x.abs().amax(1), None))
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, wanted, strict=True)
+    )
+    assert not torch.equal(tiled_codes(x, E2M1, NVFP4, amaxes=x.abs().amax(1) * 2)[1], wanted[1])
+
+
+def test_what_is_empty_has_codes_and_scales_too() -> None:
+    for how in (CASTS[0], CASTS[4]):
+        for x in (torch.empty(0, 64), torch.empty(128, 0)):
+            assert same(cast(x, how), stored(x, how))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
+    """NVFP4's tensor scale is another; where tiles are filled nothing else is done."""
+    x, seed = torch.zeros(256, 256, device=device), SEED.to(device)
+    with Operators() as seen:
+        tiled_codes(x.t(), E4M3, MX)
+        tiled_codes(x, E2M1, NVFP4, seed, x.view(-1))
+    ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
+    assert ours == ["tiled_codes", "tensor_scale", "tiled_codes"]
+    allowed = ("empty", "detach", "aten.t.", "view", "slice", "alias", "permute")
+    assert all(any(one in name for one in allowed) for name in seen.names if not name.startswith("fp8bench"))
+
+
+def test_other_numbers_are_refused() -> None:
+    with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
+        tiled_codes(torch.zeros(32, 32, dtype=torch.float64), E4M3, MX)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [CASTS[0], CASTS[5], CASTS[6]], ids=str)
+def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces by the same few kernels: sizes are free."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    eager = [cast(x, how) for x in pieces(how.source)]
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    before = counted()
+    for x, wanted in zip(pieces(how.source), eager, strict=True):
+        assert same(cast(x, how), wanted), (x.shape, x.stride())
+    assert counted()[0] == before[0] and counted()[1] > 0 and not counted()[2]
