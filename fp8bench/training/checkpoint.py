@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL
+from fp8bench.files import PARTIAL, write_whole
 from fp8bench.model.training import SeedTask
 from fp8bench.training.trainer import Trainer
 
@@ -24,15 +25,20 @@ _VERSION = 1
 
 
 class _Digesting:
-    """A file that says what was written into it."""
+    """A file that says what was written into it, and what its disk said last: torch's writer does not hand that on."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._digest = hashlib.sha256()
+        self.failure: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self._digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -54,13 +60,14 @@ def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> tuple
         for number, (name, memory) in enumerate(memories.items()):
             if name not in poisoned:
                 files[name] = _written(partial / f"{number}.pt", memory)
-        head = {"version": _VERSION, "task": _plan(task), "torch": str(torch.__version__), "arms": files}
-        (partial / _HEAD).write_text(json.dumps(head, indent=1))
+        head = {"version": _VERSION, "task": _plan(task), "arms": files}
+        write_whole(partial / _HEAD, json.dumps(head, indent=1))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    except (OSError, RuntimeError) as error:  # torch's writer hides what the disk said
-        why = getattr(error, "strerror", None) or error
-        raise StoreError(f"the checkpoint {target} cannot be written ({why}). Make room, and resume.") from None
+    except OSError as error:
+        raise StoreError(
+            f"the checkpoint {target} cannot be written ({error.strerror}). Make room, and resume."
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return poisoned
@@ -69,7 +76,10 @@ def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer]) -> tuple
 def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     with path.open("xb") as file:
         digesting = _Digesting(file)
-        torch.save(memory, cast(IO[bytes], digesting))
+        try:
+            torch.save(memory, cast(IO[bytes], digesting))
+        except RuntimeError:
+            raise digesting.failure or RuntimeError(f"torch cannot write {path}") from None
         file.flush()
         os.fsync(file.fileno())
     return {"file": path.name, "sha256": digesting.digest}
@@ -105,6 +115,8 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
             memory: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
+    except pickle.UnpicklingError:
+        raise StoreError(f"the checkpoint's file {path} holds more than tensors and plain values.") from None
     return memory
 
 

@@ -91,3 +91,30 @@ def test_a_process_of_its_own(corpus: Corpus) -> None:
         assert state.parameters > 900_000 and state.tokens == 16
         assert dict(state.bytes_per_parameter)["weights"] == 4
         assert [row.step for row in rows(worker.ask(60, "advance", "bf16", 2))] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
+def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
+    """Forward and backward as one graph; the held-out text is looked at by the model itself."""
+    task = task_of(corpus, "bf16", Arm("compiled", "bf16", settings=(("compile", "yes"),)), micro_batches=2)
+    lab = lab_of(task)
+    eager, graph = (rows(lab.advance(name, 4)) for name in ("bf16", "compiled"))
+    assert [row.loss for row in graph] == pytest.approx([row.loss for row in eager], rel=2e-3)
+    assert lab.validate("compiled")[0].loss == pytest.approx(lab.validate("bf16")[0].loss, rel=2e-3)
+
+
+def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
+    """A block that is computed again has the dropout that it had; two micro-batches are one batch of twice the size."""
+    dropped = (("dropout", 0.5),)
+    arms = [
+        Arm("dropped", "fp32", settings=dropped),
+        Arm("again", "fp32", settings=(*dropped, ("checkpointing", "blocks"))),
+        Arm("whole", "fp32", settings=(("batch", 4), ("micro_batches", 1))),
+        Arm("halves", "fp32", settings=(("batch", 2), ("micro_batches", 2))),
+    ]
+    lab = lab_of(task_of(corpus, *arms))
+    losses = {arm.name: [row.loss for row in rows(lab.advance(arm.name, 3))] for arm in arms}
+    assert losses["dropped"] == losses["again"]
+    assert losses["whole"] == pytest.approx(losses["halves"], rel=1e-5)
+    assert losses["dropped"][0] != losses["halves"][0]
