@@ -195,6 +195,27 @@ def test_a_saved_dataset_of_parts_has_its_own_held_out_one(tmp_path: Path) -> No
     assert decoded(text, text.held_out) == b"quite another line\n" * 100
 
 
+@pytest.mark.slow
+def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package itself writes: in several files, and in parts."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+
+    def dataset(lines: list[str], name: str) -> Any:
+        # A fingerprint of its own: some versions cannot pickle what they would make one of.
+        table = datasets.table.InMemoryTable.from_pydict({"text": lines, "id": list(range(len(lines)))})
+        return datasets.Dataset(table, fingerprint=name)
+
+    dataset(LINES, "one").save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict(train=dataset(LINES, "two"), test=dataset(LINES[:99], "three")).save_to_disk(tmp_path / "two")
+    one, two = (prepare_text(str(tmp_path / name), None, "bytes", tmp_path / "data", 8) for name in ("one", "two"))
+    whole = TEXT + b"\n"
+    assert decoded(one, one.train) == whole[: len(whole) - len(whole) // 10]
+    assert decoded(two, two.train) == whole
+    assert decoded(two, two.held_out) == "".join(f"{line}\n" for line in LINES[:99]).encode()
+
+
 def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     """Two columns of text, a file that is cut off, notes that are no JSON."""
     saved(tmp_path / "two", [{"question": "a", "answer": "b"}])
