@@ -7,7 +7,8 @@ not in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Amax, Delayed
-from fp8bench.model.training import LayerReading, Line
+from fp8bench.model.training import Arm, LayerReading, Line, Training
 from fp8bench.protocols import Role
 
 Floats = NDArray[np.float32]
@@ -58,23 +59,34 @@ class Replayed:
     idle: float
 
 
-def traces_of(lines: Iterable[Line], arm: str, seed: int) -> tuple[Trace, ...]:
-    """The amaxes that a training kept of one arm in one seed; refused unless they are of every step."""
-    found: dict[tuple[str, Role], dict[int, LayerReading]] = {}
+def traces_of(training: Training, lines: Iterable[Line], arm: Arm) -> tuple[Trace, ...]:
+    """What a training kept of all tensors that an arm casts, in all seeds. Refused unless every cast was recorded."""
+    batches = arm.taken(training.request.settings).micro_batches
+    if batches > 1:
+        raise UsageError(
+            f"{arm.name} casts each tensor {batches} times a step, and the first amax of a step is kept. Train with "
+            "--micro-batches 1 to replay histories."
+        )
+    found: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
     for line in lines:
-        if isinstance(line, LayerReading) and (line.arm, line.seed) == (arm, seed) and line.role in _ROLES:
-            found.setdefault((line.layer, Role(line.role)), {})[line.step] = line
-    for (layer, role), readings in found.items():
-        if max(readings) - min(readings) + 1 != len(readings):
+        if isinstance(line, LayerReading) and line.arm == arm.name and line.role in _ROLES:
+            found.setdefault((line.layer, Role(line.role), line.seed), {})[line.step] = line
+    if not found:
+        raise UsageError(f"nothing was watched of {arm.name}, so that there are no amaxes. Train with --stride 1.")
+    for (layer, role, _), readings in found.items():
+        if max(readings) + 1 != len(readings):
             raise UsageError(
-                f"{arm}, seed {seed}: {len(readings)} amaxes of {layer} {role} are not of every step from "
-                f"{min(readings)} to {max(readings)}. Delayed scaling sees each one: train with --stride 1."
+                f"of {layer} {role} in {arm.name} there are {len(readings)} amaxes in {max(readings) + 1} steps, and "
+                "delayed scaling sees every one. Train with --stride 1."
             )
-    return tuple(
-        Trace(layer, role, tuple(one.amax for one in ordered), tuple(one.smallest for one in ordered))
-        for (layer, role), readings in found.items()
-        for ordered in [[reading for _, reading in sorted(readings.items())]]
-    )
+    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in found.items())
+
+
+def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
+    """In the order of steps. A reading leaves out what is not finite; a cast of such a tensor enters nothing."""
+    ordered = [reading for _, reading in sorted(readings.items())]
+    amax = tuple(math.inf if one.not_finite else one.amax for one in ordered)
+    return Trace(layer, role, amax, tuple(one.smallest for one in ordered))
 
 
 def ways(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,19 @@ from fp8bench.analysis.learning.histories import Trace, replayed, scales_of, tra
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
-from fp8bench.model.training import LayerReading
+from fp8bench.model.training import Arm, LayerReading
 from fp8bench.nn.tensor_scales import DelayedScale
 from fp8bench.protocols import Role
+from tests.trainings import training
+
+DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
+
+
+def reading(
+    step: int, arm: str = "fp8-delayed", seed: int = 0, role: str = "input", not_finite: float = 0.0
+) -> LayerReading:
+    """With an amax that tells its step."""
+    return LayerReading(arm, seed, step, "head", role, 1.0 + step, 0.5, 0.0, 1.0, 0.0, not_finite=not_finite)
 
 
 def trace_of(draw: random.Random, length: int) -> list[float]:
@@ -84,13 +95,19 @@ def test_an_amax_that_stays_overflows_nowhere() -> None:
 
 
 def test_amaxes_come_from_the_lines_of_a_training() -> None:
-    """In the order of steps, of one arm and seed, by layer and role; those with gaps are refused."""
+    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax."""
+    lines = [reading(1), reading(0), reading(2, not_finite=0.5), reading(0, arm="fp8"), reading(0, role="output")]
+    (trace,) = traces_of(training(DELAYED), lines, DELAYED)
+    assert trace == Trace("head", Role.INPUT, (1.0, 2.0, math.inf), (0.5, 0.5, 0.5))
+    assert len(traces_of(training(DELAYED), [*lines, reading(0, seed=1)], DELAYED)) == 2
 
-    def reading(step: int, arm: str = "fp8-delayed", seed: int = 0, role: str = "input") -> LayerReading:
-        return LayerReading(arm, seed, step, "head", role, float(step), 0.5, 0.0, 1.0, 0.0)
 
-    lines = [reading(2), reading(1), reading(3), reading(9, arm="fp8"), reading(9, seed=1), reading(9, role="output")]
-    (trace,) = traces_of(lines, "fp8-delayed", 0)
-    assert trace == Trace("head", Role.INPUT, (1.0, 2.0, 3.0), (0.5, 0.5, 0.5))
-    with pytest.raises(UsageError, match="3 amaxes of head input are not of every step from 1 to 11"):
-        traces_of([reading(1), reading(2), reading(11)], "fp8-delayed", 0)
+def test_amaxes_that_are_not_of_every_cast_are_refused() -> None:
+    """With what to do."""
+    with pytest.raises(UsageError, match="of head input in fp8-delayed there are 2 amaxes in 11 steps"):
+        traces_of(training(DELAYED), [reading(0), reading(10)], DELAYED)
+    with pytest.raises(UsageError, match="nothing was watched of fp8-delayed"):
+        traces_of(training(DELAYED), [], DELAYED)
+    twice = replace(DELAYED, settings=(("micro_batches", 2),))
+    with pytest.raises(UsageError, match="casts each tensor 2 times a step"):
+        traces_of(training(twice), [reading(0)], twice)
