@@ -159,6 +159,17 @@ def print_training(kept: KeptTraining, arguments: argparse.Namespace) -> None:
     tell(arguments, partial(page_of, kept, found), partial(as_json, kept, found), partial(as_csv, kept))
 
 
+def print_histories(kept: KeptTraining, arm: str, arguments: argparse.Namespace) -> None:
+    """What every way of delayed scaling would have done to an arm's amaxes."""
+    from fp8bench.analysis.learning.histories import histories_of
+    from fp8bench.model.codec import encode
+    from fp8bench.report.data.plain import json_line
+    from fp8bench.report.terminal.histories import page_of
+
+    found = histories_of(kept.training, kept.lines, arm)
+    tell(arguments, partial(page_of, kept.training, arm, found), lambda: json_line([encode(one) for one in found]))
+
+
 def in_store(kept: Run | Path) -> str:
     """' --store DIR' for a store, or that of a run, that commands do not look into by themselves."""
     if isinstance(kept, Path):

@@ -15,10 +15,11 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, Amax, Delayed
 from fp8bench.model.training import Arm, LayerReading, Line, Training
 from fp8bench.protocols import Role
+from fp8bench.registry import precisions
 
 Floats = NDArray[np.float32]
 
@@ -95,6 +96,17 @@ def ways(
     """Every way of scaling. The most recent amax is a history of one, whatever the history."""
     for history, margin, interval in product(histories, margins, intervals):
         yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
+
+
+def histories_of(training: Training, lines: Iterable[Line], name: str) -> tuple[Replayed, ...]:
+    """Every way on the amaxes of the arm with that name, by way and role, in its own formats if it has a choice."""
+    arms = {arm.name: arm for arm in training.arms}
+    if name not in arms:
+        raise UnknownName("arm", name, arms)
+    traces = traces_of(training, lines, arms[name])
+    word = str(precisions.get(arms[name].precision).chosen.get("formats", ""))
+    formats = word if word in FORMATS_BY_ROLE else "hybrid"
+    return tuple(found for way in ways() for found in replayed(traces, way, formats))
 
 
 def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:

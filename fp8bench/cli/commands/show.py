@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.cli.grammar import shared
-from fp8bench.cli.outputs import check_outputs, print_duel, print_run, print_training, wanted_of
+from fp8bench.cli.outputs import check_outputs, print_duel, print_histories, print_run, print_training, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.store.duels import find_duel, load_duel
@@ -21,6 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "an id, a file's stem, a path, or 'last'; a duel's or a training's too, but for 'last'"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
+    words = "of a training: what every history, margin and interval would have done to this arm's amaxes"
+    parser.add_argument("--histories", metavar="ARM", help=words)
     shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
 
 
@@ -34,13 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     if training is not None:
         _check_meant(arguments.run, training, duel, arguments.store)
         _refuse(arguments, training.parent.name, "training", ("tensorboard", "wandb"))
-        print_training(load_training(training), arguments)
+        if arguments.histories is None:
+            print_training(load_training(training), arguments)
+        else:
+            _refuse(arguments, "what --histories prints", "table", ("csv",))
+            print_histories(load_training(training), arguments.histories, arguments)
         return EXIT_OK
     if duel is None:
+        _refuse(arguments, arguments.run, "run", ("histories",))
         run = load_named(arguments.run, arguments.store)
         print_run(run, arguments)
         return EXIT_OK if exported(run, arguments.store, wanted_of(arguments), complain) else EXIT_INTERRUPTED
-    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb"))
+    _refuse(arguments, duel.stem, "duel", ("csv", "tensorboard", "wandb", "histories"))
     print_duel(load_duel(duel), arguments)
     return EXIT_OK
 

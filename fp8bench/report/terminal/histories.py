@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.learning.histories import Replayed
-from fp8bench.model.training import Arm, Training
+from fp8bench.model.training import Training
 from fp8bench.protocols import Role
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Tone
 
@@ -24,13 +24,13 @@ _LEGEND = (
 )
 
 
-def page_of(training: Training, arm: Arm, found: Sequence[Replayed]) -> Page:
+def page_of(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
     """A row for each way, in their order."""
     ways = dict.fromkeys(one.delayed for one in found)
     rows = tuple(tuple(_row([one for one in found if one.delayed == way])) for way in ways)
     casts = sum(one.casts for one in found if one.delayed == found[0].delayed)
     table = Table("histories", "", _COLUMNS, rows, main=True)
-    title = f"delayed scaling of {arm.name} in {training.id}, replayed over {units.whole(casts)} casts"
+    title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
     return Page(title, "", (Part("histories", "", (table,)),), _LEGEND)
 
 

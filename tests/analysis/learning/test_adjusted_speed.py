@@ -10,7 +10,7 @@ import pytest
 from fp8bench.analysis.learning.adjusted_speed import AdjustedSpeed, adjusted_speed, log_steps
 from fp8bench.analysis.learning.curves import Curve
 from fp8bench.report.words import learning as words
-from tests.trainings import curve, rows
+from tests.learning_curves import curve, rows
 
 STEPS = 200
 FALLING = [5.0 - 0.02 * step for step in range(STEPS)]

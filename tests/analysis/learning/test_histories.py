@@ -16,7 +16,7 @@ from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.model.training import Arm, LayerReading
 from fp8bench.nn.tensor_scales import DelayedScale
 from fp8bench.protocols import Role
-from tests.trainings import training
+from tests.learning_curves import training
 
 DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
 

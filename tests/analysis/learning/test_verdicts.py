@@ -13,7 +13,7 @@ from fp8bench.analysis.learning.judging import Learned, Why
 from fp8bench.analysis.learning.verdicts import ArmVerdict, Verdicts, least_fall, verdicts_of
 from fp8bench.model.training import Line, StepRow, TrainingEvent, Validation
 from fp8bench.report.words import learning as words
-from tests.trainings import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
 
 WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
 SAME = {"fp8": [0.001, -0.001, 0.002, -0.002, 0.0]}

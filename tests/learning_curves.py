@@ -1,0 +1,71 @@
+"""Trainings made by hand for what is said of learning: losses as numbers, and the lines that would tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fp8bench.model import Environment
+from fp8bench.model.training import (
+    Arm,
+    ArmRole,
+    Line,
+    StepRow,
+    TokenSpan,
+    Training,
+    TrainingRequest,
+    TrainingText,
+    Validation,
+)
+from tests.facts import CPU
+
+TEXT = TrainingText(
+    TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), None, 256, "bytes", "0" * 64
+)  # fmt: skip
+REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
+CANDIDATE = Arm("fp8", "fp8", native=False)
+REPEAT = Arm("bf16 again", "bf16", ArmRole.REPEAT)
+OTHER_SEED = Arm("bf16 other seed", "bf16", ArmRole.OTHER_SEED)
+
+
+def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float = 0.01) -> Training:
+    """A training of the reference, its bands, and these."""
+    request = TrainingRequest(steps=steps, seeds=seeds, margin=margin)
+    arms = (REFERENCE, REPEAT, OTHER_SEED, *(candidates or (CANDIDATE,)))
+    return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
+
+
+def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, tokens: int = 192) -> Iterator[StepRow]:
+    """A row for each loss, nothing else of note in it."""
+    for step, loss in enumerate(losses):
+        yield StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 10.0, 1e-3, 1.0, tokens, seconds)
+
+
+def held_out(arm: str, seed: int, step: int, loss: float) -> Validation:
+    return Validation(arm, seed, step, "held-out", loss, 1000, 1000)
+
+
+def curve(steps: int, end: float, start: float = 5.5) -> list[float]:
+    """Losses that fall fast and then slowly, from the start to the end."""
+    return [end + (start - end) * 0.5 ** (20 * step / steps) for step in range(steps)]
+
+
+def lines(
+    gaps: Mapping[str, Sequence[float]], steps: int = 100, held: Mapping[str, Sequence[float]] | None = None,
+    seconds: Mapping[str, float] | None = None,
+) -> tuple[Line, ...]:  # fmt: skip
+    """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
+
+    The reference's differ from seed to seed. Times are those of a step of each arm.
+    """
+    found: list[Line] = []
+    seeds = max(map(len, gaps.values()))
+    held, seconds = {**gaps, **(held or {})}, seconds or {}
+    for seed in range(seeds):
+        base = curve(steps, 2.0 + 0.01 * seed)
+        for arm, own in {REFERENCE.name: [0.0] * seeds, **gaps}.items():
+            if seed >= len(own):
+                continue
+            found += rows(arm, seed, [loss * (1 + own[seed]) for loss in base], seconds.get(arm, 0.01))
+            share = 0.0 if arm == REFERENCE.name else held[arm][seed]
+            found.append(held_out(arm, seed, steps - 1, 2.1 * (1 + share)))
+    return tuple(found)
