@@ -17,9 +17,11 @@ from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.cli.streams import say
 from fp8bench.errors import NotPrinted, UsageError
 from fp8bench.model import Run
+from fp8bench.model.codec import encode
 from fp8bench.model.duel import Duel
 from fp8bench.model.training import KeptTraining
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
+from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
@@ -162,8 +164,6 @@ def print_training(kept: KeptTraining, arguments: argparse.Namespace) -> None:
 def print_histories(kept: KeptTraining, arm: str, arguments: argparse.Namespace) -> None:
     """What every way of delayed scaling would have done to an arm's amaxes."""
     from fp8bench.analysis.learning.histories import histories_of
-    from fp8bench.model.codec import encode
-    from fp8bench.report.data.plain import json_line
     from fp8bench.report.terminal.histories import page_of
 
     found = histories_of(kept.training, kept.lines, arm)
