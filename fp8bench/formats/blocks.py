@@ -87,6 +87,24 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
     return _up(quotient, E4M3) if rounding is ScaleRounding.UP else quantised(quotient, E4M3)
 
 
+def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
+    """The largest of each block, with reduced dimensions kept; NaN where one is among them."""
+    return blocks.amax(inside or ((1, 3) if blocks.dim() == _RECTANGLE_DIMENSIONS else (1,)), keepdim=True)
+
+
+def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
+    """What elements of blocks with these largest magnitudes are times to be values.
+
+    NaN under scales in e8m0 and e4m3 where a magnitude is.
+    """
+    if scaling.scale is None:
+        return float_factor(amax, fmt, scaling.rounding).reciprocal()
+    if scaling.scale is E8M0:
+        return mx_scale(amax, fmt, scaling.rounding)[0]
+    above = nvfp4_tensor_scale(amax.amax())
+    return nvfp4_block_scale(amax, above, scaling.rounding) * above
+
+
 def _like(amax: Tensor, number: float) -> Tensor:
     """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places and on GPUs."""
     return torch.full_like(amax, number)
@@ -179,8 +197,7 @@ def _scaled(
     apart: bool,
     inside: tuple[int, ...] | None = None,
 ) -> _Scaled:
-    inside = inside or ((1, 3) if magnitudes[0].dim() == _RECTANGLE_DIMENSIONS else (1,))
-    amax = reduce(torch.maximum, magnitudes).amax(inside, keepdim=True)  # NaN where one is among them
+    amax = largest_of(reduce(torch.maximum, magnitudes), inside)
     kept: Callable[[Tensor], Tensor] = _kept if apart else lambda scales: scales
     if scaling.scale is None:
         factor = kept(float_factor(amax, fmt, scaling.rounding))

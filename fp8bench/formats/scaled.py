@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.blocks import block_elements, block_values, float_factor, nvfp4_tensor_scale
+from fp8bench.formats.blocks import block_elements, block_values, float_factor, largest_of, nvfp4_tensor_scale, steps_of
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, check_output, round_to
@@ -110,6 +111,29 @@ def quantise(
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
     return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
+
+
+class Blocks(NamedTuple):
+    """Magnitudes as blocks that share a scale, the largest of each, and what its elements are times to be values."""
+
+    magnitudes: Tensor
+    peaks: Tensor
+    steps: Tensor
+
+
+def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
+    """The blocks of a tensor's magnitudes, in a layout of blocks.py, with steps as `values` has them. Rounds nothing.
+
+    `scale` takes the place of the current one of a tensor or row. Ends are filled with zeros.
+    """
+    check_scaling(fmt, scaling, scale)
+    if _whole(scaling):
+        peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
+        steps = steps_of(peaks, fmt, scaling) if scale is None else scale.reciprocal()
+        return Blocks(magnitudes, peaks, steps)
+    blocks = _blocks(magnitudes, scaling)
+    peaks = largest_of(blocks)
+    return Blocks(blocks, peaks, steps_of(peaks, fmt, scaling))
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:

@@ -224,11 +224,12 @@ class StepRow:
 class LayerReading:
     """What a watched step says of one tensor of one layer: shares are of all its elements.
 
-    `role` is one of Role (input, weight, gradient), or 'update' (of the weights) and 'output'. `scale` multiplies
-    values before they are rounded, the least and the largest of its blocks in `least_scale` and `largest_scale`; of a
-    tensor without one they are 1. `lag` is log2 of the share of the format's range that the largest magnitude takes up
-    (above 0: it was clipped), `drift` how many octaves the scale moved since the reading before. `signal_to_noise` is
-    in decibels, against the same tensor unrounded, None where nothing was rounded.
+    `role` is one of Role: input, weight, gradient (of the output). `scale` multiplies values before they are rounded,
+    the least and the largest of its blocks in `least_scale` and `largest_scale`, in the middle of their octaves in
+    `scale`; of a tensor without one they are 1. `lag` is log2 of the share of the format's range that the largest
+    magnitude of the fullest block takes up (above 0: it was clipped), `drift` how many octaves the scale moved since
+    the reading before. `signal_to_noise` is in decibels, against the same tensor unrounded, None where nothing was
+    rounded. Values that are not finite, before or after, are counted in `not_finite`, and stand in no other figure.
     """
 
     arm: str
@@ -258,8 +259,11 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 
 @dataclass(frozen=True)
 class StepFigure:
-    """A further figure of a watched step by its name: 'gradient_snr', 'noise_scale', 'memory', 'energy',
-    'attention_score', 'embedding_spread', 'update_ratio' of a layer."""
+    """A further figure of a watched step by its name, of a layer or, without one, of all.
+
+    'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes), 'energy'.
+    """
 
     arm: str
     seed: int

@@ -98,6 +98,11 @@ class RecipeArithmetic(Arithmetic):
         operand = self.cast(tensor, role)
         return operand, self.transposed(operand) if self._turns(role) else None
 
+    def last_scale(self, role: Role) -> Tensor | None:
+        """What the last cast of a role was multiplied by, where that does not come from the tensor alone."""
+        used = self.scales[role].last if role in self.scales else None
+        return None if used is None else used.scale
+
     def _turns(self, role: Role) -> bool:
         """Whether one cast of a tensor serves both of its products."""
         one = self.treatments[role]

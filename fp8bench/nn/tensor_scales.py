@@ -76,6 +76,11 @@ class DelayedScale:
         """Go on from there."""
         self.scale, self.history, self._casts = map(memory.get, ("scale", "history", "casts"))
 
+    @property
+    def last(self) -> ScalePair | None:
+        """What the last cast got."""
+        return self._used
+
 
 def backward_is_running() -> bool:
     """Whether this thread is inside autograd's backward, where a forward pass is one that is computed again.
@@ -150,6 +155,11 @@ class StaticScale:
         if bound is not None or self._used is not None:
             self._used = None if bound is None else self._scale
         return self._scale
+
+    @property
+    def last(self) -> ScalePair | None:
+        """What the last cast got."""
+        return self._used or self._scale
 
     def state(self) -> ScaleState | None:
         """As it is now; waits for the device."""

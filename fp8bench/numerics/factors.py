@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import Format
-from fp8bench.formats.scaled import quantise
+from fp8bench.formats.scaled import blocks_of, matrix_of
 from fp8bench.formats.scalings import Scaling
 
 Place = tuple[slice, slice]
@@ -55,12 +54,9 @@ def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | 
     """Those that a tensor gets by itself, or with a `scale` of earlier steps; 1 without a scaling."""
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
-    stored = quantise(x, fmt, scaling, scale=scale)
-    assert stored.scales is not None
-    steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
-    if stored.tensor_scale is not None:
-        steps = steps * stored.tensor_scale
-    return Factors(steps if steps.dim() else steps.view(1, 1), scaling.rows, scaling.columns)
+    steps = blocks_of(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
+    down = -(-matrix_of(x.shape)[0] // scaling.rows) if scaling.rows else 1
+    return Factors(steps.reshape(down, -1), scaling.rows, scaling.columns)
 
 
 def in_blocks(x: Tensor, columns: int) -> Tensor:

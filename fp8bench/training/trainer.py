@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from fp8bench.training.not_finite import Finder, Place, whole_words
 from fp8bench.training.optimizer import AdamW
 from fp8bench.training.schedule import share_of_rate
 from fp8bench.training.seeds import own_seed, seed_of
+from fp8bench.training.watched_step import WatchedStep
+from fp8bench.training.watching import Watch
 
 _SILENT = SilentPhases()
 # After so many steps in a row that were not finite nothing is learnt any more.
@@ -62,6 +65,9 @@ class Trainer:
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = AdamW(self._parameters, settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
+        self._watch = Watch(
+            self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
+        )
 
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
@@ -107,7 +113,7 @@ class Trainer:
         started = time.perf_counter()
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
         rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
-        with self._optimizer.weights.present():
+        with self._optimizer.weights.present(), self._watching() as seen:
             loss = self._losses(scale)
             norm = self._optimizer.gradients.norm() / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
@@ -115,13 +121,23 @@ class Trainer:
             self._optimizer.step(rate, clipping * scale, skip)
             moved, size = joint(self._optimizer.update_norms), joint(self._optimizer.weight_norms)
             numbers = torch.stack([loss, norm, clipping, moved, size]).tolist()  # the one wait of a step
-        row = self._row(numbers, rate, scale, time.perf_counter() - started)
+            if seen is not None:
+                norms = self._optimizer.update_norms, self._optimizer.weight_norms
+                seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in norms))
+        # A step that was watched took longer than a step does.
+        row = self._row(numbers, rate, scale, time.perf_counter() - started if seen is None else 0.0)
         yield row
+        if seen is not None:
+            yield from self._watch.lines(self.step, seen)
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._answered(row, before)
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
+
+    def _watching(self) -> AbstractContextManager[WatchedStep | None]:
+        watched = self.step % self._task.stride == 0
+        return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
     def _losses(self, scale: float) -> Tensor:
         """Forward and backward of all micro-batches: their mean loss."""
@@ -222,6 +238,7 @@ class Trainer:
             "rate": self._rate,
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
+            "watched": self._watch.memory(),
         }
 
     def recall(self, memory: dict[str, Any]) -> None:
@@ -233,6 +250,7 @@ class Trainer:
             for one, kept in zip(tensors, memory["optimizer"][name], strict=True):
                 one.copy_(kept)
         self._recall(_Remembered(**memory["remembered"]))
+        self._watch.recall(memory["watched"])
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ def test_a_poisoned_arm_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
     assert lab.save(str(tmp_path / "kept")) == ("fp8",)
     again = lab_of(task)
     again.restore(str(tmp_path / "kept"))
-    assert again.advance("fp8", 1) == () and len(again.advance("bf16", 1)) == 1
+    assert again.advance("fp8", 1) == () and len(rows(again.advance("bf16", 1))) == 1
 
 
 def test_looking_changes_no_step(corpus: Corpus) -> None:
