@@ -165,6 +165,8 @@ class TrainingProgress(LiveLine):
         self._training, self._begun = training, time.monotonic()
 
     def trained(self, number: int, step: int, lines: Sequence[Line]) -> None:
+        if step == 0:
+            self._losses.clear()
         for line in lines:
             if isinstance(line, StepRow):
                 self._losses[line.arm] = line.loss

@@ -1,0 +1,90 @@
+"""A training that is killed, whenever, goes on to the very losses that it would have come to."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8bench.jobs.train import run as job
+from fp8bench.measure.handle import LocalWorker
+from fp8bench.model.training import StepRow, TrainingEvent
+from fp8bench.store.trainings import load_training, training_files
+from fp8bench.training.lab import Lab
+from suites.kill import children, wait_until_gone
+from tests.commands import Say, environment
+from tests.counts import counts
+from tests.trainings import said
+
+# Amaxes that are remembered, rounding at random, and dropout: what a checkpoint could forget.
+USUAL = ("train", "--data", "text.txt", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
+SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
+LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
+_PATIENCE = 120.0
+
+
+def command_of(store: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "fp8bench", *words, "--store", str(store)]
+
+
+def size_of(path: Path | None) -> int:
+    return path.stat().st_size if path is not None and path.exists() else 0
+
+
+def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
+    """Until the stream has so many bytes more than the resumption left, or it is over: no matter how fast that is."""
+    begun, end = None, time.monotonic() + _PATIENCE
+    while process.poll() is None and time.monotonic() < end:
+        path = next(iter(training_files(store)), None)
+        size = size_of(path)
+        begun = size if begun is None or size < begun else begun
+        if path is not None and size >= begun + more:
+            return
+        time.sleep(0.005)
+
+
+@counts(1, 20)
+def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
+    count: int, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parent, worker or both, at random moments; every line is there once, and every bit is as without a kill."""
+    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
+    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+    begin = SHORT if count == 1 else LONG
+    assert fp8bench(*begin, "--store", "whole")[0] == 0
+    whole = load_training(training_files(Path("whole"))[0])
+    chance = random.Random(20261122)
+    kills, length = 0, size_of(Path(whole.path))
+    words = begin
+    while kills < count:
+        with subprocess.Popen(
+            command_of(store, *words), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            wait_for(process, store, chance.randrange(length * 2 // 3))
+            time.sleep(chance.uniform(0, 0.1))
+            workers = children(process.pid)
+            victims = chance.choice(([process.pid], [*workers, process.pid], [*workers]))
+            for victim in victims if process.poll() is None else ():
+                kills += 1 if victim == victims[0] else 0
+                os.kill(victim, signal.SIGKILL)
+            process.wait(_PATIENCE)
+        assert not wait_until_gone(workers, 10.0)
+        kept = load_training(training_files(store)[0])
+        assert len(kept.troubles) <= 1 and not [one for one in kept.of(TrainingEvent) if one.kind == "out"]
+        if kept.finished:
+            assert said(kept) == said(whole)
+            words = begin
+        else:
+            words = ("train", "--resume", "last")
+    if not kept.finished:
+        subprocess.run(command_of(store, *words), env=environment(), capture_output=True, check=True)
+        kept = load_training(training_files(store)[0])
+    assert kept.finished and said(kept) == said(whole)
+    rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
+    assert len(rows) == len(set(rows)) == len(whole.of(StepRow))
