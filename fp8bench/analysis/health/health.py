@@ -110,4 +110,5 @@ def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> boo
 
 def _with(event: TrainingEvent, more: int) -> TrainingEvent:
     """The event with how many tensors more it is about."""
-    return replace(event, words=f"{event.words}, and {more} tensors more" if more else event.words)
+    others = f", and {more} tensor{'s' if more > 1 else ''} more" if more else ""
+    return replace(event, words=event.words + others)

@@ -40,19 +40,15 @@ class EmbeddingCollapse(FigureRule):
 
     name = "embedding-collapse"
     figure = "embedding_spread"
-    share = 0.5
-    window = "all readings"
-    threshold = f"below {share:g} of the largest spread that it has had"
-    reason = "an embedding spreads as it learns; weight decay takes a hundredth of it in a thousand steps"
+    keep = 20
+    share = 0.75
+    window = f"the last {keep} readings"
+    threshold = f"below {share:g} of the largest spread among them"
+    reason = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._largest: dict[str, float] = {}
-
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        largest = max(self._largest.get(line.layer, 0.0), line.value)
-        self._largest[line.layer] = largest
+        largest = max(last)
         if not line.value < self.share * largest:
             return ""
         return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
@@ -70,7 +66,7 @@ class AttentionOverflow(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if line.value < self.largest:
+        if not line.value >= self.largest:  # NaN is for the rule of tensors that are not finite
             return ""
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 

@@ -81,7 +81,7 @@ ILL: dict[str, tuple[Callable[[], Iterable[Line]], int]] = {
     "overflow-burst": (lambda: readings(9, saturated=lambda number: 0.1 if number == 6 else 0.006), 60),
     "underflow-creep": (lambda: readings(30, underflow=lambda number: 0.1 + 0.02 * number), 180),
     "tensor-not-finite": (lambda: readings(5, not_finite=lambda number: 1e-6 if number == 4 else 0.0), 40),
-    "embedding-collapse": (lambda: figures("embedding_spread", (1.0, 1.5, 1.2, 0.8, 0.7)), 40),
+    "embedding-collapse": (lambda: figures("embedding_spread", (1.0, 1.5, 1.2, 1.1, 1.0)), 30),
     "attention-score-overflow": (lambda: figures("attention_score", (3.0, 20.0, 90.0)), 20),
     "batch-norm-drift": (lambda: figures("batch_norm_drift", (3, 3, 2, 1, 0.1, 0.1, 2, 3, 4, 5)), 80),
     "loss-gap": (lambda: gap(0.04), 49),

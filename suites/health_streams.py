@@ -1,0 +1,137 @@
+"""Trainings whose lines health rules are judged by: well ones, and ill ones. Kept as files, a training each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8bench.model.raw import Settings
+from fp8bench.model.training import (
+    Arm,
+    ArmRole,
+    LayerReading,
+    Line,
+    SeedTask,
+    StepFigure,
+    StepRow,
+    TrainerSettings,
+    TrainingText,
+)
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.plan.texts import prepare_text
+from fp8bench.training.batches import Windows
+from fp8bench.training.lab import Lab
+from suites.illnesses import ILLNESSES, Illness, Patient
+
+SLICE, STRIDE = 10, 10
+# Well trainings are of a model so small that 50,000 steps can be done, ill ones of nano.
+TINY = "tiny"
+SIZES.setdefault(TINY, GPTConfig(256, 64, 1, 2, 2, 256, batch=4, sequence=64))
+WINDOWS = {"batch": 4, "sequence": 64}
+PRECISIONS = ("fp8", "fp8-delayed:history=16", "mxfp8")
+ARCHITECTURES = ("gpt", "mlp", "cnn")
+STEPS, CHANGE = 700, 400
+JUDGING, SETTING = range(5), range(100, 102)
+REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
+OTHER = Arm("bf16, other seed", "bf16", ArmRole.OTHER_SEED)
+KINDS = (StepRow, LayerReading, StepFigure)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One training: arms beside each other under one seed, well or with an illness in its last arm."""
+
+    name: str
+    arch: str
+    seed: int
+    steps: int
+    arms: tuple[Arm, ...]
+    illness: Illness | None = None
+
+    def settings(self) -> TrainerSettings:
+        own = self.illness.settings if self.illness else {}
+        return TrainerSettings(arch=self.arch, model="nano" if self.illness else TINY, **WINDOWS, **own)
+
+
+def well(seeds: range) -> list[Study]:
+    """Four precisions and the reference under another seed; the text changes on the way."""
+    arms = (REFERENCE, *(Arm(one.partition(":")[0], one) for one in PRECISIONS), OTHER)
+    return [Study(f"well-{arch}-{seed}", arch, seed, STEPS, arms) for arch in ARCHITECTURES for seed in seeds]
+
+
+def ill(seeds: range) -> list[Study]:
+    """Every illness, beside the reference where a rule compares."""
+    return [
+        Study(
+            f"ill-{number}-{seed}", illness.arch, seed, illness.steps,
+            (*((REFERENCE, OTHER) if illness.beside else ()), Arm("ill", illness.precision)), illness,
+        )
+        for number, illness in enumerate(ILLNESSES)
+        for seed in seeds
+    ]  # fmt: skip
+
+
+def train(study: Study, text: TrainingText) -> Iterator[Line]:
+    """The lines of a study, slice by slice, all arms in random order."""
+    torch.set_num_threads(1)
+    lab = Lab(Settings())
+    task = SeedTask(study.seed, study.arms, study.settings(), study.steps, STRIDE, text, lab.probe()[0])
+    lab.begin(task)
+    trainers: dict[str, Any] = lab._trainers
+    patient = Patient(trainers["ill"]) if study.illness else None
+    order = random.Random(study.seed)
+    for start in range(0, study.steps, SLICE):
+        if start == CHANGE and study.illness is None:
+            for trainer in trainers.values():
+                _change_text(trainer, text)
+        for arm in order.sample(list(trainers), len(trainers)):
+            if patient is None or arm != "ill" or study.illness is None:
+                yield from lab.advance(arm, SLICE)
+                continue
+            for step in range(start, start + SLICE):
+                if step >= study.illness.onset:
+                    with torch.no_grad():
+                        study.illness.plant(patient)
+                    patient.steps += 1
+                yield from lab.advance(arm, 1)
+
+
+def _change_text(trainer: Any, text: TrainingText) -> None:
+    """From the sources of a program to prose."""
+    assert text.other is not None
+    trainer._windows = Windows(text.other, WINDOWS["sequence"], "cpu", trainer._windows._vocabulary)
+
+
+def keep(study: Study, folder: Path) -> None:
+    """Train a study and keep its lines, unless they are there."""
+    path = folder / f"{study.name}.jsonl.gz"
+    if path.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    text = prepare_text(None, None, "bytes", folder, WINDOWS["sequence"])
+    started, partial = time.perf_counter(), path.with_suffix(f".{os.getpid()}")
+    with gzip.open(partial, "wt", compresslevel=5) as file:
+        for line in train(study, text):
+            if isinstance(line, KINDS):
+                file.write(json.dumps([KINDS.index(type(line)), *astuple(line)]) + "\n")
+        file.write(json.dumps({"seconds": time.perf_counter() - started, "load": os.getloadavg()[0]}) + "\n")
+    partial.rename(path)
+
+
+def kept(study: Study, folder: Path) -> tuple[list[Line], dict[str, float]] | None:
+    """The lines of a study and what they cost, if it was trained."""
+    path = folder / f"{study.name}.jsonl.gz"
+    if not path.exists():
+        return None
+    with gzip.open(path, "rt") as file:
+        *lines, cost = map(json.loads, file)
+    return [KINDS[kind](*values) for kind, *values in lines], cost
