@@ -21,7 +21,7 @@ from fp8bench.training.trainer import Trainer
 
 # Where most are planted: a layer, the norm before it, and attention's input product.
 LAYER, NORM, QKV = "blocks.0.mlp.up", "blocks.0.norm_mlp.weight", "blocks.0.attn.qkv.weight"
-CURRENT, DELAYED = "fp8", "fp8-delayed:history=16"
+CURRENT, DELAYED, LONG = "fp8", "fp8-delayed:history=16", "fp8-delayed"
 
 
 class Patient:
@@ -163,8 +163,8 @@ def zero_scale(patient: Patient) -> None:
 
 
 def fading_gradients(patient: Patient) -> None:
-    """Gradients are smaller by a fifth every step on their way back, as under a loss scale that falls."""
-    patient.trainer._loss_scale.scale *= 0.8
+    """Gradients are smaller by a third every step on their way back; the trainer makes up for it."""
+    patient.trainer._loss_scale.scale *= 0.67
 
 
 def poisoned_gain(patient: Patient) -> None:
@@ -207,7 +207,7 @@ ILLNESSES: tuple[Illness, ...] = (
     Illness("a scale of 0", "scale-at-edge", zero_scale, DELAYED),
     Illness("a scale frozen while its tensor grows 3% a step", "lag", frozen_scale(1.03), DELAYED),
     Illness("a scale frozen, then a tensor 64 times as large", "overflow-burst", frozen_then_louder, DELAYED),
-    Illness("fp16 whose loss scale melts away", "underflow-creep", fading_gradients, "fp16", onset=120, steps=300),
+    Illness("gradients that fade, and a history too long", "underflow-creep", fading_gradients, LONG, steps=200),
     Illness("a gain that is no number", "tensor-not-finite", poisoned_gain, settings=_SKIPPING),
     Illness("embeddings drawn together", "embedding-collapse", shrinking_embedding),
     Illness("queries and keys that grow 5% a step", "attention-score-overflow", growing_scores, steps=260),
