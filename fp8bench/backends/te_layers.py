@@ -54,6 +54,7 @@ class TransformerEngine(Backend):
     install = "transformer-engine[pytorch]"  # the package by itself is empty, and raises when it is imported
     least = "2.0"
     whole_layers = True
+    caches_weights = True
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {
         ("compile", "yes"): "te's layers do not become one graph with others: choose compile=no",
         ("checkpointing", "blocks"): "te's histories would count a recomputed block twice: choose checkpointing=no",
@@ -130,12 +131,12 @@ class TransformerEngine(Backend):
                 *path, own = name.split(".")
                 setattr(reduce(getattr, path, module), own, weight)
 
-            def multiply(x: Tensor) -> Tensor:
+            def in_step(x: Tensor, first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    found: Tensor = module(x)
+                    found: Tensor = module(x, is_first_microbatch=first)
                     return found
 
-            return WholeLayer(multiply, partial(_scales, module))
+            return WholeLayer(lambda x: in_step(x, None), partial(_scales, module), in_step)
 
         return WholeLayers(self.name, torch.bfloat16, layer, autocast, fuse)
 

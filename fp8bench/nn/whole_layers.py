@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,15 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Role
 
 
 class WholeLayer(NamedTuple):
-    """What multiplies inputs by its weights, and what it says of its scales: part, role, largest magnitude, scale."""
+    """What multiplies inputs by its weights, and what it says of its scales: part, role, largest magnitude, scale.
+
+    `in_step` is the same in a step's passes, and whether it is the first: weights are cast in that one. None where the
+    library casts them in each.
+    """
 
     multiply: Callable[[Tensor], Tensor]
     scales: Callable[[], list[tuple[str, str, float, float]]] = list
+    in_step: Callable[[Tensor, bool], Tensor] | None = None
 
 
 # Makes the layer of a float32 weight.
@@ -50,6 +54,17 @@ class WholeLayers(Arithmetic):
         self._fuse = fuse
         self._name = ""
         self._layers: dict[str, WholeLayer] = {}
+        # The layers that a step has passed already; no step is open while it holds None.
+        self._passed: list[set[int] | None] = [None]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Passes until the end are those of one step: layers that can cast their weights in its first one alone."""
+        self._passed[0] = set()
+        try:
+            yield
+        finally:
+            self._passed[0] = None
 
     def layer(self, name: str) -> Arithmetic:
         other = copy.copy(self)  # with the same layers
@@ -64,7 +79,16 @@ class WholeLayers(Arithmetic):
 
     def _kept(self, made: WholeLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = made
-        return partial(made.multiply)  # a module in a module would show its weight twice
+
+        def multiply(x: Tensor) -> Tensor:  # a module in a module would show its weight twice
+            passed = self._passed[0]
+            if made.in_step is None or passed is None:
+                return made.multiply(x)
+            first = id(made) not in passed
+            passed.add(id(made))
+            return made.in_step(x, first)
+
+        return multiply
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
         return tuple(

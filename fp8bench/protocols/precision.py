@@ -102,8 +102,9 @@ class Precision(ABC):
 class Backend(ABC):
     """`package` is the distribution that it comes with, `least` the first version that will do; `install` brings it.
 
-    `whole_layers` says that it has no casts and products by themselves, but layers that do both; `refuses` are values
-    of axes that these cannot be with, and why.
+    `whole_layers` says that it has no casts and products by themselves, but layers that do both, and `caches_weights`
+    that these cast their weights in a step's first pass alone where they are told which that is; `refuses` are values
+    of axes that they cannot be with, and why.
     """
 
     name: ClassVar[str]
@@ -112,6 +113,7 @@ class Backend(ABC):
     least: ClassVar[str] = "0"
     install: ClassVar[str] = "torch"
     whole_layers: ClassVar[bool] = False
+    caches_weights: ClassVar[bool] = False
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {}
 
     @abstractmethod

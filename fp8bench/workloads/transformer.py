@@ -142,7 +142,8 @@ class Transformer(Workload):
                 f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
                 "choose compile=no"
             )
-        if precision.whole_layers and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
+        recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
+        if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
         other = SIZES[str(params["size"])].modern or _choice(params, "attention") != "auto"
         if precision.whole_layers and _choice(params, "cut") == "block" and other:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8bench.nn.linear import linear
 from fp8bench.nn.recipe_arithmetic import RecipeArithmetic
 from fp8bench.nn.shared_precisions import recipe_of
-from fp8bench.protocols import SilentPhases
+from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.backends.te_names import recorded
 
@@ -67,8 +67,9 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sizes[1], sizes[0], dtype=given["params_dtype"], device=given["device"]))
         self.fp8_meta: dict[str, Any] = {}
         self._arithmetic: RecipeArithmetic | None = None
+        self._kept: tuple[Operand, Operand] | None = None
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         assert Autocast.open, "te.Linear was called outside of te.autocast"
         recipe = Autocast.open[-1]
         name = type(recipe).__name__
@@ -79,7 +80,12 @@ class Linear(nn.Module):
                 history = torch.zeros(recipe.given["amax_history_len"], columns)
                 history[-1, 0] = inp.detach().abs().max()
                 self.fp8_meta[key] = SimpleNamespace(amax_history=history, scale=torch.full((columns,), 2.0))
-        return linear(inp, self.weight, self._arithmetic, SilentPhases())
+        if is_first_microbatch is None:
+            return linear(inp, self.weight, self._arithmetic, SilentPhases())
+        if is_first_microbatch:  # it keeps the weight by the name of its operand
+            operand, turned = self._arithmetic.cast_both(self.weight, Role.WEIGHT)
+            self._kept = operand, turned or self._arithmetic.turn(operand, self.weight, Role.WEIGHT)
+        return linear(inp, self.weight, self._arithmetic, SilentPhases(), self._kept)
 
 
 class LayerNormLinear(Linear):
@@ -93,8 +99,8 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight = nn.Parameter(torch.empty(sizes[0], device=given["device"]))
         self.activation = given.get("activation", "")
 
-    def forward(self, inp: Tensor) -> Tensor:
-        return super().forward(self.normed(inp))
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return super().forward(self.normed(inp), is_first_microbatch)
 
     def normed(self, inp: Tensor) -> Tensor:
         return F.rms_norm(inp.float(), inp.shape[-1:], self.layer_norm_weight, 1e-5).to(torch.bfloat16)
@@ -107,7 +113,8 @@ class LayerNormMLP(LayerNormLinear):
     fc1_weight: nn.Parameter
     fc2_weight: nn.Parameter
 
-    def forward(self, inp: Tensor) -> Tensor:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        assert is_first_microbatch is None, "two weights of this one share a place here"
         self.weight = self.fc1_weight
         hidden = Linear.forward(self, self.normed(inp))
         gate, *value = hidden.chunk(2, dim=-1) if self.activation == "swiglu" else (hidden,)
@@ -130,18 +137,19 @@ class TransformerLayer(nn.Module):
         self.self_attention.proj = Linear(width, width, **plain)
         self.up, self.down = Linear(width, hidden, **plain), Linear(hidden, width, **plain)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        first = is_first_microbatch
         attention, mlp, shape = self.self_attention, self.layernorm_mlp, x.shape[-1:]
         normed = F.layer_norm(
             x.float(), shape, attention.layernorm_qkv.layer_norm_weight, attention.layernorm_qkv.layer_norm_bias
         )
-        parts = attention.layernorm_qkv(normed.to(x.dtype)).chunk(3, dim=-1)
+        parts = attention.layernorm_qkv(normed.to(x.dtype), first).chunk(3, dim=-1)
         q, k, v = (one.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for one in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + attention.proj(mixed)
+        x = x + attention.proj(mixed, first)
         normed = F.layer_norm(x.float(), shape, mlp.layer_norm_weight, mlp.layer_norm_bias).to(x.dtype)
         self.up.weight, self.down.weight = mlp.fc1_weight, mlp.fc2_weight
-        y: Tensor = x + self.down(F.gelu(self.up(normed), approximate="tanh"))
+        y: Tensor = x + self.down(F.gelu(self.up(normed, first), approximate="tanh"), first)
         return y
 
 

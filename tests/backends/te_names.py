@@ -30,6 +30,8 @@ PARTS = {
     "TransformerLayer.layernorm_mlp": "transformer_engine/pytorch/transformer.py",
     "MultiheadAttention.layernorm_qkv": ATTENTION, "MultiheadAttention.proj": ATTENTION,
 }  # fmt: skip
+# The pass in which a layer casts its weights, and keeps them for others.
+FIRST = "is_first_microbatch"
 META = "transformer_engine/pytorch/module/base.py"
 
 
@@ -41,6 +43,7 @@ def derived(wheel: Path) -> str:
             tree = ast.parse(archive.read(module))
             classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
             lines += [f"{name}({', '.join(arguments(classes[name]))})" for name in names]
+            lines += [f"first micro-batch {name}" for name in names if FIRST in called(classes[name])]
         base = ast.unparse(ast.parse(archive.read(META)))
         lines += [
             f"fp8_meta {key}"
@@ -67,6 +70,12 @@ def arguments(node: ast.ClassDef) -> list[str]:
     if made is None:
         return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
     return [one.arg for one in (*made.args.args, *made.args.kwonlyargs)][1:]
+
+
+def called(node: ast.ClassDef) -> list[str]:
+    """What its forward pass is given."""
+    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None)
+    return [] if made is None else [one.arg for one in made.args.args]
 
 
 def recorded() -> dict[str, tuple[str, ...]]:

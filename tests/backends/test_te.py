@@ -162,6 +162,46 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
         assert found.shape == exact.shape and relative_frobenius(found.double(), exact.double()) < 5e-2
 
 
+@pytest.mark.usefixtures("te")
+@pytest.mark.parametrize("cut", ["linear", "block"])
+def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step and layer, anew after they have changed; with `recast`, and where no step is, in every pass."""
+    called: list[bool | None] = []
+    forward = fake_te.Linear.forward
+
+    def told(self: fake_te.Linear, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        called.append(is_first_microbatch)
+        return forward(self, inp, is_first_microbatch)
+
+    monkeypatch.setattr(fake_te.Linear, "forward", told)
+    arithmetic, high = precisions.get("fp8:backend=te").arithmetic(here(B200)), precisions.get("bf16").arithmetic(CPU)
+    found = {}
+    for weights in ("cached", "recast"):
+        params = (("size", "nano"), ("batch", 1), ("sequence", 32), ("micro_batches", 2), ("cut", cut))
+        case = Case("transformer", (*params, ("weights", weights)), "fp8", "cpu")
+        state = workloads.get("transformer").prepare(Setup(case, CPU, 0, arithmetic, high, {}, corpus=corpus.path))
+        called.clear()
+        state.step(SilentPhases())
+        state.step(SilentPhases())
+        layers, (first, later) = len(called) // 4, (True, False) if weights == "cached" else (None, None)
+        assert called == 2 * [*layers * [first], *layers * [later]]
+        found[weights] = [one.detach().clone() for one in state.parameters]
+        called.clear()
+        state.forward(*state.loader.next(), SilentPhases())
+        assert set(called) == {None}
+    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+
+
+def test_every_layer_takes_the_word_for_the_first_pass() -> None:
+    """And a row of cached weights does not say that its layers cast theirs again."""
+    lines = te_names.TABLE.read_text().splitlines()
+    assert all(f"first micro-batch {name}" in lines for name in ("Linear", "LayerNormLinear", "LayerNormMLP"))
+    assert "first micro-batch TransformerLayer" in lines
+    params = {"size": "gpt2-124m", "batch": 2, "sequence": 64, "micro_batches": 2, "weights": "cached"}
+    support = workloads.get("transformer").support(params, precisions.get("fp8:backend=te"), here(H200))
+    assert support.level is Level.NATIVE and "micro-batch" not in support.reason
+
+
 @pytest.mark.parametrize(("more", "words"), [({"size": "llama-1b"}, "such a size"), ({"attention": "math"}, "its own")])
 def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) -> None:
     axes = {"cut": "block", "size": "gpt2-124m", **more}
@@ -174,9 +214,9 @@ def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) 
 def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..., torch.Tensor]:
     forward = kind.forward
 
-    def told(self: fake_te.LayerNormLinear, inp: torch.Tensor) -> torch.Tensor:
+    def told(self: fake_te.LayerNormLinear, inp: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         called.append(kind.__name__)
-        return forward(self, inp)
+        return forward(self, inp, is_first_microbatch)
 
     return told
 
@@ -197,7 +237,7 @@ def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch
     assert Trials().wrong(case, here(B200)) == ""
     whole = fake_te.Linear.forward
 
-    def wrong(self: fake_te.Linear, inp: torch.Tensor) -> torch.Tensor:
+    def wrong(self: fake_te.Linear, inp: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         return whole(self, torch.cat((inp[:, :-256], torch.zeros_like(inp[:, -256:])), 1))
 
     monkeypatch.setattr(fake_te.Linear, "forward", wrong)
