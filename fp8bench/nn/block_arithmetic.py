@@ -102,12 +102,14 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:
         across = -(-data.shape[1] // _BLOCK)
         matrix = scale if _by_rows(data, scale) else of_squares(scale, across).repeat_interleave(_BLOCK, 0)
         return data.to(torch.float32) * _each(matrix, _BLOCK, data.shape)
+    packed = data.dtype == torch.float4_e2m1fn_x2
+    elements = decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
     if scale.dtype == torch.float8_e8m0fnu:
-        return data.to(torch.float32) * _each(_bytes(scale.view(torch.uint8), data.shape, _MX, E8M0), _MX, data.shape)
-    codes = unpack(data.view(torch.uint8), E2M1)
-    of_blocks, of_tensor = _nvfp4_scales(scale)
-    matrix = _bytes(of_blocks, codes.shape, _NVFP4, E4M3) * of_tensor
-    return decode(codes, E2M1, checked=False) * _each(matrix, _NVFP4, codes.shape)
+        matrix, block = _bytes(scale.view(torch.uint8), elements.shape, _MX, E8M0), _MX
+    else:
+        of_blocks, of_tensor = _nvfp4_scales(scale)
+        matrix, block = _bytes(of_blocks, elements.shape, _NVFP4, E4M3) * of_tensor, _NVFP4
+    return elements * _each(matrix, block, elements.shape)
 
 
 def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Support
+from fp8bench.nn.sizes import GPTConfig, of_config
 from fp8bench.protocols import Precision
 
 
@@ -33,6 +34,21 @@ def attention_by(name: str) -> AbstractContextManager[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(getattr(SDPBackend, BACKENDS[name]))
+
+
+def uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
+    """Why a native model's products would not become part of a compiled graph; '' if they would."""
+    along = precision.compiled_multiple
+    sizes = {size for name, sides in of_config(config).items() if name != "head" for size in sides} | {tokens}
+    wrong = sorted(size for size in sizes if size % along)
+    if not wrong:
+        return ""
+    verb = "is no multiple" if len(wrong) == 1 else "are no multiples"
+    return (
+        f"in a compiled graph torch takes products of {precision.name} whose contraction and columns are multiples of "
+        f"{along}, weight gradients contract over the tokens, and {', '.join(map(str, wrong))} {verb}: choose "
+        "compile=no, or other sizes"
+    )
 
 
 def missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:

@@ -43,6 +43,8 @@ class Precision(ABC):
     float32_products: ClassVar[str] = "highest"
     # Dimensions a native product needs as multiples: (of the contraction, of the columns).
     multiples: ClassVar[tuple[int, int]] = (1, 1)
+    # The same of every contraction and column in a graph that torch compiles.
+    compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
     backend: Backend | None = None

@@ -15,6 +15,7 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.training import TrainerSettings
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
+from fp8bench.nn.support import uncompilable
 from fp8bench.protocols import Layer, Precision
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if found.level is not Level.NATIVE:
         return found
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    if settings.compile == "yes" and (why := uncompilable(precision, config, config.batch * config.sequence)):
+        return refused(why)
     if settings.arch == "cnn" and rounded:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):

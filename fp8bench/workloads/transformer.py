@@ -20,7 +20,7 @@ from fp8bench.model import (
     Work,
 )  # fmt: skip
 from fp8bench.nn.sizes import SIZES, GPTConfig
-from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel
+from fp8bench.nn.support import BACKENDS, attention_by, missing_kernel, uncompilable
 from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -152,6 +152,10 @@ class Transformer(Workload):
             )
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
+        if support.level is Level.NATIVE and _choice(params, "compile") == "yes":
+            why = uncompilable(precision, SIZES[str(params["size"])], tokens)
+            if why:
+                return refused(why)
         if support.level is Level.NATIVE and tokens % along:
             return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "

@@ -98,3 +98,14 @@ def test_a_convolution_in_low_precision_is_emulated_on_every_device() -> None:
     with pytest.raises(UsageError, match="multiples of 16; batch x sequence is 100"):
         models.support(settings, config, precisions.get("fp8"), H200)
     assert models.support(settings, config, precisions.get("fp8"), CPU).level is Level.EMULATED
+
+
+def test_compiled_blocks_of_128_need_whole_ones() -> None:
+    """nano's 192 features fill none, micro's all do."""
+    found = {}
+    for size in ("nano", "micro"):
+        settings = TrainerSettings(model=size, compile="yes")
+        config = models.config_of(settings, 256)
+        found[size] = models.support(settings, config, precisions.get("fp8-block"), H200)
+    assert found["micro"].level is Level.NATIVE
+    assert found["nano"].level is Level.REFUSED and "multiples of 128" in found["nano"].reason

@@ -395,6 +395,25 @@ def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> N
     assert [key for key, says in found.items() if says] == [("fp8:backend=torchao", "cached")]
 
 
+@pytest.mark.parametrize(
+    ("mode", "more", "wrong"),
+    [
+        ("fp8-block", {}, ""),
+        ("fp8-block", {"size": "nano", "batch": 4}, "192, 576 are no multiples"),
+        ("fp8-block", {"batch": 3, "sequence": 96}, "288 is no multiple"),
+        ("fp8-block", {"size": "nano", "compile": "no"}, ""),
+        ("fp8-rowwise", {"size": "nano"}, ""),
+    ],
+)
+def test_what_compiled_blocks_of_128_do_not_fit_is_refused(mode: str, more: dict[str, Scalar], wrong: str) -> None:
+    """Native ones, by their features and tokens; torch's eager products take parts of blocks."""
+    params = {"size": "gpt2-124m", "batch": 8, "sequence": 96, "micro_batches": 1, "compile": "yes", **more}
+    found = Transformer().support(params, precisions.get(mode), H200)
+    assert found.level is (Level.REFUSED if wrong else Level.NATIVE) and wrong in found.reason
+    assert not wrong or found.reason.endswith("choose compile=no, or other sizes")
+    assert Transformer().support(params, precisions.get(mode), CPU).level is Level.EMULATED
+
+
 def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
     """Those that cast nothing keep nothing."""
     setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
