@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8bench.numerics.products import in_dtype, values_product
@@ -22,6 +23,7 @@ class PlainArithmetic(Arithmetic):
     def __init__(self, dtype: torch.dtype) -> None:
         self.carrier = dtype
         self.casts = dtype != torch.float32
+        self.groups = dtype == torch.bfloat16  # torch has no other on a GPU
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(tensor.detach().to(self.carrier))
@@ -31,6 +33,9 @@ class PlainArithmetic(Arithmetic):
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return Operand(operand.data.t())
+
+    def grouped(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
 class EmulatedArithmetic(Arithmetic):

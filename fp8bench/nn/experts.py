@@ -2,12 +2,13 @@
 
 The router is computed in fp32: which experts it chooses must not depend on how products are rounded. Its two choices
 are weighed by their softmax, as Mixtral does. Tokens are sorted by their expert, none is ever dropped, and each
-expert's products run in its own arithmetic. The loss that has all experts used alike is Switch's.
+expert's products run in its own arithmetic; where all have one in common that can, they are one product. The loss that
+has all experts used alike is Switch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.gpt import GPT, FeedForward
-from fp8bench.nn.linear import Choose, within
+from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import CHOSEN, GPTConfig
 from fp8bench.protocols import Phases
 
@@ -28,10 +29,13 @@ ROWS = 32
 class Experts(nn.Module):
     """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not."""
 
-    def __init__(self, width: int, count: int, expert: Callable[[Choose], nn.Module], choose: Choose) -> None:
+    experts: Sequence[FeedForward]
+
+    def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        self.experts = nn.ModuleList(expert(within(choose, f"experts.{number}")) for number in range(count))
+        made = [expert(within(choose, f"experts.{number}")) for number in range(count)]
+        self.experts = nn.ModuleList(made)  # type: ignore[assignment]
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -44,18 +48,42 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
         # The one thing that the host has to wait for: how many tokens each expert has.
-        own = torch.split_with_sizes(rows, counts.tolist())
-        parts = [self._one(*pair, phase) for pair in zip(self.experts, own, strict=True)]
-        found = torch.cat(parts)[order.argsort()].view(len(flat), CHOSEN, -1)
+        parts = torch.split_with_sizes(rows, counts.tolist())
+        found = torch.cat(self._each(parts, phase))[order.argsort()].view(len(flat), CHOSEN, -1)
         weights = best.softmax(-1)[..., None]
         return (found.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
 
-    @staticmethod
-    def _one(expert: nn.Module, rows: Tensor, phase: Phases) -> Tensor:
-        """An expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
-        filled = F.pad(rows, (0, 0, 0, max(ROWS, -(-len(rows) // ROWS) * ROWS) - len(rows)))
-        y: Tensor = expert(filled, phase)
-        return y[: len(rows)]
+    def _each(self, parts: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+        """Every expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
+        sizes = [max(ROWS, -(-len(part) // ROWS) * ROWS) for part in parts]
+        filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
+        if self._may_be_grouped():
+            found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, phase), sizes)
+        else:
+            found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))
+        return [y[: len(part)] for y, part in zip(found, parts, strict=True)]
+
+    def _may_be_grouped(self) -> bool:
+        """Whether all experts have one arithmetic in common, which has one product for all of them."""
+        layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
+        common = layers[0].arithmetic
+        sides = (side for layer in layers[:2] for side in layer.weight.shape)
+        return common.groups and all(one.arithmetic is common for one in layers) and not any(side % 8 for side in sides)
+
+    def _grouped(self, x: Tensor, sizes: Sequence[int], phase: Phases) -> Tensor:
+        """Two products for all experts, instead of two for each."""
+        arithmetic = self.experts[0].up.arithmetic
+        ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
+
+        def cast(*weights: Tensor) -> Tensor:
+            return torch.stack([one.to(arithmetic.carrier) for one in weights])
+
+        def through(x: Tensor, layers: list[Linear]) -> Tensor:
+            weights = region(phase.cast, cast, *(one.weight for one in layers))
+            return region(phase.gemm, arithmetic.grouped, x.to(arithmetic.carrier), weights, ends=ends)
+
+        hidden = self.experts[0].between(through(x, [one.up for one in self.experts]))
+        return through(hidden, [one.down for one in self.experts])
 
 
 class MixtureGPT(GPT):
@@ -77,7 +105,7 @@ class MixtureGPT(GPT):
 
 
 def _experts(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
-    def expert(own: Choose) -> nn.Module:
+    def expert(own: Choose) -> FeedForward:
         return FeedForward(config.width, config.hidden, config.modern, gain, own)
 
     return Experts(config.width, config.experts, expert, choose)

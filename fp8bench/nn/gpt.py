@@ -50,10 +50,12 @@ class FeedForward(nn.Module):
         self.down = Linear(hidden, width, choose("down"), gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        hidden = self.up(x, phase)
-        hidden = silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
-        y: Tensor = self.down(hidden, phase)
+        y: Tensor = self.down(self.between(self.up(x, phase)), phase)
         return y
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """Of what went up, what goes down."""
+        return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
 
 
 # Makes a block's feed-forward part, with the gain of what it adds to the stream.

@@ -105,7 +105,8 @@ class Arithmetic(ABC):
     operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
     `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
     `plain` says that operands are torch's own values in the carrier's dtype, without scales. `takes_amax` says that
-    `cast_both` has a use for a tensor's largest magnitude that somebody has found already.
+    `cast_both` has a use for a tensor's largest magnitude that somebody has found already. `groups` says that it has
+    one product for several weights (`grouped`).
     """
 
     carrier: torch.dtype
@@ -115,6 +116,7 @@ class Arithmetic(ABC):
     settles: bool = False
     plain: bool = False
     takes_amax: bool = False
+    groups: bool = False
 
     def layer(self, name: str) -> Arithmetic:
         """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
@@ -150,6 +152,13 @@ class Arithmetic(ABC):
     @abstractmethod
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         """a (M, K) times b (N, K) transposed, as (M, N) in `dtype`."""
+
+    def grouped(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Rows of x (M, K), up to each of `ends`, times a weight of their own of (groups, N, K) transposed: (M, N).
+
+        Values of the carrier's dtype, sides in multiples of 8; torch differentiates it.
+        """
+        raise NotImplementedError
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         """`source` (2-D, contraction last) for the product that its role is turned for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from tests.facts import CPU
+from tests.nn.layers import given
 
 CONFIG = GPTConfig(61, 32, 2, 4, 4, 24, batch=2, sequence=12, experts=4)
 EXACT = PlainArithmetic(torch.float64)
@@ -102,6 +104,23 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
     inputs = [rows for role, rows in seen if role is Role.INPUT]
     assert len(inputs) == 8 and all(rows % ROWS == 0 and rows > 0 for rows in inputs)
     assert {role for role, _ in seen} == set(Role)
+
+
+def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
+    """Bit for bit on a processor, with gradients; an expert without tokens among them."""
+    plain, found = PlainArithmetic(torch.bfloat16), []
+    assert plain.groups
+    for arithmetic in (plain, WatchedArithmetic(plain, lambda *told: None)):
+        block = experts(arithmetic)
+        with torch.no_grad():
+            block.router[2] = -9 * block.router.sum(0)
+        x = given(45, 32).abs().requires_grad_()
+        with mock.patch.object(plain, "grouped", wraps=plain.grouped) as grouped:
+            y = block(x, SilentPhases())
+        assert grouped.call_count == (2 if arithmetic is plain else 0)
+        (y * given(45, 32, seed=5)).sum().backward()
+        found.append([y, x.grad, *(one.grad for one in block.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["fp8", "mxfp8", "nvfp4", "fp8-delayed", "bf16"])
