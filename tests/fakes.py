@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.rounds import Arm
 from fp8bench.model import (
     CELL_PHASES,
     Case,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.measure.rounds import Arm
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model import DeviceWatch

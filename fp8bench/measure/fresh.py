@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.rounds import Arm, Session
+from fp8bench.measure.rounds import Session
 from fp8bench.model import Fresh, Timing
 from fp8bench.model.stopping import LEAST_CANDIDATES, StoppingRule
 

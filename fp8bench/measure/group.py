@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
+from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Watch
@@ -22,7 +23,7 @@ from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
-from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed, Judge, Session, guarding
+from fp8bench.measure.rounds import Judge, Session
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.settle import Settler

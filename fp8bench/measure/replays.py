@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fp8bench.errors import WorkerError
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import UNATTRIBUTED, Replays, Segments, SlotSample, Timing
 from fp8bench.protocols.axes import ROTATING

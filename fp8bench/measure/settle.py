@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model.readings import Reading

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter

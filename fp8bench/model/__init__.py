@@ -16,20 +16,15 @@ from fp8bench.model.consumed import (
     PhaseMemory,
     SustainedTurn,
 )
+from fp8bench.model.found import Finding, Interval
 from fp8bench.model.measured import (
-    Environment,
-    Finding,
     Fresh,
-    Interval,
     LayerScale,
     Measurement,
     OperatorTime,
-    Overheads,
     Record,
     Replays,
-    Resumption,
     Rotation,
-    Run,
     Segments,
     SlotSample,
     StepEffect,
@@ -48,6 +43,7 @@ from fp8bench.model.planned import (
     Work,
 )
 from fp8bench.model.request import Request, StaticScales
+from fp8bench.model.run import Environment, Overheads, Resumption, Run
 from fp8bench.model.series import (
     ENERGY_SOURCE,
     RELATIVE,

@@ -1,16 +1,13 @@
-"""What was measured, under what, and what it says."""
+"""What was measured of a case."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8bench.model.claims import Ceiling, Products
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
-from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar, Support, Work
-from fp8bench.model.request import Request
-from fp8bench.model.words import Label, Provenance, Status, Verdict
+from fp8bench.model.planned import Case, Support, Work
+from fp8bench.model.words import Provenance, Status
 
 
 @dataclass(frozen=True)
@@ -234,153 +231,3 @@ class Record:
     def measurement(self, metric: str) -> Measurement | None:
         """The measurement of that name, if there is one."""
         return next((m for m in self.measurements if m.metric == metric), None)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
-
-    point: float
-    low: float
-    high: float
-    level: float
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval's width in log units, about the relative half-width."""
-        if self.low <= 0 or not math.isfinite(self.high):
-            return math.inf
-        return 0.5 * math.log(self.high / self.low)
-
-    @property
-    def reach(self) -> float:
-        """How far the interval reaches from 1, as a share."""
-        return max(abs(self.low - 1), abs(self.high - 1))
-
-    @property
-    def clearance(self) -> float:
-        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
-        return max(0.0, self.low - 1, 1 - self.high)
-
-    @property
-    def inverse(self) -> Interval:
-        """The same the other way round: a speed-up, above 1 is faster."""
-        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
-
-
-def _inverse(bound: float) -> float:
-    if math.isnan(bound):
-        return bound
-    return 1 / bound if bound > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
-
-    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
-    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; of slower
-    calls, one in `rarest` would have been seen. `floor` is how far the A/A interval reaches from 1. `why` says why it
-    has no verdict, or what a reader may hold against the one it has. `label_reasons` is what there is to say of some
-    labels beyond their meaning; `hard` are those, its own or its reference's, that leave it no verdict.
-    """
-
-    case: Case
-    verdict: Verdict
-    best_seconds: float | None = None
-    median_seconds: float | None = None
-    spread: float | None = None
-    ratio: Interval | None = None
-    median_ratio: float | None = None
-    floor: float | None = None
-    phases: tuple[tuple[str, float], ...] = ()
-    below_floor: tuple[str, ...] = ()
-    labels: tuple[Label, ...] = ()
-    why: str = ""
-    label_reasons: tuple[tuple[Label, str], ...] = ()
-    hard: tuple[Label, ...] = ()
-    typical: Interval | None = None
-    rarest: int | None = None
-
-    @property
-    def doubtful(self) -> bool:
-        """Whether a label forbids showing the verdict as a plain fact."""
-        return any(label.casts_doubt for label in self.labels)
-
-    @property
-    def judged(self) -> bool:
-        """Whether it has a verdict on speed."""
-        return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
-
-    @property
-    def verdict_words(self) -> str:
-        """The verdict as everyone is told it: 'faster', 'perhaps faster' where a label casts doubt on it."""
-        return f"perhaps {self.verdict}" if self.judged and self.doubtful else self.verdict.value
-
-
-@dataclass(frozen=True)
-class Overheads:
-    """What looking costs on this machine, in seconds; None where it could not be measured."""
-
-    marker_on: float
-    marker_off: float
-    stamp: float
-    event_pair: float | None = None
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The machine, the software and the settings a run was made under: names to plain values."""
-
-    facts: Mapping[str, Scalar | None]
-
-    def get(self, name: str) -> Scalar | None:
-        return self.facts.get(name)
-
-    def also(self, facts: Mapping[str, Scalar | None]) -> Environment:
-        """The same and some more."""
-        return Environment({**self.facts, **facts})
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """When and under what an unfinished run was gone on with."""
-
-    started: str
-    command: str
-    environment: Environment
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
-
-    `notes` were taken while it ran; `troubles` were met by whoever read the file.
-    """
-
-    id: str
-    started: str
-    command: str
-    request: Request
-    plan: Plan
-    environment: Environment
-    devices: tuple[DeviceFacts, ...]
-    overheads: tuple[tuple[str, Overheads], ...] = ()
-    records: tuple[Record, ...] = ()
-    path: str = ""
-    finished: bool = False
-    troubles: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    resumptions: tuple[Resumption, ...] = ()
-    origin: str = "suite"
-
-    def __repr__(self) -> str:
-        """On one line: all the samples would fill pages."""
-        state = "finished" if self.finished else "unfinished"
-        return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
-
-    @property
-    def ok(self) -> bool:
-        """Whether something was measured and nothing failed."""
-        statuses = {record.status for record in self.records}
-        return Status.OK in statuses and Status.FAILED not in statuses

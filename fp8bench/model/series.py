@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from fp8bench.model.measured import Interval
+from fp8bench.model.found import Interval
 from fp8bench.model.metric_names import OwnMetric
 from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status

@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.errors import UsageError
-from fp8bench.model.measured import Environment
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.request import check_fields
+from fp8bench.model.run import Environment
 from fp8bench.model.training_rules import SETTINGS_RULES, TRAINING_RULES
 
 

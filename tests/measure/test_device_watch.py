@@ -12,9 +12,9 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import shared
 from fp8bench.analysis.verdicts import decided
 from fp8bench.measure import device_watch
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, DeviceWatch, Label, SlotSample, Verdict

@@ -8,9 +8,9 @@ import pytest
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerLost
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.replays import ROUNDS, ReplayPass
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
 from fp8bench.model.raw import Filling

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
+from fp8bench.measure.arm import STATES, Arm, ArmFailed
 from fp8bench.measure.handle import HANG_SECONDS
-from fp8bench.measure.rounds import STATES, Arm, ArmFailed, Judge, Session
+from fp8bench.measure.rounds import Judge, Session
 from fp8bench.measure.slots import COLD_CALLS, filling_of
 from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule

@@ -9,8 +9,8 @@ import pytest
 
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.rounds import Arm
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for

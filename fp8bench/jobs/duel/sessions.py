@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from fp8bench.jobs.duel.side_workers import PROCESSES, SideWorkers
 from fp8bench.jobs.duel.turns import Entry, Turns
+from fp8bench.measure.arm import Arm, ArmFailed, CompilingFailed
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import Arm, ArmFailed, CompilingFailed
 from fp8bench.model import PlannedCase
 from fp8bench.model.duel import AFTER, BEFORE, CaseResult, Session
 from fp8bench.model.stopping import StoppingRule

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8bench.errors import WorkerError
+from fp8bench.measure.arm import Arm, ArmFailed, guarding
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
 from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Arm, ArmFailed, guarding
+from fp8bench.measure.rounds import WARMED_BELOW_SECONDS
 from fp8bench.model.duel import Session
 from fp8bench.model.stopping import StoppingRule
 

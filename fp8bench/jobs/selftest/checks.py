@@ -15,8 +15,9 @@ from pathlib import Path
 from fp8bench.analysis.verdicts import conclude, decided, totals
 from fp8bench.errors import WorkerLost
 from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.handle import ProcessWorker, Worker
-from fp8bench.measure.rounds import Arm, Session
+from fp8bench.measure.rounds import Session
 from fp8bench.model import (
     UNATTRIBUTED,
     Case,

@@ -29,9 +29,10 @@ from fp8bench.errors import StoreError, UnknownName
 from fp8bench.files import write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.jobs.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
+from fp8bench.measure.arm import Arm
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
-from fp8bench.measure.rounds import Arm, Session
+from fp8bench.measure.rounds import Session
 from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdict, Work
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule

@@ -28,8 +28,8 @@ from fp8bench.jobs.selftest.power import (
     summarise,
     uneven,
 )
+from fp8bench.measure.arm import STATES
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.rounds import STATES
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Verdict
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.checked_workload import cases_of, sound_axes

@@ -1,0 +1,274 @@
+"""A case in the rounds: its state in the worker, or several alike, and what its slots have given so far."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure.handle import Worker
+from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
+from fp8bench.measure.quantisers import Quantisers
+from fp8bench.measure.segments import Segmentation, block_length, by_phase, by_phase_totals, segment
+from fp8bench.measure.slots import REPEAT_BELOW_SECONDS, filling_of, shape_of
+from fp8bench.model import (
+    CELL_PHASES,
+    DeviceFacts,
+    LayerScale,
+    Level,
+    PlannedCase,
+    Rotation,
+    Segments,
+    SlotSample,
+    Timing,
+)
+from fp8bench.model.raw import Filling, RawSlot, RawStep
+from fp8bench.protocols.axes import CACHE, ROTATING
+from fp8bench.registry import precisions
+
+# Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
+# ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
+STATES = 4
+# A step this long is timed well enough by its first call.
+LONG_SECONDS = 5.0
+_CALIBRATING_CALLS = 3
+_MORE_COMPILATIONS = 2
+_FIRST_ASKED_LATE = "they were first asked for while it was timed"
+
+# Told of an arm what is being done with it.
+Tell = Callable[["Arm", str], None]
+
+
+@dataclass
+class Arm:
+    """One entry in the rounds: a state in the worker, or several alike, and what it has given so far."""
+
+    key: str
+    planned: PlannedCase
+    facts: DeviceFacts
+    limits: Limits = USUAL
+    calls: int = 1
+    discard: int = 0
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
+    filling: Filling | None = None
+    rotation: Rotation | None = None
+    calibrated: RawStep | None = None
+    segmentation: Segmentation | None = None
+    varying: bool = False
+    more_keys: list[str] = field(default_factory=list)
+    slots: list[SlotSample] = field(default_factory=list)
+    scales: tuple[LayerScale, ...] = ()
+    not_finite: float = 0.0
+    why_eager: str | None = None
+    ran_eager: bool = False
+    ran_fused: bool = False
+    vector_bits: frozenset[int] = frozenset()
+
+    @property
+    def emulated(self) -> bool:
+        return self.planned.support.level is Level.EMULATED
+
+    @property
+    def cache(self) -> str:
+        """What the last cache is to hold when a call begins."""
+        return str(CACHE.of(dict(self.planned.case.params)))
+
+    @property
+    def queues(self) -> bool:
+        """Whether calls are enqueued on a device, whose time is the question: an emulated case's time is no speed."""
+        return self.facts.accelerated and not self.emulated
+
+    def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
+        """Build the state, compile its quantisers, then time a few steps to size the slots and cut the cells.
+
+        Those steps may ask for other quantisers than the untimed one has: a scale that is remembered, not found.
+        Without `quantisers` nobody asks how they run, and nothing is said of it.
+        """
+        limit = self.limits.first(self.planned.work)
+        static = self.planned.case.static
+        if static is not None:
+            worker.within(self.limits.first(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
+        worker.within(limit).prepare(self.key, self.planned.case, self.facts)
+        self._compile(worker, quantisers, tell)
+        best = self._fastest_of_a_few(worker, limit)
+        for _ in range(_MORE_COMPILATIONS):
+            if not self._compile(worker, quantisers, tell):
+                break
+            best = self._fastest_of_a_few(worker, limit)
+        self.step_seconds = max(best.seconds, 1e-7)
+        self.calibrated = best
+        self.segmentation = segment(best.codes, best.intervals_ns)
+        shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self.queues)
+        self.calls, self.discard, self.filling = shape.calls, shape.discard, shape.filling
+        if self.cache == ROTATING:
+            self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
+
+    def prepare_more(self, worker: Worker) -> None:
+        """The same state of a short step again, elsewhere in memory; as often as there is room.
+
+        Not on a device of its own, where so short a step may hold gigabytes that others need; nor where preparing takes
+        long, since it compiles.
+        """
+        short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
+        several = short and not self.emulated and not self.facts.accelerated and self.rotation is None
+        limit = self.limits.first(self.planned.work)
+        for number in range(1, STATES if several else 1):
+            try:
+                worker.within(limit).prepare(f"{self.key} #{number}", self.planned.case, self.facts)
+            except WorkerFault as fault:
+                if not fault.out_of_memory:
+                    raise
+                return
+            self.more_keys.append(f"{self.key} #{number}")
+
+    def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
+        """Have the quantisers that the state has asked for compiled; False where none waited."""
+        if quantisers is None or quantisers.why_eager:
+            self.why_eager = None if quantisers is None else quantisers.why_eager
+            return False
+        waiting, self.why_eager = worker.within(HANG_SECONDS).quantisers()
+        if not waiting:
+            return False
+        if tell is not None:
+            tell(self, f"compiling {waiting} quantiser{'s' * (waiting != 1)}")
+        limit = self.limits.compiling(self.planned.work, waiting)
+        try:
+            worker.within(limit).compile_quantisers(self.key)
+        except (WorkerLost, WorkerHung) as error:
+            hung = isinstance(error, WorkerHung)
+            quantisers.why_eager = f"compiling took more than {limit:g} s" if hung else f"compiling failed: {error}"
+            raise CompilingFailed(self) from error
+        self.why_eager = worker.within(HANG_SECONDS).quantisers()[1]
+        return True
+
+    def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
+        """The fastest of a few steps, none of which is kept; a long one is enough."""
+        first = worker.within(limit).slot(self.key, 1, 0, None)
+        again = first
+        if first.steps[0].seconds < LONG_SECONDS:
+            limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
+            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
+            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
+        self.host_seconds = again.host_seconds
+        return min(again.steps, key=lambda step: step.seconds)
+
+    def cut_like(self, lead: Arm) -> None:
+        """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
+
+        Best cases add the fastest of each cell, so an arm cut finer would be faster for that alone.
+        """
+        assert self.calibrated is not None and lead.calibrated is not None and lead.segmentation is not None
+        if self.calibrated.codes == lead.calibrated.codes:
+            self.segmentation = lead.segmentation
+            return
+        own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(lead.calibrated.intervals_ns)
+        block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
+        self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns)
+
+    def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
+        """One slot of this arm, which is so many slots after the first of its round.
+
+        Where calls are discarded, one more is, or is not, at random: what happens every so many calls would always
+        happen to the discarded ones, or never, if slots had that length.
+        """
+        draw = random.Random(f"{self.key} {round_number}")
+        discard = self.discard and self.discard + draw.randrange(2)
+        limit = self.limits.slot(self.step_seconds, self.calls + discard)
+        state = draw.choice([self.key, *self.more_keys])
+        self.add(worker.within(limit).slot(state, self.calls, discard, self.filling), round_number, place)
+
+    def check(self, worker: Worker) -> None:
+        """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
+
+        What scales came to is asked here, after the last step.
+        """
+        for key in (self.key, *self.more_keys):
+            found = worker.within(self.limits.numbers(self.planned.work)).check(key)
+            if found.wrong:
+                raise WorkerFault("after its steps", found.wrong)
+            self.not_finite = max(self.not_finite, found.not_finite)
+        if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
+            self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
+
+    def release(self, worker: Worker) -> ArmFailed | None:
+        """Give the states back; what they leave running spoils everything that comes after it in that process."""
+        left = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
+        if not left:
+            return None
+        names = ", ".join(left[:5])
+        why = f"{len(left)} started while preparing still run after the state was given back ({names})"
+        return ArmFailed(self, WorkerFault("LeftRunning", why))
+
+    def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
+        """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
+        assert self.segmentation is not None
+        self.ran_eager |= raw.eager_quantisers > 0
+        self.ran_fused |= raw.fused_quantisers > 0
+        self.vector_bits |= set(raw.vector_bits)
+        rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
+        if self.varying or any(row is None for row in rows):
+            self._vary()
+            rows = [by_phase_totals(step.codes, step.intervals_ns) for step in raw.steps]
+        calls = tuple(row for row in rows if row is not None)
+        self.slots.append(
+            SlotSample(
+                round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
+                raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place,
+            )
+        )  # fmt: skip
+
+    def _vary(self) -> None:
+        if self.varying:
+            return
+        assert self.segmentation is not None
+        codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
+        self.slots = [
+            replace(slot, calls_ns=tuple(by_phase_totals(codes, call) for call in slot.calls_ns)) for slot in self.slots
+        ]
+        self.segmentation = by_phase(self.segmentation.codes)
+        self.varying = True
+
+    def told(self) -> dict[str, Any]:
+        """What a record has of the arm alone."""
+        names = ("scales", "not_finite", "rotation")
+        return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
+
+    def timing(self) -> Timing:
+        """What the arm has given so far, frozen."""
+        segments = self.segmentation.segments if self.segmentation else Segments((), ())
+        codes = Counter(self.segmentation.codes if self.segmentation else ())
+        entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
+        eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
+        slots, bits = tuple(self.slots), tuple(sorted(self.vector_bits))
+        return Timing(segments, slots, entries, self.varying, eager, self.ran_fused, bits)
+
+
+class CompilingFailed(Exception):
+    """The worker did not survive compiling an arm's quantisers. No fault of the arm's: it can do without."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(arm.key)
+        self.arm = arm
+
+
+class ArmFailed(Exception):
+    """An arm could not be prepared or run; `cause` is the worker's error."""
+
+    def __init__(self, arm: Arm, cause: WorkerError) -> None:
+        super().__init__(str(cause))
+        self.arm = arm
+        self.cause = cause
+
+
+@contextmanager
+def guarding(arm: Arm) -> Iterator[None]:
+    """A worker's error, with the arm it struck."""
+    try:
+        yield
+    except WorkerError as error:
+        raise ArmFailed(arm, error) from error

@@ -1,0 +1,79 @@
+"""A run, and what it was made under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp8bench.model.measured import Record
+from fp8bench.model.planned import DeviceFacts, Plan, Scalar
+from fp8bench.model.request import Request
+from fp8bench.model.words import Status
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What looking costs on this machine, in seconds; None where it could not be measured."""
+
+    marker_on: float
+    marker_off: float
+    stamp: float
+    event_pair: float | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, the software and the settings a run was made under: names to plain values."""
+
+    facts: Mapping[str, Scalar | None]
+
+    def get(self, name: str) -> Scalar | None:
+        return self.facts.get(name)
+
+    def also(self, facts: Mapping[str, Scalar | None]) -> Environment:
+        """The same and some more."""
+        return Environment({**self.facts, **facts})
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """When and under what an unfinished run was gone on with."""
+
+    started: str
+    command: str
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
+
+    `notes` were taken while it ran; `troubles` were met by whoever read the file.
+    """
+
+    id: str
+    started: str
+    command: str
+    request: Request
+    plan: Plan
+    environment: Environment
+    devices: tuple[DeviceFacts, ...]
+    overheads: tuple[tuple[str, Overheads], ...] = ()
+    records: tuple[Record, ...] = ()
+    path: str = ""
+    finished: bool = False
+    troubles: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    resumptions: tuple[Resumption, ...] = ()
+    origin: str = "suite"
+
+    def __repr__(self) -> str:
+        """On one line: all the samples would fill pages."""
+        state = "finished" if self.finished else "unfinished"
+        return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was measured and nothing failed."""
+        statuses = {record.status for record in self.records}
+        return Status.OK in statuses and Status.FAILED not in statuses
