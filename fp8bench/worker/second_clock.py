@@ -1,6 +1,6 @@
 """A second clock beside the one that times: what has been put in the place of a clock is noticed by its going wrong.
 
-Identity is watched, too (process_switches.py); but a clock may have been replaced before anybody looked.
+Identity is watched, too (user_code/switches.py); but a clock may have been replaced before anybody looked.
 """
 
 from __future__ import annotations

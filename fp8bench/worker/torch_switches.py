@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any
 
-from fp8bench.process_switches import NotInUse, Switch, Unset, attribute
+from fp8bench.user_code.switches import NotInUse, Switch, Unset, attribute
 from fp8bench.worker import torch_state as state
 
 _SMALLEST = 5e-324

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8bench.process_switches import NotInUse, Unset, now, plain, put_back
+from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
 from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.switches import switches
 from tests.worker.census import TABLE, census, decided, versions

@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.model import Case
 from fp8bench.model.variables import SWITCH, SWITCHES_SET
-from fp8bench.process_switches import now
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
+from fp8bench.user_code.switches import now
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm

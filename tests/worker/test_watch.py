@@ -18,9 +18,9 @@ from fp8bench.errors import ImportFailed, UsageError, WorkerFault
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
-from fp8bench.process_switches import now
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
+from fp8bench.user_code.switches import now
 from fp8bench.worker.second_clock import ClocksDisagree, agreeing
 from fp8bench.worker.switches import refuse_bent, switches
 from tests.own_suites import forgotten

@@ -16,7 +16,7 @@ from fp8bench.errors import ImportFailed
 from fp8bench.user_code import digest_of, import_user_modules, modules_under
 from tests.own_suites import forgotten
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
-from fp8bench.process_switches import Switch, now, of_the_process, put_back
 from fp8bench.registry import devices, precisions, workloads
+from fp8bench.user_code.switches import Switch, now, of_the_process, put_back
 
 # stdout and the switches are the process's: of two threads one waits.
 _importing = threading.RLock()
