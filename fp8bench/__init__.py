@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8bench.api import Run, findings, load, resume, run, table
+    from fp8bench.api import Run, findings, load, resume, run, table, watch
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
 
@@ -30,6 +30,7 @@ _HOME = {
     "resume": "api",
     "run": "api",
     "table": "api",
+    "watch": "api",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "resume",
     "run",
     "table",
+    "watch",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +13,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import into_history
+from fp8bench.jobs.own_loop import Told, watched
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
@@ -27,7 +28,10 @@ from fp8bench.store.runs.listing import find_run, load_named, store_of
 from fp8bench.units import bytes_of
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+
+    from fp8bench.training.own_loop import OwnLoop
 
 
 class Run(model.Run):
@@ -118,6 +122,30 @@ def resume(run: str | Path | model.Run, *, store: str | Path = DEFAULT_STORE, ob
 
 def _shown(run: model.Run) -> Run:
     return run if isinstance(run, Run) else Run(**{field.name: getattr(run, field.name) for field in fields(run)})
+
+
+def watch(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    path: str | Path | None = None,
+    *,
+    told: Told | None = None,
+    name: str = "own",
+    stride: int = 10,
+    tokens: int = 0,
+    scaler: Any = None,
+    precision: str = "fp32",
+    health: bool = True,
+) -> AbstractContextManager[OwnLoop]:
+    """Watch a training loop of one's own in a `with` block: a row a step, all of the module every `stride` steps.
+
+    Lines go to a new file at `path` and to `told`; alarms of the health rules are among them. A step ends when the
+    optimizer makes one. The loss is what the module gives back (a number, or what is called `loss`); else say it by
+    `loss(value)` of what the block is given. `tokens` are those of a step. `scaler` is a GradScaler. By the word
+    `precision` for what the module is trained in, remedies are chosen.
+    """
+    options = {"name": name, "stride": stride, "tokens": tokens, "scaler": scaler}
+    return watched(module, optimizer, None if path is None else Path(path), told, precision, health, **options)
 
 
 def _names(given: object) -> tuple[str, ...]:

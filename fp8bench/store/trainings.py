@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import LineWriter, append, lock, stamp, write_whole
@@ -66,7 +66,7 @@ class TrainingWriter(LineWriter):
 
     def append(self, lines: Sequence[Line]) -> None:
         """Write lines through to the disk."""
-        self._lines([{_NAMES[type(line)]: encode(line)} for line in lines])
+        self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
         """A folder that is not there yet, for a checkpoint before that step."""
@@ -114,6 +114,11 @@ class TrainingWriter(LineWriter):
 
 # What happened to the training and not in a step, which is not made again with the steps.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
+
+
+def plain(line: Line) -> dict[str, Any]:
+    """A line of a stream as a JSON value: what it is, and that."""
+    return {_NAMES[type(line)]: encode(line)}
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:

@@ -39,8 +39,12 @@ class Parts:
 
     def __init__(self, model: nn.Module, inside: bool = True) -> None:
         """Not `inside`: its weights alone."""
-        self.modules = [(path, one) for path, one in _uncompiled(model, "") if inside and _is_watched(one)]
-        self.parameters = {path: one for path, one in model.named_parameters() if one.requires_grad}
+        found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
+        self.inside = bool(found)
+        self.parameters = {
+            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
+        }
         self.weights = {
             path.removesuffix(".weight"): one for path, one in self.parameters.items() if one.ndim >= _MATRIX
         }
@@ -58,7 +62,7 @@ class WatchedStep:
         self.named: dict[tuple[str, str], Number] = {}
         self.noise = GradientNoise(parts.parameters)
         self._parts = parts
-        if micro_batches > 1:
+        if micro_batches > 1 and parts.inside:
             self.noise.attach(stack)
         begin_peak(parts.device)
         for path, module in parts.modules:

@@ -22,6 +22,11 @@ class Watch:
         self._parts = Parts(model, inside)
         self._scales: dict[str, float] = {}
 
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Those that are trained, by name."""
+        return self._parts.parameters
+
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
         """Watch for the body, and leave nothing attached."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from fp8bench.model.raw import Settings
 from fp8bench.model.training import Arm, Line, SeedTask, StepRow, TokenSpan, TrainerSettings, TrainingText
 from fp8bench.plan.corpus import Corpus
@@ -38,3 +40,11 @@ def lab_of(task: SeedTask) -> Lab:
 def rows(lines: Sequence[Line]) -> list[StepRow]:
     """Those of the steps, without the time that they took."""
     return [replace(one, seconds=0.0) for one in lines if isinstance(one, StepRow)]
+
+
+def hooks_of(model: nn.Module) -> int:
+    """How many hooks anybody has put on a model or its parameters."""
+    own = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
+    return own + sum(
+        len(one._backward_hooks or ()) + len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()
+    )

@@ -19,7 +19,7 @@ from fp8bench.training.lab import Lab
 from fp8bench.training.side_figures import attention_score, batch_norm_drift, embedding_spread
 from fp8bench.training.watched_step import Parts, WatchedStep
 from fp8bench.training.watching import Watch
-from tests.training.labs import lab_of, rows, task_of
+from tests.training.labs import hooks_of, lab_of, rows, task_of
 
 ARMS = (
     Arm("delayed", "fp8-delayed:history=3", settings=(("checkpointing", "blocks"), ("dropout", 0.1))),
@@ -112,14 +112,6 @@ def test_lines_after_a_checkpoint_are_those_without_one(
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-
-
-def hooks_of(model: nn.Module) -> int:
-    """How many hooks anybody has put on a model or its parameters."""
-    own = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
-    return own + sum(
-        len(one._backward_hooks or ()) + len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()
-    )
 
 
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
