@@ -11,13 +11,14 @@ import re
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 Pair = tuple[int, int]
 Merges = tuple[Pair, ...]
 
 BYTES = 256
+_BLOCK = 1 << 20
 # As GPT-2 cuts, on bytes: a space belongs to the word that it precedes. Pieces are short, so that none takes long.
 _PIECES = re.compile(
     rb" ?[A-Za-z_]{1,32}| ?[0-9]{1,3}| ?[\x80-\xff]{1,32}| ?[^\sA-Za-z0-9_\x80-\xff]{1,32}|\s{1,32}(?!\S)|\s{1,32}"
@@ -29,7 +30,7 @@ def learnt_merges(text: bytes, most: int) -> Merges:
 
     Of equally frequent pairs the one with the lower tokens comes first.
     """
-    counted = sorted(Counter(_PIECES.findall(text)).items())
+    counted = sorted(Counter(_pieces(text)).items())
     words, counts = [list(word) for word, _ in counted], [count for _, count in counted]
     frequencies: Counter[Pair] = Counter()
     places: defaultdict[Pair, set[int]] = defaultdict(set)
@@ -72,7 +73,7 @@ def encoded(text: bytes, merges: Sequence[Pair]) -> bytes:
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     known: dict[bytes, list[int]] = {}
     tokens = array("H")
-    for piece in _PIECES.findall(text):
+    for piece in _pieces(text):
         if piece not in known:
             known[piece] = _encoded_piece(piece, ranks)
         tokens.extend(known[piece])
@@ -85,6 +86,12 @@ def token_bytes(merges: Sequence[Pair]) -> list[bytes]:
     for first, second in merges:
         known.append(known[first] + known[second])
     return known
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """A block at a time, which ends a piece: all pieces of a long text at once would take many times its memory."""
+    for start in range(0, len(text), _BLOCK):
+        yield from _PIECES.findall(text[start : start + _BLOCK])
 
 
 def _encoded_piece(piece: bytes, ranks: dict[Pair, int]) -> list[int]:

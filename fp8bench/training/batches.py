@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8bench.model.training import TokenSpan
 
 Batch = tuple[Tensor, Tensor]
-# Of the counter's 256 bits; the rest count a step's draws.
-_DRAWS_BITS = 192
+# Of the counter's 256 bits those that count a step's draws, and how many words it has for each count.
+_DRAWS_BITS, _WORDS = 192, 4
 
 
 class Windows:
@@ -33,8 +33,9 @@ class Windows:
 
         Drawn by a counter: numpy promises the words that Philox makes for a key, whatever its version.
         """
-        generator = np.random.Philox(key=seed, counter=step << _DRAWS_BITS)
-        words = generator.random_raw((micro_batch + 1) * batch)[micro_batch * batch :]
+        blocks, rest = divmod(micro_batch * batch, _WORDS)
+        generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
+        words = generator.random_raw(rest + batch)[rest:]
         return self._batch(words % np.uint64(self._places))
 
     def in_order(self, batch: int, most: int) -> list[Batch]:

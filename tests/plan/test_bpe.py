@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,14 @@ def test_a_text_is_encoded_by_the_earliest_merge_first() -> None:
     """As the trainer joined it, so that a text that was learnt from gets the tokens it ended with."""
     merges = ((ord("b"), ord("c")), (ord("a"), ord("b")), (256, ord("d")))
     assert array("H", encoded(b"abcd abx", merges)).tolist() == [ord("a"), 258, ord(" "), 257, ord("x")]
+
+
+def test_a_text_of_many_blocks_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's end ends a piece, wherever it falls: the same in learning and in encoding."""
+    monkeypatch.setattr(bpe, "_BLOCK", 7)
+    merges = learnt_merges(TEXT, 50)
+    assert merges and decoded(encoded(TEXT, merges), merges) == TEXT
+    assert b"".join(bpe._pieces(TEXT)) == TEXT and max(map(len, bpe._pieces(TEXT))) <= 7
 
 
 def test_long_pieces_are_cut() -> None:
