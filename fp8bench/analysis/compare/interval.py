@@ -152,7 +152,7 @@ def p_value(statistic: float, freedom: float) -> float:
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + statistic * statistic))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def quantile(level: float, freedom: float) -> float:
     """How far from 0 the share `level` of values reaches, on both sides together: 12.7 for 95% and 1 degree."""
     low, high = 0.0, 1.0

@@ -127,8 +127,9 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """Of the last evaluation that both have had."""
-    both = reference.held_out.keys() & arm.held_out.keys()
+    """Of the last evaluation that both have had, in the last tenth of the steps or after them: an earlier one is of
+    other weights than the endpoint."""
+    both = [step for step in reference.held_out.keys() & arm.held_out if step >= arm.steps - last_of(arm.steps)]
     if not both:
         return None
     old, new = (curve.held_out[max(both)] for curve in (reference, arm))

@@ -42,8 +42,8 @@ def trained(amaxes: list[float], delayed: Delayed, fmt: Format) -> list[float]:
 
 WAYS = [
     *(Delayed(history, algorithm, margin, interval)
-      for history in (1, 2, 3, 16, 100) for algorithm in Amax for margin in (0, 1, 32) for interval in (1, 3)),
-    Delayed(1024, Amax.MAX, 0, 7),
+      for history in (1, 3, 16, 100) for algorithm in Amax for margin in (0, 2) for interval in (1, 3)),
+    Delayed(1024, Amax.MAX, 32, 7),
 ]  # fmt: skip
 
 

@@ -162,14 +162,16 @@ def test_losses_near_zero_and_other_numbers_of_tokens_do_not_compare() -> None:
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
-    """The last that both have; other texts do not count, and what is not finite is void."""
+    """The last that both have; other texts do not count, nor what is not finite, nor what was seen long before."""
     told = [line for line in lines(SAME) if not isinstance(line, Validation)]
     for seed in range(5):
-        told += [held_out("bf16", seed, 50, 3.0), held_out("fp8", seed, 50, 3.3), held_out("bf16", seed, 99, 2.0)]
+        told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]
         told.append(replace(held_out("fp8", seed, 99, 9.0), of="other-text"))
     assert [pair.held_out for pair in judged(tuple(told))[0].pairs] == [pytest.approx(0.1)] * 5
     broken = [replace(line, loss=math.nan) if isinstance(line, Validation) else line for line in told]
-    assert judged(tuple(broken))[0].judged.why is Why.NO_HELD_OUT
+    early = [replace(line, step=89) if isinstance(line, Validation) and line.step == 90 else line for line in told]
+    for other in (broken, early):
+        assert judged(tuple(other))[0].judged.why is Why.NO_HELD_OUT
 
 
 def test_the_band_of_seeds() -> None:
