@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.analysis.learning.curves import Pair
+from fp8bench.analysis.learning.adjusted_speed import adjusted_speed
+from fp8bench.analysis.learning.curves import Curve, Pair
 from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, Judged, Learned, Why, judge
+from fp8bench.model.training import StepRow
 
 MARGIN = 0.01
 SEEDS = 5
@@ -30,6 +32,8 @@ _MOST_SEEDS = 60
 # Nobody adds more seeds than this because a verdict asks for them.
 _MOST_MORE = 20
 _STEPS = 30
+_SPEED_STEPS = 150
+_PACES = (0.7, 0.9, 1.0, 1.2)
 
 Draw = np.random.Generator
 Floats = NDArray[np.float64]
@@ -143,6 +147,32 @@ def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]
     }
 
 
+def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
+    """Of arms that learn at this pace: how often the adjusted speed's interval holds it, and the mean of its points.
+
+    Batches, which both have in common, move the loss of a step by 6%; what is an arm's own, by `spread`.
+    """
+    draw, steps = np.random.default_rng(3), np.arange(1, _SPEED_STEPS + 1)
+    held, points = 0, []
+    for _ in range(studies):
+        pairs = []
+        for _ in range(SEEDS):
+            batches = 1 + 0.06 * draw.standard_normal(_SPEED_STEPS) + 0.02 * draw.standard_normal()
+            own = 1 + spread * draw.standard_normal() * steps / _SPEED_STEPS
+            losses = [(1.8 + 3.7 * (1 + one * steps / 15) ** -0.7) * batches for one in (1.0, pace)]
+            pairs.append((_curve(losses[0]), _curve(losses[1] * own)))
+        found = adjusted_speed(pairs)
+        assert found is not None and found.adjusted is not None
+        held += found.adjusted.low <= pace <= found.adjusted.high
+        points.append(found.adjusted.point)
+    return held / studies, float(np.mean(points))
+
+
+def _curve(losses: Floats) -> Curve:
+    rows = (StepRow("", 0, step, loss, 0, 0, 0, 0, 0, 1, 64, 0.01) for step, loss in enumerate(losses.tolist()))
+    return Curve(_SPEED_STEPS, tuple(rows))
+
+
 def lines(studies: int) -> Iterator[tuple[str, list[float | None]]]:
     """Every figure: its name, and a share for each of SPREADS, or numbers of seeds."""
     few = max(1, studies // 10)
@@ -172,6 +202,10 @@ def _told(studies: int) -> Iterator[tuple[str, list[float | None]]]:
         said = ", ".join(f"{way} {100 * share:.1f}" for way, share in shares.items())
         sys.stdout.write(f"{name}: an interval of 95% holds the truth: {said}\n")
         yield f"{name}: coverage of {', '.join(shares)}", [*shares.values()]
+    for pace in _PACES:
+        held, point = speeds(max(1, studies // 50), pace, 0.002)
+        sys.stdout.write(f"speed to the same loss at a pace of {pace:g}: told {point:.3f}, held in {100 * held:.1f}\n")
+        yield f"speed at a pace of {pace:g}: coverage, point", [held, point]
 
 
 def main() -> int:

@@ -1,8 +1,13 @@
-"""Quality-adjusted speed-up: how much sooner an arm comes to the reference's loss, not only how fast its steps are.
+"""Quality-adjusted speed-up: how much sooner an arm comes to a loss, not only how fast its steps are.
 
-In each seed it is the ratio of speeds, by steps of the same number, times the ratio of the steps that both take to one
-loss. Its interval is Student's over the logarithms of the seeds: each seed gives one paired number of its own, and a
-bootstrap of five covers too little (suites/verdicts.py measures both).
+It is the ratio of speeds, by steps of the same number, times the ratio of the steps that both take to one loss: the
+worse of their two endpoints, which both reach. When the better one had that loss is told by the course of its losses in
+the last two thirds of the steps, a parabola over the logarithm of the steps. To look for the first step that is as low
+as some loss was tried: the noise of batches decides which step that is, and arms that differ by one unit in the last
+place were told half as fast.
+
+The interval is Student's over seeds that are left out in turn (a jackknife): gap, course and speed are uncertain
+together. A bootstrap of five seeds covers too little (suites/verdicts.py measures both).
 """
 
 from __future__ import annotations
@@ -11,56 +16,90 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
+import numpy as np
+
+from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.learning.curves import Curve, last_of
-from fp8bench.analysis.learning.judging import SHOWN, gap_of
+from fp8bench.analysis.learning.judging import LEAST_PAIRS, SHOWN, gap_of
 from fp8bench.model import Interval
 
-# The loss that both are to reach is the reference's after this share of its steps: an arm that learns more slowly has
-# the rest to get there.
-TARGET = 0.75
+# The logarithm of a third: the course is that of the last two thirds, and says nothing of what lies before them.
+_LEAST = -math.log(3)
+_LEAST_POINTS = 10
 
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
     """Above 1 is faster: `raw` by steps alone, `adjusted` to the same loss.
 
-    In `never` of its seeds the arm does not get there. It is counted with all its steps, so that `adjusted` is no more
-    than a bound: at most so fast.
+    With `bounded` the arm ended with a loss that its reference had left behind after a third of its steps: it is at
+    most so fast. None is not known, because the loss of the better one does not surely fall any more.
     """
 
     raw: Interval
-    adjusted: Interval
-    never: int
+    adjusted: Interval | None
+    bounded: bool = False
 
 
 def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
-    """Of an arm beside its reference, (reference, arm) in each seed; None for fewer than two that say both."""
-    logs = []
-    for reference, arm in pairs:
-        raw, steps = _log_speed(reference, arm), log_steps(reference.losses, arm.losses)
-        if raw is not None and steps is not None:
-            logs.append((raw, raw + steps[0], steps[1]))
-    if len(logs) < 2:
+    """Of an arm beside its reference, (reference, arm) in each seed; None for fewer than five that were timed."""
+    timed = [(pair, log) for pair in pairs if (log := _log_speed(*pair)) is not None]
+    if len(timed) < LEAST_PAIRS:
         return None
-    raw_logs, adjusted_logs, reached = zip(*logs, strict=True)
-    return AdjustedSpeed(_ratio(raw_logs), _ratio(adjusted_logs), reached.count(False))
+    every, speeds = [pair for pair, _ in timed], [log for _, log in timed]
+    found = gap_of(speeds)
+    assert found is not None and found.shown is not None
+    raw, steps = _exp(found.shown), log_steps(every)
+    if steps is None:
+        return AdjustedSpeed(raw, None)
+    point = found.point + max(steps, _LEAST)
+    if steps < _LEAST:
+        return AdjustedSpeed(raw, _exp(Interval(point, -math.inf, point, SHOWN)), bounded=True)
+    others = [
+        statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + max(left, _LEAST)
+        for seed in range(len(every))
+        if (left := log_steps(every[:seed] + every[seed + 1 :])) is not None
+    ]
+    if len(others) < len(every):
+        return AdjustedSpeed(raw, None)
+    error = math.sqrt((len(others) - 1) * statistics.pvariance(others))
+    reach = quantile(SHOWN, len(others) - 1) * error
+    return AdjustedSpeed(raw, _exp(Interval(point, point - reach, point + reach, SHOWN)))
 
 
-def log_steps(reference: Sequence[float], arm: Sequence[float]) -> tuple[float, bool] | None:
-    """The logarithm of how many times fewer steps the arm takes to the target, and whether it gets there.
+def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
+    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many.
 
-    One that does not is counted with all its steps. None where a loss is not finite.
+    None where the loss of the better one does not fall, or has not been followed so far back.
     """
-    if not all(map(math.isfinite, (*reference, *arm))):
+    rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
+    better, sign = (1, -1.0) if rise < 0 else (0, 1.0)
+    place = _place_above([pair[better].losses for pair in pairs], sign * rise)
+    return None if place is None or (sign < 0 and place < _LEAST) else sign * place
+
+
+def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None:
+    """Where the mean of curves lay so far above its endpoint: the logarithm of that step over the endpoint's.
+
+    Minus infinity where that is before the last two thirds; None where the losses there do not fall all along.
+    """
+    steps = len(curves[0])
+    places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
+    losses = np.array(curves).mean(axis=0)
+    known = (places >= _LEAST) & np.isfinite(losses)
+    if known.sum() < _LEAST_POINTS:
         return None
-    window = last_of(len(reference))
-    old, new = (_envelope(losses, window) for losses in (reference, arm))
-    target = old[max(0, round(TARGET * len(reference)) - window)]
-    own, other = _reached(old, target, window), _reached(new, target, window)
-    assert own is not None
-    return math.log(own / (len(arm) if other is None else other)), other is not None
+    bend, slope, _ = (float(one) for one in np.polyfit(places[known], losses[known], 2))
+    if max(slope, slope + 2 * bend * _LEAST) >= 0:
+        bend, slope = 0.0, float(np.polyfit(places[known], losses[known], 1)[0])
+    if slope >= 0:
+        return None
+    if rise > _LEAST * (slope + bend * _LEAST):
+        return -math.inf
+    # The root of bend x^2 + slope x = rise that is 0 where nothing rises, in a form that bears a bend of 0.
+    root = math.sqrt(max(0.0, slope * slope + 4 * bend * rise))
+    return -2 * rise / (root - slope)
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
@@ -72,24 +111,6 @@ def _log_speed(reference: Curve, arm: Curve) -> float | None:
     return statistics.median(logs) if logs else None
 
 
-def _envelope(losses: Sequence[float], window: int) -> list[float]:
-    """The least that the mean over a window has been so far; the first one is of the first whole window."""
-    sums = [0.0, *accumulate(losses)]
-    return list(accumulate(((late - early) / window for early, late in zip(sums, sums[window:], strict=False)), min))
-
-
-def _reached(envelope: Sequence[float], target: float, window: int) -> float | None:
-    """After how many steps it is as low as the target, between two of them by a straight line."""
-    if envelope[0] <= target:
-        return float(window)
-    for place, (before, after) in enumerate(pairwise(envelope)):
-        if after <= target:
-            return window + place + (before - target) / (before - after)
-    return None
-
-
-def _ratio(logs: Sequence[float]) -> Interval:
-    found = gap_of(logs)
-    assert found is not None and found.shown is not None
-    low, high = (math.exp(min(700.0, max(-700.0, one))) for one in (found.shown.low, found.shown.high))
-    return Interval(math.exp(found.point), low, high, SHOWN)
+def _exp(logs: Interval) -> Interval:
+    point, low, high = (math.exp(min(700.0, max(-700.0, one))) for one in (logs.point, logs.low, logs.high))
+    return Interval(point, low, high, logs.level)

@@ -112,9 +112,10 @@ def speed(found: AdjustedSpeed | None, native: bool) -> str:
     if found is None:
         return units.NONE
     raw = f"({units.ratio(found.raw.point)} by steps)"
-    if found.never:
-        bound = f"at most {units.ratio(found.adjusted.point)} to the same loss"
-        return f"{bound}, which {many(found.never, 'seed')} did not reach {raw}"
+    if found.adjusted is None:
+        return f"not known to the same loss, which does not surely fall any more {raw}"
+    if found.bounded:
+        return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
     low, high = units.ratio(found.adjusted.low), units.ratio(found.adjusted.high)
     return f"{units.ratio(found.adjusted.point)} [{low}, {high}] to the same loss {raw}"
 

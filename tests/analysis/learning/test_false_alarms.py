@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.analysis.learning.judging import SHOWN
-from suites.verdicts import after_advice, coverage, false_alarms, found, noises, seeds_for
+from suites.verdicts import after_advice, coverage, false_alarms, found, noises, seeds_for, speeds
 
 FEW, MANY = 200, 10_000
 # A deviation of half the margin, where both ends of a verdict are in reach, and one that is far beyond it.
@@ -56,9 +56,17 @@ def test_seeds_for_twice_the_margin() -> None:
 
 
 @pytest.mark.slow
-def test_intervals_of_speed_hold_the_truth() -> None:
+def test_intervals_of_a_mean_hold_the_truth() -> None:
     """Student's over five seeds as often as they say or more; a bootstrap of five does not, and is not used."""
     for noise in noises().values():
         shares = coverage(noise, 2000)
         assert shares["Student's t"] >= SHOWN - 0.02
         assert shares["bootstrap"] < 0.88
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", [0.7, 1.0, 1.2])
+def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> None:
+    """As often as it says or a little less, and without bias."""
+    held, point = speeds(150, pace, 0.002)
+    assert held > 0.88 and point == pytest.approx(pace, rel=0.02)
