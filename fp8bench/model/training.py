@@ -20,11 +20,14 @@ class TrainerSettings:
 
     `batch` and `sequence` of 0 are the model's own. The rate rises over the share `warmup` of all steps and then falls
     along a cosine to the share `floor` of itself; `rates` multiplies it by kinds of parameters ('embedding', 'norm',
-    'head'; 'layer' are the other matrices). `loss_scale` is 'auto' (the precision's own), 'dynamic' (halved when
-    gradients overflow, doubled after `scale_growth` steps in which none did), or a number. `gradients`, `master` and
-    `optimizer_states` are what these are kept in. `on_nan` is what is done about a step that is not finite. `nudge`
-    disturbs an arm as rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one
-    unit in the last place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
+    'head'; 'layer' are the other matrices). `attention` is 'auto' (torch's own, in the dtype that values travel in),
+    'rounded' (both of its products, and the scores, in the arm's precision) or 'prescaled' (the same of queries that
+    are divided by the root of the head width before, so that fewer scores are beyond the format). `loss_scale` is
+    'auto' (the precision's own), 'dynamic' (halved when gradients overflow, doubled after `scale_growth` steps in which
+    none did), or a number. `gradients`, `master` and `optimizer_states` are what these are kept in. `on_nan` is what is
+    done about a step that is not finite. `nudge` disturbs an arm as rounding does, so that a study can be held against
+    itself: 'ulp' moves the initial weights by one unit in the last place, 'order' sums in another order. `handicap`
+    multiplies the rate, to plant a loss.
     """
 
     model: str = "nano"
@@ -46,6 +49,7 @@ class TrainerSettings:
     gradients: str = "fp32"
     checkpointing: str = "no"
     compile: str = "no"
+    attention: str = "auto"
     on_nan: str = "stop"
     nudge: str = ""
     handicap: float = 1.0

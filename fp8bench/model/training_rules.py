@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "gradients": ("fp32", "bf16", "fp8"),
     "checkpointing": ("no", "blocks"),
     "compile": ("no", "yes"),
+    "attention": ("auto", "rounded", "prescaled"),
     "on_nan": ("stop", "skip", "lower-rate"),
     "nudge": ("", "ulp", "order"),
 }

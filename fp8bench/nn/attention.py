@@ -77,11 +77,11 @@ class EmulatedCore:
     prescaled: bool = False
     causal: bool = True
     # What is cast, each with its own arithmetic: scales that are remembered are those of one tensor.
-    _own: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
+    parts: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parts = ("queries", "keys", "scores", "probabilities", "values")
-        object.__setattr__(self, "_own", {part: self.arithmetic.layer(f"core.{part}") for part in parts})
+        object.__setattr__(self, "parts", {part: self.arithmetic.layer(f"core.{part}") for part in parts})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
@@ -104,7 +104,7 @@ class EmulatedCore:
         return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
     def _rounded(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
-        arithmetic = self._own[part]
+        arithmetic = self.parts[part]
         cast = arithmetic.cast if scaled else arithmetic.unscaled
         rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
         return rounded

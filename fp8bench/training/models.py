@@ -81,6 +81,11 @@ def check(settings: TrainerSettings) -> None:
             "nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
             "--batch of at least 2, and no --dropout."
         )
+    if settings.attention != "auto" and (settings.arch in ("mlp", "cnn") or settings.compile == "yes"):
+        raise UsageError(
+            f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
+            "--attention auto."
+        )
     if settings.compile == "yes" and settings.arch == "moe":
         raise UsageError(
             "--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
@@ -101,6 +106,10 @@ def check(settings: TrainerSettings) -> None:
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     """How a device trains such a model in a precision."""
     found = precision.support(facts)
+    if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
+        return refused(
+            f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
+        )
     if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "

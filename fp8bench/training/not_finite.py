@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 from fp8bench.model import Params
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
+from fp8bench.training.readings import cast_of, figures_of, read
+
+# What a tensor was multiplied by, found where it is wanted.
+Scale = Callable[[], float | None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Finder:
     def __init__(self) -> None:
         self.place: Place | None = None
 
-    def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: float | None = None) -> None:
+    def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
         if self.place is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
@@ -60,7 +64,7 @@ class Finder:
         if bool(finite.all()):
             return
         amax = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
-        self.place = Place(layer, tensor, backward, amax, 1 - float(finite.double().mean()), scale)
+        self.place = Place(layer, tensor, backward, amax, 1 - float(finite.double().mean()), scale and scale())
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -94,12 +98,16 @@ class Finder:
     ) -> None:
         assert source is not None
         backward = role is Role.GRADIENT
-        self.see(name, role.value, source, backward)
+
+        def scale() -> float | None:
+            (figures,) = read([figures_of(source, cast_of(arithmetic, operand, source, role))])
+            octaves = figures.get("octaves", math.nan)  # of blocks, in the middle
+            return figures.get("scale", 2.0**octaves if math.isfinite(octaves) else None)
+
+        self.see(name, role.value, source, backward, scale)
         if self.place is None:
-            scale = None if operand.scale is None or operand.scale.numel() > 1 else 1 / float(operand.scale)
-            self.see(
-                name, f"{role.value} as it was rounded", arithmetic.restore(operand, torch.float32), backward, scale
-            )
+            rounded = arithmetic.restore(operand, torch.float32)
+            self.see(name, f"{role.value} as it was rounded", rounded, backward, scale)
 
 
 def whole_words(place: Place | None, loss: float, norm: float) -> str:

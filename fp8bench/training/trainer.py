@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import DeviceFacts
 from fp8bench.model.training import Arm, ArmState, Line, SeedTask, StepRow, TrainingEvent, Validation
+from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.protocols import Arithmetic, SilentPhases, key_of
@@ -86,9 +87,19 @@ class Trainer:
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
+        if self._settings.attention != "auto":
+            self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
             _moved_by_an_ulp(model, seed_of("nudge", self._seed))
         return model
+
+    def _round_attention(self, model: LanguageModel, facts: DeviceFacts) -> None:
+        """Have attention's core in the arm's precision, each layer's with what it remembers."""
+        for path, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                own = self.precision.arithmetic(facts)
+                module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
+                self._arithmetics |= {f"{path}.core.{part}": one for part, one in core.parts.items()}
 
     def _compiled(self) -> Forward:
         """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""

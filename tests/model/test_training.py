@@ -16,7 +16,8 @@ REFUSED: dict[str, list[Any]] = {
     "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), "norm=1"], "warmup": [-0.1, 1.1],
     "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
-    "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "on_nan": ["ignore"], "nudge": ["bit"],
+    "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
+    "on_nan": ["ignore"], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {

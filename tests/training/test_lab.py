@@ -118,3 +118,25 @@ def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
     assert losses["dropped"] == losses["again"]
     assert losses["whole"] == pytest.approx(losses["halves"], rel=1e-5)
     assert losses["dropped"][0] != losses["halves"][0]
+
+
+def test_attention_in_the_arms_precision(corpus: Corpus, tmp_path: Path) -> None:
+    """Every layer's core with what it remembers; scores beyond fp16 are lost unless queries are scaled ahead."""
+    arms = [
+        Arm(f"{mode} {word}", mode, settings=(("attention", word), ("on_nan", "skip")))
+        for mode, word in (("fp8-delayed:history=4", "rounded"), ("fp16", "rounded"), ("fp16", "prescaled"))
+    ]
+    task = task_of(corpus, "fp16", *arms)
+    lab = lab_of(task)
+    for arm in task.arms:
+        assert rows(lab.advance(arm.name, 2))[0].loss < 7
+    lab.save(str(tmp_path / "kept"))
+    wanted = rows(lab.advance(arms[0].name, 2))
+    lab.restore(str(tmp_path / "kept"))
+    assert rows(lab.advance(arms[0].name, 2)) == wanted
+    skipped = {}
+    for arm in arms[1:]:
+        parameter = lab._trainers[arm.name]._parameters["blocks.0.attn.qkv.weight"]
+        parameter.detach()[:64].mul_(75)  # queries and keys: scores as large as 5,000 become 28 million
+        skipped[arm.name] = rows(lab.advance(arm.name, 1))[0].skipped
+    assert skipped == {"fp16 rounded": True, "fp16 prescaled": False}

@@ -82,6 +82,18 @@ def test_what_cannot_be_trained_is_refused() -> None:
         models.check(TrainerSettings(arch=arch))
 
 
+def test_scales_that_nobody_could_keep_are_refused() -> None:
+    """Transformer Engine's own delayed scales; what depends on no cast before may be trained."""
+    facts = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-engine", "2.13.0")))
+    settings = TrainerSettings(model="gpt2-124m")
+    config = models.config_of(settings, 256)
+    delayed, current = (
+        models.support(settings, config, precisions.get(f"{mode}:backend=te"), facts) for mode in ("fp8-delayed", "fp8")
+    )
+    assert delayed.level is Level.REFUSED and "no checkpoint can hold" in delayed.reason
+    assert "no checkpoint can hold" not in current.reason
+
+
 def test_a_convolution_in_low_precision_is_emulated_on_every_device() -> None:
     """torch convolves nothing narrower than 16 bits; other architectures are as native as their products."""
     levels = {}

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model.training import Line, TrainingEvent
+from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
 from fp8bench.training.lab import Lab
 from fp8bench.training.loss_scaling import LossScale, loss_scale_of
+from fp8bench.training.not_finite import Finder
+from tests.facts import CPU
 from tests.training.labs import SMALL, lab_of, rows, task_of
 
 # Gradients of a loss that is multiplied by so much are beyond fp16.
@@ -151,3 +156,35 @@ def test_evaluating_leaves_no_trace(corpus: Corpus) -> None:
             one.validate("fp8-delayed:history=4")
     assert rows(lab.advance("fp8-delayed:history=4", 2)) == rows(other.advance("fp8-delayed:history=4", 2))
     assert isinstance(lab._trainers["fp8-delayed:history=4"]._model, nn.Module)
+
+
+class Pair(nn.Module):
+    """Two layers, the second of which gets whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (
+            Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode)) for mode in ("fp8", "fp8-delayed")
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        silent = SilentPhases()
+        return self.first(x, silent).sum() + self.second(y, silent).sum()
+
+
+def test_the_scale_of_that_moment_is_told() -> None:
+    """Of a delayed scale that which stood; a current one is 1 for a tensor with infinities."""
+    x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
+    lost[0, 0] = float("inf")
+    model = Pair()
+    model(x, x)
+    for pair, layer, scale in (((lost, x), "first", 1.0), ((x, lost), "second", 448 / 2)):
+        finder = Finder()
+        with finder.attached(model):
+            model(*pair)
+        place = finder.place
+        assert place is not None and (place.layer, place.tensor, place.backward) == (layer, "input", False)
+        assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
+        assert f"input of {layer} in forward: 0.098% of it is not finite" in place.words
+        assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"
