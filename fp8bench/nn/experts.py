@@ -42,23 +42,30 @@ class Experts(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         scores = F.linear(flat.to(self.router.dtype), self.router)
         best, chosen = scores.topk(CHOSEN)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts))
+        every = torch.arange(len(self.experts), device=x.device)
+        counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would have the host wait for the device
         shares = counts.to(scores.dtype) / chosen.numel()
         self.balance = len(self.experts) * (shares * scores.softmax(-1).mean(0)).sum()
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
-        # The one thing that the host has to wait for: how many tokens each expert has.
-        parts = torch.split_with_sizes(rows, counts.tolist())
-        found = torch.cat(self._each(parts, phase))[order.argsort()].view(len(flat), CHOSEN, -1)
+        parts = torch.split_with_sizes(rows, self._waited_for(counts))
+        found = torch.cat(self._each(parts, counts, phase))[order.argsort()].view(len(flat), CHOSEN, -1)
         weights = best.softmax(-1)[..., None]
         return (found.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
 
-    def _each(self, parts: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+    @staticmethod
+    def _waited_for(counts: Tensor) -> list[int]:
+        """How many tokens each expert has: the one thing that the host waits for."""
+        found: list[int] = counts.tolist()
+        return found
+
+    def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
         """Every expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
         sizes = [max(ROWS, -(-len(part) // ROWS) * ROWS) for part in parts]
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
         if self._may_be_grouped():
-            found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, phase), sizes)
+            ends = ((counts.clamp(min=1) + ROWS - 1) // ROWS * ROWS).cumsum(0).to(torch.int32)
+            found = torch.split_with_sizes(self._grouped(torch.cat(filled), ends, phase), sizes)
         else:
             found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))
         return [y[: len(part)] for y, part in zip(found, parts, strict=True)]
@@ -70,10 +77,9 @@ class Experts(nn.Module):
         sides = (side for layer in layers[:2] for side in layer.weight.shape)
         return common.groups and all(one.arithmetic is common for one in layers) and not any(side % 8 for side in sides)
 
-    def _grouped(self, x: Tensor, sizes: Sequence[int], phase: Phases) -> Tensor:
+    def _grouped(self, x: Tensor, ends: Tensor, phase: Phases) -> Tensor:
         """Two products for all experts, instead of two for each."""
         arithmetic = self.experts[0].up.arithmetic
-        ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
 
         def cast(*weights: Tensor) -> Tensor:
             return torch.stack([one.to(arithmetic.carrier) for one in weights])

@@ -124,11 +124,15 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    tokens, along = config.batch * config.sequence, precision.multiples[0]
-    if tokens % along:
-        raise UsageError(
-            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
-            f"sequence is {tokens}: choose another --batch or --sequence."
+    rows, along = config.batch * config.sequence, precision.multiples[0]
+    counted = f"batch x sequence is {rows}"
+    if settings.arch == "cnn":  # a line and a place more than the text has
+        rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
+        counted = f"with a line and a column of zeros an image has them, and the batch has {rows}"
+    if rows % along:
+        return refused(
+            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; {counted}: "
+            "choose another --batch or --sequence"
         )
     return found
 

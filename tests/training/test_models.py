@@ -16,7 +16,7 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.training import models
-from tests.facts import CPU, H200
+from tests.facts import B200, CPU, H200
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -107,8 +107,8 @@ def test_a_convolution_in_low_precision_is_emulated_on_every_device() -> None:
     assert levels["cnn"] == {"bf16": Level.NATIVE, "fp8": Level.EMULATED}
     settings = TrainerSettings(batch=1, sequence=100)
     config = models.config_of(settings, 256)
-    with pytest.raises(UsageError, match="multiples of 16; batch x sequence is 100"):
-        models.support(settings, config, precisions.get("fp8"), H200)
+    found = models.support(settings, config, precisions.get("fp8"), H200)
+    assert found.level is Level.REFUSED and "multiples of 16; batch x sequence is 100" in found.reason
     assert models.support(settings, config, precisions.get("fp8"), CPU).level is Level.EMULATED
 
 
@@ -121,3 +121,11 @@ def test_compiled_blocks_of_128_need_whole_ones() -> None:
         found[size] = models.support(settings, config, precisions.get("fp8-block"), H200)
     assert found["micro"].level is Level.NATIVE
     assert found["nano"].level is Level.REFUSED and "multiples of 128" in found["nano"].reason
+
+
+def test_a_convolution_of_rotated_operands_needs_positions_in_multiples() -> None:
+    """Products of written-out windows contract over an image's positions, zeros included."""
+    for sequence, level in ((96, Level.REFUSED), (496, Level.NATIVE)):
+        settings = TrainerSettings(arch="cnn", sequence=sequence)
+        found = models.support(settings, models.config_of(settings, 256), precisions.get("nvfp4"), B200)
+        assert found.level is level, found.reason

@@ -141,9 +141,6 @@ def _supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     settings = arm.taken(request.settings)
     config = config_of(settings, 1)
     words = (arm.precision, *(word for _, word in settings.precision_map))
-    try:
-        found = [support(settings, config, precisions.get(word), facts) for word in words]
-    except UsageError as error:
-        return replace(arm, skip=str(error).rstrip("."))
+    found = [support(settings, config, precisions.get(word), facts) for word in words]
     refused = next((one.reason for one in found if one.level is Level.REFUSED), "")
     return replace(arm, native=all(one.level is Level.NATIVE for one in found), skip=facts.unusable or refused)

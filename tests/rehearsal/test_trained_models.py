@@ -1,0 +1,73 @@
+"""Forward and backward of every model that is trained, by the rules of a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.model.training import TokenSpan, TrainerSettings
+from fp8bench.nn.experts import CHOSEN, Experts
+from fp8bench.nn.sizes import SIZES
+from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.training import models
+from fp8bench.training.batches import Windows
+from tests.facts import B200, H200
+from tests.rehearsal.stage import Stage
+
+SIZE = replace(SIZES["micro"], layers=1)
+MODES = {"H200": ("bf16", "fp8", "fp8-delayed", "fp8-block", "fp8-rowwise"), "B200": ("mxfp8", "nvfp4")}
+ALWAYS = {("mlp", "nvfp4"), ("cnn", "bf16"), ("moe", "fp8")}
+CASES = [
+    pytest.param(arch, gpu, mode, marks=[] if (arch, mode) in ALWAYS else pytest.mark.slow)
+    for arch in ("mlp", "cnn", "moe")  # a GPT is that of the suite transformer
+    for gpu, modes in MODES.items()
+    for mode in modes
+]
+GPUS = {"H200": H200, "B200": B200}
+
+
+@pytest.fixture(autouse=True)
+def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory choose no expert: all have as many tokens. A step waits for these numbers, and says so."""
+
+    def evenly(counts: torch.Tensor) -> list[int]:
+        return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
+
+    monkeypatch.setattr(Experts, "_waited_for", staticmethod(evenly))
+    monkeypatch.setitem(SIZES, "micro", SIZE)
+
+
+@pytest.mark.parametrize(("arch", "gpu", "mode"), CASES)
+def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage, corpus: Corpus) -> None:
+    """No rule is broken, nothing waits but for the experts' numbers, and each layer has its three scaled products."""
+    facts: DeviceFacts = GPUS[gpu]
+    settings, precision = TrainerSettings(model="micro", arch=arch), precisions.get(mode)
+    config = models.config_of(settings, 256)
+    level = models.support(settings, config, precision, facts).level
+    if level is Level.REFUSED:
+        assert (arch, mode) == ("cnn", "nvfp4"), "its positions are no multiple of 32"
+        return
+    arithmetic, carrier = precision.arithmetic(facts), precisions.get(precision.carried_by or mode).arithmetic(facts)
+    layers = {layer.name: layer for layer in models.layers_of(arch, config)}
+    with precision.scope(), torch.device(facts.key):
+        model = models.built(
+            settings, config, lambda name: carrier if layers[name].high else arithmetic.layer(name), arithmetic.carrier
+        )
+    windows = Windows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)
+    ledger = stage.ledger(facts)
+    with precision.scope():
+        for step in range(2):  # in the first one what is made once may be waited for
+            with ledger if step else nullcontext():
+                model(*windows.drawn(0, step, 0, config.batch), SilentPhases()).backward()
+    recipe = getattr(precision, "recipe", None)
+    if not isinstance(recipe, Recipe) or level is Level.EMULATED:
+        assert not ledger.done.products
+        return
+    assert len(ledger.done.products) == (len(layers) - 1) * (2 if recipe.high_weight_gradient else 3)
