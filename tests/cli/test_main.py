@@ -55,7 +55,7 @@ OPTIONS = {
     "config": COMMON | CONFIGURED | {"--write"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
     "doctor": COMMON | {"--calibrate"},
-    "show": COMMON | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb"},
+    "show": COMMON | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories"},
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": COMMON | {
@@ -85,11 +85,11 @@ OPTIONS = {
     },
     "train": COMMON | {
         "--dtypes", "--reference", "--arch", "--model", "--batch", "--sequence", "--micro-batches", "--dropout",
-        "--checkpointing", "--precision-map", "--sweep", "--data", "--other-data", "--tokens", "--import", "--steps",
-        "--seeds", "--margin", "--quick", "--seed", "--stride", "--evaluate", "--keep", "--device", "--threads",
-        "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup", "--scale-growth", "--floor", "--weight-decay",
-        "--clip", "--loss-scale", "--optimizer-states", "--master", "--gradients", "--on-nan", "--store", "--resume",
-        "--explain", "--json", "--csv",
+        "--checkpointing", "--compile", "--attention", "--precision-map", "--sweep", "--data", "--other-data",
+        "--tokens", "--import", "--steps", "--seeds", "--margin", "--quick", "--seed", "--stride", "--evaluate",
+        "--keep", "--device", "--threads", "--dry-run", "--no-isolation", "--rate", "--rates", "--warmup",
+        "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
+        "--gradients", "--on-nan", "--store", "--resume", "--explain", "--json", "--csv",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
