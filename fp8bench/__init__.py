@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8bench.api import Run, findings, load, resume, run, table, watch
+    from fp8bench.api import Run, findings, hugging_face_callback, lightning_callback, load, resume, run, table, watch
     from fp8bench.errors import Fp8benchError
     from fp8bench.model import Case, Finding, Label, Phase, Record, Verdict
 
@@ -26,6 +26,8 @@ _HOME = {
     "Run": "api",
     "Verdict": "model",
     "findings": "api",
+    "hugging_face_callback": "api",
+    "lightning_callback": "api",
     "load": "api",
     "resume": "api",
     "run": "api",
@@ -44,6 +46,8 @@ __all__ = [
     "Verdict",
     "__version__",
     "findings",
+    "hugging_face_callback",
+    "lightning_callback",
     "load",
     "resume",
     "run",

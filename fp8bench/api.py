@@ -13,6 +13,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.grammar import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import into_history
+from fp8bench.jobs.callbacks import for_hugging_face, for_lightning
 from fp8bench.jobs.own_loop import Told, watched
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
@@ -146,6 +147,16 @@ def watch(
     """
     options = {"name": name, "stride": stride, "tokens": tokens, "scaler": scaler}
     return watched(module, optimizer, None if path is None else Path(path), told, precision, health, **options)
+
+
+def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
+    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`."""
+    return for_hugging_face(lambda module, optimizer: watch(module, optimizer, path, **options))
+
+
+def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
+    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`."""
+    return for_lightning(lambda module, optimizer: watch(module, optimizer, path, **options))
 
 
 def _names(given: object) -> tuple[str, ...]:
