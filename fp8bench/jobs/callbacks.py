@@ -5,6 +5,7 @@ Their classes are made when they are asked for: they derive from the framework's
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,6 @@ def for_lightning(watching: Watching) -> Any:
 
 def _package(*names: str) -> Any:
     """The first of these that is installed."""
-    import importlib
-
     for name in names:
         try:
             return importlib.import_module(name)
