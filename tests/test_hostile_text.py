@@ -64,9 +64,10 @@ def obeyed(text: str, *allowed: str) -> set[str]:
 def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> None:
     """Its summary, its axis, an error, a reason and the name of a number: on stdout, on stderr and in every file."""
     Path("hostile.py").write_text(SUITE.format(nasty=NASTY))
-    words = "suite ./hostile.py --dtypes fp32,bf16,fp16 --rounds 2 --no-energy --explain --md p.md --html p.html"
+    words = "suite ./hostile.py --dtypes fp32,bf16,fp16 --rounds 2 --no-energy --no-isolation"
+    files = "--explain --md p.md --html p.html --csv rows.csv"
     with forgotten(Path.cwd()):
-        said = [fp8bench(*words.split(), "--csv", "rows.csv")]
+        said = [fp8bench(*words.split(), *files.split())]
         lines = ("list ./hostile.py", "show last", "show last --csv -", "history list --runs")
         said += [fp8bench(*line.split()) for line in lines] + [fp8bench("show", NASTY), fp8bench("list", NASTY)]
     assert [code for code, _, _ in said] == [3, 0, 0, 0, 0, 2, 2], said

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from fp8bench.formats.recipes import Recipe
 from fp8bench.formats.scaled_products import Product
@@ -59,8 +60,11 @@ def modes_of(level: Level, facts: DeviceFacts) -> list[str]:
     return [mode for mode in MODES if precisions.get(mode).support(facts).level is level]
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
-    """Products by the rules of every GPU; what has none, and a whole model, on the first GPU that has the precision."""
+def cases() -> Iterator[ParameterSet]:
+    """Products by the rules of every GPU; what has none, and a whole model, on the first GPU that has the precision.
+
+    Options of a precision unasked where products are all there is.
+    """
     seen: set[tuple[str, str]] = set()
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
@@ -68,7 +72,8 @@ def cases() -> Iterator[tuple[str, str, str]]:
                 dear = workload == "transformer" and mode not in precisions.names()
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
-                    yield gpu, workload, mode
+                    few = mode in precisions.names() or workload in ("gemm", "mlp")
+                    yield pytest.param(gpu, workload, mode, marks=() if few else pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
