@@ -27,6 +27,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import described
 
 START_SECONDS = 300.0
+BENCH_MODULE = "fp8bench.worker.main"
 # A bench as it looks from here: called, it is asked.
 AskedBench = Bench
 
@@ -149,7 +150,7 @@ class LocalWorker(Worker):
 class ProcessWorker(Worker):
     """The bench in a child process, started on the first request: `module` is run there, and opens it."""
 
-    def __init__(self, settings: Settings, python: str = sys.executable, module: str = "fp8bench.worker.main") -> None:
+    def __init__(self, settings: Settings, python: str = sys.executable, module: str = BENCH_MODULE) -> None:
         self._settings = settings
         self._python = python
         self._module = module
@@ -215,7 +216,8 @@ class ProcessWorker(Worker):
             if not process.answered(limit):
                 self.restart()
                 raise WorkerHung(
-                    f"no answer to {name!r} within {limit:g} s; the worker was ended (--case-timeout sets the limit)"
+                    f"no answer to {name!r} within {limit:g} s; the worker was ended"
+                    + (" (--case-timeout sets the limit)" if self._module == BENCH_MODULE else "")
                 )
             number, reply = _numbered(process.receive())
         except (EOFError, OSError):

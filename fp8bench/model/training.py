@@ -85,8 +85,6 @@ class TrainingRequest:
     stride: int = 10
     evaluate: int = 50
     keep: int = 50
-    quick: bool = False
-    energy: bool = True
     imports: tuple[str, ...] = ()
     isolation: bool = True
 

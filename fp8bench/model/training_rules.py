@@ -99,6 +99,6 @@ TRAINING_RULES: Mapping[str, Rule] = {
     "evaluate": whole_number(1, MOST_STEPS),
     "keep": whole_number(1, MOST_STEPS),
     **{name: REQUEST_RULES[name] for name in (
-        "dtypes", "reference", "seed", "threads", "data", "energy", "quick", "imports", "isolation",
+        "dtypes", "reference", "seed", "threads", "data", "imports", "isolation",
     )},
 }  # fmt: skip

@@ -204,6 +204,15 @@ def id_of(path: Path) -> str:
     return path.parent.name.rpartition("-")[2]
 
 
+def load_head(path: Path) -> Training:
+    """A training without its lines; raises StoreError as load_training."""
+    try:
+        with path.open("rb") as file:
+            return _head(file.readline().decode("utf-8-sig", errors="replace"), path)
+    except OSError as error:
+        raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
+
+
 def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
     try:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import fp8bench.files
 from fp8bench import pipeline
 from fp8bench.cli import main as cli
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from fp8bench.jobs import doctor, sensitivity
 from fp8bench.jobs.selftest import checks, power
+from fp8bench.jobs.train import run as training
 from fp8bench.model import Case, DeviceFacts, Overheads, Run, Scalar
 from fp8bench.plan import corpus
 from fp8bench.registry import precisions, workloads
@@ -21,6 +23,7 @@ from fp8bench.store.runs.write import RunWriter
 from tests.counts import counts
 from tests.facts import H200
 from tests.fakes import CPU, FakeWorker
+from tests.trainings import FakeLab
 
 NONSENSE = (
     "", " ", "-", "--", "-1", "0", "1", "3", "1e3", "nan", "inf", "1e400", "9" * 5000, "٣", "²", "x", "=", "a=", "=b",
@@ -96,6 +99,12 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
         lambda: ["--dtype", one(*precisions.names(), *MODES)],
         lambda: ["--by", one("layer", "kind", "head")],
         lambda: ["--steps", one("1", "7", "0")],
+        lambda: ["--seeds", one("1", "2", "0")],
+        lambda: ["--model", one("nano", "micro", "huge")],
+        lambda: ["--arch", one("gpt", "cnn", "rnn")],
+        lambda: ["--sweep", one("history=1,16", "rate=0.1", "loss-scale=dynamic,0", "model=nano")],
+        lambda: ["--loss-scale", one("auto", "1024", "0.5")],
+        lambda: ["--tokens", one("bytes", "bpe:8", "words")],
         lambda: ["--tolerance", one("0", "0.5", "100")],
         lambda: ["--device", one("cpu", "cuda", "cuda:7", "rocm")],
         lambda: ["--data", one(*files.values())],
@@ -120,13 +129,16 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
 
 def command(chance: random.Random, files: dict[str, str]) -> list[str]:
     """A list of arguments."""
-    name = chance.choices(["suite", "sensitivity", "list", "show", "selftest", "doctor", ""], [14, 3, 2, 3, 1, 1, 1])[0]
+    names = ["suite", "sensitivity", "train", "list", "show", "selftest", "doctor", ""]
+    name = chance.choices(names, [14, 3, 3, 2, 3, 1, 1, 1])[0]
     words = [name] if name else []
     if name == "suite" and chance.random() < 0.9:
         strange = ("_planted", *files.values(), *NONSENSE)
         words.append(chance.choice([*workloads.names(), "all", "gemm,cast", chance.choice(strange)]))
     elif name in ("list", "show") and chance.random() < 0.8:
         words.append(chance.choice(["suites", "dtypes", "gemm", "last", *files.values(), *NONSENSE]))
+    elif name == "train":
+        words.append("--quick")
     for _ in range(chance.choice((0, 1, 1, 2, 3, 5))):
         words += option(chance, files)
     if chance.random() < 0.05:
@@ -149,6 +161,9 @@ def test_no_command_line_ends_in_a_traceback(
     monkeypatch.setattr(corpus, "standard_library_text", lambda: b"text " * 20_000)
     monkeypatch.setattr(doctor, "ProcessWorker", Probed)
     monkeypatch.setattr(sensitivity, "worker_for", Probed)
+    monkeypatch.setattr(training, "ProcessWorker", lambda settings, module: FakeLab())
+    monkeypatch.setattr(training, "LocalWorker", lambda settings, lab: FakeLab())
+    monkeypatch.setattr(fp8bench.files.os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(checks, "checks", lambda device: iter(()))
     monkeypatch.setattr(power, "run_power", lambda *_: power.Power((), (1.0,)))
     chance = random.Random(20261121)

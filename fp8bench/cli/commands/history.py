@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fp8bench.report.terminal.history import (
     rebuilt_page,
     run_row,
     runs_page,
+    training_line,
     trend_page,
     trends_page,
 )
@@ -30,6 +32,7 @@ from fp8bench.store.find_runs import gone
 from fp8bench.store.runs.listing import all_files, closed_folders, listing
 from fp8bench.store.runs.read import load_run
 from fp8bench.store.series import tracked_by
+from fp8bench.store.trainings import load_head, training_files
 from fp8bench.store.verify import verify
 
 
@@ -108,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
 
-    if not all_files(store):
+    if not all_files(store) and not (arguments.runs and training_files(store)):
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
@@ -137,10 +140,19 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
-    if not rows and word:
+    trainings = [line for line in _training_lines(training_files(store), left) if word in line.lower()]
+    if not rows and not trainings and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store)))
+    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store), trainings))
     return EXIT_OK
+
+
+def _training_lines(paths: Iterable[Path], left: Counter[str]) -> Iterator[str]:
+    for path in paths:
+        try:
+            yield training_line(load_head(path))
+        except StoreError:
+            left[UNREADABLE] += 1
 
 
 def _show(arguments: argparse.Namespace, store: Path) -> int:

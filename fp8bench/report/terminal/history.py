@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
+from fp8bench.model.training import ArmRole, Training
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
 
@@ -99,14 +100,24 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     return tuple(map(Field, words))
 
 
-def runs_page(rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "") -> Page:
-    """The runs, in the order given. `options` are words that a command needs to find the same."""
+def training_line(training: Training) -> str:
+    """A training in the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
+    arms = ", ".join(arm.name for arm in training.arms if arm.role in (ArmRole.REFERENCE, ArmRole.CANDIDATE))
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {training.request.settings.model} in {arms}"
+
+
+def runs_page(
+    rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "",
+    trainings: Sequence[str] = (),
+) -> Page:  # fmt: skip
+    """The runs, in the order given, and lines on trainings. `options` are words a command needs to find the same."""
     columns = (
         Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
         Column("ok", number=True), Column("skipped", number=True), Column("failed", number=True), Column("machine"),
         Column("why", below=True),
     )  # fmt: skip
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
+    parts += list_of("trainings", "trainings (UTC), newest first", trainings)
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
     head = f"{store}: {count_of(len(rows), 'run')}, newest first"
     return Page(head, "", (*parts, *_left_out(left)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
 from fp8bench import units
@@ -23,6 +24,7 @@ from fp8bench.model.training import (
     Training,
     TrainingEvent,
     TrainingRequest,
+    Validation,
 )
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
@@ -41,12 +43,15 @@ _LEGEND = (
     "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
     "held-out: the loss on text that was never trained on, after the last step",
     "gap: of the loss, relative to the reference's of the same seed, which has the same weights, batches and dropout",
+    "quantised:fp8: the held-out text again, with every linear layer quantised for inference, however it was trained",
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
     "tokens/s: by the median step; of emulated arms it would say nothing",
     "B/param: bytes that are kept between two steps, as counted, for each parameter",
     "a verdict is of this model and text: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
+_POSITION = "position:"
+_LOOKS = "after the last step, on text that was never trained on: loss (perplexity of a token)"
 # A count of steps is kept for each tensor: nothing for a parameter.
 _LEAST_BYTES = 0.001
 
@@ -57,6 +62,7 @@ def page_of(kept: KeptTraining, found: Verdicts) -> Page:
     curves = curves_of(kept.lines, training.request.steps)
     rows = tuple(tuple(_row(arm, kept, found, curves)) for arm in training.arms)
     parts = [Part("arms", "", (Table("arms", "", _COLUMNS, rows, main=True),))]
+    parts += list(_looks(kept))
     parts += [Part("bands", "", tuple(map(Text, _bands(found))))]
     parts += list_of("notes", "notes", _notes(kept, found))
     parts += list_of("events", "events", _events(kept))
@@ -148,6 +154,39 @@ def _speed(arm: Arm, kept: KeptTraining) -> Field:
         return Field(units.NONE)
     rate = 1 / median(seconds)
     return Field(units.count(rate), rate)
+
+
+def _looks(kept: KeptTraining) -> Iterator[Part]:
+    """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
+    steps = kept.training.request.steps
+    last = [one for one in kept.of(Validation) if one.step == steps and math.isfinite(one.loss)]
+    shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(_POSITION)))
+    places = list(dict.fromkeys(one.of for one in last if one.of.startswith(_POSITION)))
+    shown += [places[0], places[-1]] if len(places) > 1 else []
+    columns = (Column("arm"), *(Column(of, number=True) for of in shown))
+    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
+    rows = tuple(
+        (Field(arm), *(_look([one for one in last if (one.arm, one.of) == (arm, of)]) for of in shown))
+        for arm in arms if any(one.arm == arm for one in last)
+    )  # fmt: skip
+    if rows:
+        yield Part("looks", _LOOKS, (Table("looks", "", columns, rows),))
+
+
+def _look(seen: Sequence[Validation]) -> Field:
+    """'2.513 (12.3)': a loss and its perplexity, by byte too where a token is more than one."""
+    if not seen:
+        return Field(units.NONE)
+    loss = math.fsum(one.loss for one in seen) / len(seen)
+    mean = replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=_sum(one.bytes for one in seen))
+    by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
+    more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
+    return Field(f"{loss:.3f} ({mean.perplexity:.3g}{more})", loss)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    known = list(sizes)
+    return None if None in known else sum(one or 0 for one in known)
 
 
 def _bands(found: Verdicts) -> Iterator[str]:

@@ -74,15 +74,17 @@ def test_every_setting_of_the_request_can_be_said() -> None:
     """And is asked for as it was said."""
     words = (
         "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --model gpt2-124m --batch 2 --sequence 64 "
-        "--micro-batches 3 --dropout 0.1 --checkpointing blocks --precision-map mlp=fp8 --sweep history=1,16 "
-        "--sweep margin=1 --sweep history=4 --data a.txt --other-data b.txt --tokens bpe:64 --steps 7 --seeds 2 "
+        "--micro-batches 3 --dropout 0.1 --compile yes --checkpointing blocks --precision-map mlp=fp8 "
+        "--sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
+        "--other-data b.txt --tokens bpe:64 --steps 7 --seeds 2 "
         "--margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu --threads 2 --rate 0.01 --warmup 0.2 "
         "--floor 0.3 --weight-decay 0.4 --clip 0.5 --loss-scale 1024 --optimizer-states fp8lm --master fp16-scaled "
         "--gradients bf16 --on-nan skip --rates norm=0,head=2 --no-isolation"
     )
     settings = TrainerSettings(
-        model="gpt2-124m", arch="moe", batch=2, sequence=64, micro_batches=3, dropout=0.1, checkpointing="blocks",
-        precision_map=(("mlp", "fp8"),), rate=0.01, warmup=0.2, floor=0.3, weight_decay=0.4, clip=0.5,
+        model="gpt2-124m", arch="moe", batch=2, sequence=64, micro_batches=3, dropout=0.1,
+        checkpointing="blocks", compile="yes", precision_map=(("mlp", "fp8"),), rate=0.01, warmup=0.2, floor=0.3,
+        weight_decay=0.4, clip=0.5,
         loss_scale="1024", optimizer_states="fp8lm", master="fp16-scaled", gradients="bf16", on_nan="skip",
         rates=(("norm", 0.0), ("head", 2.0)),
     )  # fmt: skip
@@ -125,6 +127,9 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     steps = [line for line in document["lines"] if line["line"] == "StepRow" and line["arm"] == "fp8"]
     assert repr(steps[3]["loss"]) == losses[0] and document["finished"]
     assert document["verdicts"]["fp8"]["words"].startswith("inconclusive")
+    assert re.search(r"\n  fp8 +\d\.\d{3} \(\d+\.?\d*\) +", out.partition("never trained on")[2]), "perplexities"
+    _, listed, _ = fp8bench("history", "list", "--runs")
+    assert f"{kept.training.id} of {kept.training.started[:10]} " in listed and ": nano in bf16, fp8" in listed
     code, out, err = say("--resume", "last")
     assert code == 0 and out == shown[1] and f"training {kept.training.id} is finished; nothing was missing" in err
     code, _, err = fp8bench("show", "last")
