@@ -34,7 +34,6 @@ _MODEL = {
     "sequence": ("N", "tokens in a sequence; default the model's own"),
     "micro_batches": ("N", "micro-batches that a step accumulates"),
     "dropout": ("SHARE", "share of values that are dropped, the same in all arms"),
-    "compile": ("", "yes: torch.compile"),
     "checkpointing": ("", "blocks: keep each block's input only, compute it again in backward"),
     "compile": ("", "yes: torch.compile, forward and backward as one graph each"),
     "attention": ("", "rounded: its scores in the arm's precision, too; prescaled: queries are scaled ahead of them"),
