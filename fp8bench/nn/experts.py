@@ -9,6 +9,7 @@ has all experts used alike is Switch's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ from fp8bench.protocols import Phases
 BALANCE = 0.01
 # An expert's tokens are filled up to a multiple with zeros: native products contract over them in such blocks.
 ROWS = 32
+
+
+class _Stacked(torch.autograd.Function):
+    """Weights beside each other in a carrier's dtype: what was cast of each, where it is given, and else cast here."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.dtype, given: Sequence[Tensor | None], *weights: Tensor) -> Tensor:
+        return torch.stack(
+            [one.to(carrier) if cast is None else cast for one, cast in zip(weights, given, strict=True)]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *gradients[0].to(torch.float32).unbind())
 
 
 class Experts(nn.Module):
@@ -81,11 +96,10 @@ class Experts(nn.Module):
         """Two products for all experts, instead of two for each."""
         arithmetic = self.experts[0].up.arithmetic
 
-        def cast(*weights: Tensor) -> Tensor:
-            return torch.stack([one.to(arithmetic.carrier) for one in weights])
-
         def through(x: Tensor, layers: list[Linear]) -> Tensor:
-            weights = region(phase.cast, cast, *(one.weight for one in layers))
+            given = [None if one.operands is None else one.operands[0].data for one in layers]
+            stacked = partial(_Stacked.apply, arithmetic.carrier, given)
+            weights = region(phase.cast, stacked, *(one.weight for one in layers))
             return region(phase.gemm, arithmetic.grouped, x.to(arithmetic.carrier), weights, ends=ends)
 
         hidden = self.experts[0].between(through(x, [one.up for one in self.experts]))

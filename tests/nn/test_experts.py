@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.cached_weights import CachedWeights
 from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
 from fp8bench.nn.gpt import FeedForward, gelu
 from fp8bench.nn.linear import Choose
@@ -107,20 +109,21 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
 
 
 def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
-    """Bit for bit on a processor, with gradients; an expert without tokens among them."""
+    """Bit for bit on a processor, with gradients, whether weights are cast ahead or here. One has no tokens."""
     plain, found = PlainArithmetic(torch.bfloat16), []
     assert plain.groups
-    for arithmetic in (plain, WatchedArithmetic(plain, lambda *told: None)):
+    for arithmetic, cached in ((plain, False), (plain, True), (WatchedArithmetic(plain, lambda *told: None), False)):
         block = experts(arithmetic)
         with torch.no_grad():
             block.router[2] = -9 * block.router.sum(0)
         x = given(45, 32).abs().requires_grad_()
-        with mock.patch.object(plain, "grouped", wraps=plain.grouped) as grouped:
+        cast = CachedWeights(block).cast(SilentPhases()) if cached else nullcontext()
+        with mock.patch.object(plain, "grouped", wraps=plain.grouped) as grouped, cast:
             y = block(x, SilentPhases())
         assert grouped.call_count == (2 if arithmetic is plain else 0)
         (y * given(45, 32, seed=5)).sum().backward()
         found.append([y, x.grad, *(one.grad for one in block.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["fp8", "mxfp8", "nvfp4", "fp8-delayed", "bf16"])
